@@ -1,0 +1,63 @@
+"""Every error that a user of ChatLearn can meet, in one small tree.
+
+A message says what happened, where (file and key, sample id, plugin and version), which rule was broken, and what to
+do about it. Code that catches, catches the narrowest class; nothing is swallowed.
+"""
+
+from __future__ import annotations
+
+
+class ChatLearnError(Exception):
+    """Base of every error raised on purpose by ChatLearn."""
+
+
+class ConfigError(ChatLearnError):
+    """The configuration is wrong: a file, a key, a value, or two settings that disagree."""
+
+
+class DataError(ChatLearnError):
+    """A dataset file or row cannot be used: names the file, the line and the rule."""
+
+
+class FlowError(ChatLearnError):
+    """A flow function cannot be traced into a graph: names the source line and the rule."""
+
+
+class CheckpointError(ChatLearnError):
+    """A checkpoint is missing, incomplete or belongs to another run."""
+
+
+class ModelError(ChatLearnError):
+    """A model directory cannot be used: no weights, no configuration, or a foreign tokenizer."""
+
+
+class PluginError(ChatLearnError):
+    """A plugin cannot be used."""
+
+
+class PluginNotFoundError(PluginError):
+    """No plugin of that kind is registered under the requested name."""
+
+
+class PluginConflictError(PluginError):
+    """Two distributions register the same kind and name."""
+
+
+class PluginIncompatibleError(PluginError):
+    """A plugin was built for another plugin API, or the engine it needs is missing or has another version."""
+
+
+class BackendError(ChatLearnError):
+    """A trainer, generator, reward or transport failed while working: names role, rank, method and cause."""
+
+
+class BackendTimeoutError(BackendError):
+    """A wait ended without an answer: names who waited, for whom, for what and how long."""
+
+
+class WeightSyncError(BackendError):
+    """Weights could not be moved: names the transport, the replica, and the tensors or ranks concerned."""
+
+
+class Interrupted(ChatLearnError):
+    """The run was stopped on request (Ctrl-C or SIGTERM) and can be resumed."""

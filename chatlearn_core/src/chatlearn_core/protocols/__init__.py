@@ -1,0 +1,44 @@
+"""What a backend must be able to do: typed protocols, one file a kind."""
+
+from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, InputKind
+from chatlearn_core.protocols.episode import Episode, Generate
+from chatlearn_core.protocols.generator import Generator, OnTokens, PauseMode, StreamingGenerator, WeightLoader
+from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, ModelSource, RoleContext
+from chatlearn_core.protocols.logger import Logger
+from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
+from chatlearn_core.protocols.reward import Reward, RewardUnit
+from chatlearn_core.protocols.runtime import GeneratorFleet, RewardGroup, RoleGroup, Runtime, TrainerGroup
+from chatlearn_core.protocols.trainer import Trainer
+from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmContext",
+    "Episode",
+    "Generate",
+    "Generator",
+    "GeneratorFleet",
+    "Head",
+    "InputKind",
+    "Lifecycle",
+    "Logger",
+    "Loss",
+    "LossOutput",
+    "MemoryPart",
+    "ModelSource",
+    "OnTokens",
+    "PauseMode",
+    "Reward",
+    "RewardGroup",
+    "RewardUnit",
+    "RoleContext",
+    "RoleGroup",
+    "Runtime",
+    "StreamingGenerator",
+    "Trainer",
+    "TrainerGroup",
+    "Unit",
+    "WeightLoader",
+    "WeightReceiver",
+    "WeightSender",
+]

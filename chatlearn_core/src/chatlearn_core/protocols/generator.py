@@ -1,0 +1,102 @@
+"""The generator: samples completions, one coroutine a request, and takes new weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from chatlearn_core.protocols.lifecycle import Lifecycle
+from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, WeightManifest, WeightShard
+
+PauseMode = Literal["keep", "abort", "wait"]
+"""``keep``: unfinished requests stay where they are and go on later; ``abort``: they return what they have;
+``wait``: they finish first."""
+OnTokens = Callable[[int, list[int]], None]
+"""``(start, token_ids)``: completion tokens from position ``start`` on have been sampled."""
+
+
+@runtime_checkable
+class WeightLoader(Protocol):
+    """The receiving side of one generator replica, which a transport's receiver drives.
+
+    Between ``begin`` and ``finish`` the replica is ``loading`` and serves nothing. A receiver calls only the ``load_*``
+    methods of the channel that the transport named and the generator declared.
+    """
+
+    def expected_manifest(self) -> WeightManifest:
+        """What the model directory says must arrive, tied names as aliases."""
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """Check the manifest by name, shape and dtype and stop serving.
+
+        Raises:
+            WeightSyncError: the manifest does not match; nothing has changed.
+        """
+
+    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Channel ``tensors``: take whole tensors, in any order and any number of calls."""
+
+    async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
+        """Channel ``boxes``: take parts of tensors; together they cover every tensor exactly once."""
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """Channel ``checkpoint``: read safetensors from a directory."""
+
+    async def finish(self) -> int:
+        """Check that everything arrived, drop caches that hold the old weights, serve; return the version served.
+
+        Raises:
+            WeightSyncError: a tensor did not arrive; the replica is dead.
+        """
+
+    async def fail(self, reason: str) -> None:
+        """Give up: the replica is dead until it is restarted and holds a whole version."""
+
+
+@runtime_checkable
+class Generator(Lifecycle, Protocol):
+    """One object a replica. Its coroutines run on one event loop; ``setup`` and ``close`` may block."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights being served; 0 for those of the model directory."""
+
+    @property
+    def state(self) -> ReplicaState: ...
+
+    @property
+    def loader(self) -> WeightLoader: ...
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """Sample one completion. Concurrent calls are batched.
+
+        Requests that are submitted before control returns to the event loop are scheduled in the order of their
+        submission, so that a batch does not depend on timing.
+
+        Args:
+            on_tokens: called on the event loop as tokens appear (streaming), where the generator declares it.
+
+        Raises:
+            BackendError: the prompt does not fit, the replica is not serving, or the engine failed; names the request.
+            BackendTimeoutError: ``request.timeout_s`` passed; what was sampled is lost for this call.
+        """
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End these requests (None: all). Their ``generate`` calls return what was sampled, finish reason ``abort``."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. Returns when nothing is running any more."""
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+
+
+@runtime_checkable
+class StreamingGenerator(Generator, Protocol):
+    """A generator with an iterator beside the callback."""
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """Yield growing partial completions; the last one is what ``generate`` would have returned."""

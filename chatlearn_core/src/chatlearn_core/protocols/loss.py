@@ -1,0 +1,45 @@
+"""A loss: a pure function of outputs and batch, run where the logits are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from chatlearn_core.types import Metrics, OutputRequest, Outputs, TrainBatch
+
+Unit = Literal["sequence", "pair", "group"]
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """What a loss returns for one micro-batch."""
+
+    total: Tensor
+    """Scalar: the sum over this micro-batch of weighted terms. The weights already hold the global denominator, so the
+    totals of all micro-batches and ranks add up to the loss of the global mini-batch."""
+    metrics: Metrics = field(default_factory=dict)
+    """Detached parts, merged by sum and count over micro-batches and ranks."""
+
+
+class Loss(Protocol):
+    """A loss over a mini-batch.
+
+    The executor calls ``prepare`` once on the whole global mini-batch; the batch is then split over ranks and
+    micro-batches, and the trainer calls the loss on each part with the outputs it asked for.
+    """
+
+    @property
+    def needs(self) -> OutputRequest:
+        """The outputs it reads; matched against what the trainer provides before anything starts."""
+
+    @property
+    def unit(self) -> Unit:
+        """What no split may tear apart."""
+
+    def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """Add what needs the whole mini-batch: ``token_data["loss_weight"]`` and detached statistics."""
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        """The loss of one micro-batch. An empty batch gives a zero that is connected to the outputs' graph, if any."""

@@ -1,0 +1,102 @@
+"""The runtime: builds roles and carries calls to them, in one process or over a cluster.
+
+The executor speaks to groups, never to backend objects: a trainer group is all ranks of a trainer role, a generator
+fleet all its replicas. Calls are coroutines; every one has a timeout that the configuration sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from chatlearn_core.protocols.lifecycle import MemoryPart
+from chatlearn_core.protocols.loss import Loss
+from chatlearn_core.types import (
+    Completion,
+    GenerateRequest,
+    Metrics,
+    OutputRequest,
+    Outputs,
+    RewardResult,
+    Sample,
+    SyncReceipt,
+    TrainBatch,
+)
+
+
+class RoleGroup(Protocol):
+    """All workers of one role."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None: ...
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None: ...
+
+
+@runtime_checkable
+class TrainerGroup(RoleGroup, Protocol):
+    """All ranks of a trainer role: batches are split over data-parallel ranks, results come back in batch order."""
+
+    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs: ...
+
+    async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
+
+    async def save(self, directory: Path) -> None: ...
+
+    async def load(self, directory: Path) -> None: ...
+
+    async def export_model(self, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class GeneratorFleet(RoleGroup, Protocol):
+    """All replicas of a generator role."""
+
+    @property
+    def policy_version(self) -> int:
+        """Oldest version among the replicas that serve."""
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
+
+
+@runtime_checkable
+class RewardGroup(RoleGroup, Protocol):
+    """All workers of a reward role; combining and routing have already happened behind it."""
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
+
+
+@runtime_checkable
+class Runtime(Protocol):
+    """Owns every role of a run from ``start`` to ``close``."""
+
+    async def start(self) -> None:
+        """Build and set up all roles.
+
+        Raises:
+            ChatLearnError: a role does not start; the others are closed.
+        """
+
+    def trainer(self, role: str) -> TrainerGroup: ...
+
+    def generator(self, role: str) -> GeneratorFleet: ...
+
+    def reward(self, role: str) -> RewardGroup: ...
+
+    async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
+        """Move the trainer's weights into every replica, under ``policy_version``.
+
+        Raises:
+            WeightSyncError: no replica serves the new version.
+        """
+
+    def describe(self) -> Mapping[str, Any]:
+        """Who sits where, for the log and ``--dry-run``."""
+
+    async def close(self) -> None:
+        """Close all roles. Twice is fine."""

@@ -1,0 +1,63 @@
+"""The trainer: holds one model with a head, computes per-token outputs, makes optimizer steps, streams its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from chatlearn_core.protocols.lifecycle import Lifecycle
+from chatlearn_core.protocols.loss import Loss
+from chatlearn_core.types import Metrics, OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
+
+
+@runtime_checkable
+class Trainer(Lifecycle, Protocol):
+    """One object a rank, SPMD: every rank of a replica gets the same calls in the same order, with its own slice of the
+    batch. A rank whose slice is empty still takes part in every collective.
+    """
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which slice of a batch this rank takes; ranks of one model-parallel group share it."""
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
+        """Per-token or per-sequence outputs without gradient, on the host, in the batch's own order.
+
+        Micro-batches are this trainer's affair; the result does not depend on them.
+        """
+
+    def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
+        """Forward, backward and one optimizer step over this rank's slice of a prepared mini-batch.
+
+        Returns metric parts of this rank's slice: the loss's own, ``loss`` (reducer sum), and, on data-parallel rank
+        0 only where they are already global, ``grad_norm`` (before clipping) and ``lr``.
+
+        Raises:
+            BackendError: the loss or the gradient norm is not finite; names the samples of the micro-batch. The
+                weights are unchanged.
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write a resumable checkpoint: weights, optimizer, schedule, random state. Collective."""
+
+    def load(self, directory: Path) -> None:
+        """Read what ``save`` wrote, also under another world size. Collective.
+
+        Raises:
+            CheckpointError: incomplete or of another model; names the file.
+        """
+
+    def export_model(self, directory: Path) -> None:
+        """Write a Hugging Face model directory that ``from_pretrained`` loads, tokenizer included. Collective."""
+
+    def manifest(self) -> WeightManifest:
+        """Every tensor that ``weights`` will stream, by checkpoint name, without touching the tensors."""
+
+    def weights(self) -> Iterator[WeightShard]:
+        """Stream the weights in checkpoint names. Collective: all ranks step it in one order, and a step never waits
+        for a send. A yielded tensor stays valid until the next ``update``, unless it was gathered for this stream.
+        """

@@ -1,0 +1,131 @@
+"""Sequences packed end to end: what trainers compute on and losses see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chatlearn_core.types.sample import Sample
+
+
+@dataclass(slots=True, eq=False)
+class TrainBatch:
+    """S sequences laid end to end, T tokens in all, in the order of ``sample_ids``.
+
+    A unit is what may not be torn apart between micro-batches or ranks: sequences with the same ``unit_index``.
+    Weights that already hold the global denominator live in ``token_data["loss_weight"]``; an empty batch (S = 0)
+    is legal and weighs nothing.
+    """
+
+    sample_ids: tuple[str, ...]
+    token_ids: Tensor
+    """[T] int64"""
+    cu_seqlens: Tensor
+    """[S + 1] int32 on the host; sequence s is [cu_seqlens[s], cu_seqlens[s + 1])."""
+    loss_mask: Tensor
+    """[T] bool; entry t says whether token t is learned from. Never True at a sequence's first token."""
+    unit_index: Tensor
+    """[S] int64, host"""
+    group_index: Tensor
+    """[S] int64, host; sequences sampled from the same prompt share it."""
+    token_data: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [T, ...]"""
+    sequence_data: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [S, ...]"""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def lengths(self) -> list[int]:
+        """S sequence lengths, tokens."""
+        return [int(n) for n in self.cu_seqlens.diff().tolist()]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64, restarting at 0 with every sequence."""
+        if not self.num_sequences:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.token_ids.device)
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """[T] int64: which sequence a token belongs to."""
+        index = torch.repeat_interleave(torch.arange(self.num_sequences), self.cu_seqlens.diff().long())
+        return index.to(self.token_ids.device)
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """A new batch of the sequences at ``indices``, in that order."""
+        bounds = self.cu_seqlens.tolist()
+        spans = [(bounds[i], bounds[i + 1]) for i in indices]
+
+        def tokens(values: Tensor) -> Tensor:
+            return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
+
+        rows = torch.as_tensor(list(indices), dtype=torch.int64)
+        return TrainBatch(
+            sample_ids=tuple(self.sample_ids[i] for i in indices),
+            token_ids=tokens(self.token_ids),
+            cu_seqlens=cumulative_lengths([b - a for a, b in spans]),
+            loss_mask=tokens(self.loss_mask),
+            unit_index=self.unit_index[rows],
+            group_index=self.group_index[rows],
+            token_data={name: tokens(values) for name, values in self.token_data.items()},
+            sequence_data={name: values[rows.to(values.device)] for name, values in self.sequence_data.items()},
+        )
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        """A copy whose per-token and per-sequence tensors are on ``device``; the index tensors stay on the host."""
+        return TrainBatch(
+            self.sample_ids,
+            self.token_ids.to(device),
+            self.cu_seqlens,
+            self.loss_mask.to(device),
+            self.unit_index,
+            self.group_index,
+            {name: values.to(device) for name, values in self.token_data.items()},
+            {name: values.to(device) for name, values in self.sequence_data.items()},
+        )
+
+
+def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
+    """[S + 1] int32: 0 and the running sum of ``lengths``."""
+    return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
+
+
+def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = None) -> TrainBatch:
+    """Lay samples end to end.
+
+    Per-token arrays that every sample carries travel along; ``sequence_data`` likewise.
+
+    Args:
+        samples: in the order the batch shall have.
+        units: sample id -> unit; without it every sequence is its own unit.
+    """
+    groups: dict[str, int] = {}
+    group_index = [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
+    token_names = set.intersection(*(set(s.token_data) for s in samples)) if samples else set()
+    sequence_names = set.intersection(*(set(s.sequence_data) for s in samples)) if samples else set()
+
+    def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0, dtype=dtype)
+
+    return TrainBatch(
+        sample_ids=tuple(sample.id for sample in samples),
+        token_ids=joined([s.token_ids for s in samples], torch.int64),
+        cu_seqlens=cumulative_lengths([len(s.token_ids) for s in samples]),
+        loss_mask=joined([s.loss_mask for s in samples], torch.bool),
+        unit_index=torch.as_tensor([units[s.id] for s in samples] if units else list(range(len(samples)))).long(),
+        group_index=torch.as_tensor(group_index, dtype=torch.int64),
+        token_data={name: joined([s.token_data[name] for s in samples], torch.float32) for name in sorted(token_names)},
+        sequence_data={name: torch.tensor([s.sequence_data[name] for s in samples]) for name in sorted(sequence_names)},
+    )

@@ -1,0 +1,128 @@
+"""What a generator is asked for and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from chatlearn_core.types.prompt import TokenIds
+
+FinishReason = Literal["stop", "length", "abort"]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobBasis:
+    """Which distribution a logprob is of: the model's logits divided by ``temperature``, then cut to top-k and top-p.
+
+    Two logprobs may be compared, and an importance ratio formed, only if their bases are equal. The raw distribution
+    is ``LogprobBasis()``.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+
+    def __str__(self) -> str:
+        if self == RAW_BASIS:
+            return "raw"
+        return f"processed(temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k})"
+
+
+RAW_BASIS = LogprobBasis()
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    Raises:
+        ValueError: a value outside its range, named.
+    """
+
+    max_tokens: int
+    """Upper bound on the completion's length, tokens."""
+    temperature: float = 1.0
+    """0 is greedy; logprobs are then of the raw distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; the text that matched stays in the tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the tokenizer's end-of-sequence token."""
+    ignore_eos: bool = False
+    seed: int = 0
+    """Keys this request's random numbers: the draw for completion token t depends on (seed, t) and nothing else."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1"),
+            (self.temperature >= 0.0, "temperature", self.temperature, "0 (greedy) or more"),
+            (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]"),
+            (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
+        )
+        for holds, name, value, rule in rules:
+            if not holds:
+                raise ValueError(f"sampling parameter {name} is {value!r}; it must be {rule}")
+
+    @property
+    def basis(self) -> LogprobBasis:
+        """Basis of the distribution that is sampled from."""
+        if self.temperature == 0.0:
+            return RAW_BASIS
+        return LogprobBasis(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(slots=True, frozen=True)
+class VersionSpan:
+    """Completion tokens [start, stop) were sampled from policy ``version``."""
+
+    start: int
+    stop: int
+    version: int
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class GenerateRequest:
+    """One completion to sample.
+
+    A resumed request carries the aborted ``Completion`` in ``resume_from``; the returned completion holds its tokens,
+    logprobs and version spans first, and ``sampling.max_tokens`` bounds the whole.
+    """
+
+    id: str
+    prompt_ids: TokenIds
+    """[P]"""
+    sampling: SamplingParams
+    group_id: str = ""
+    """Requests of one group share a prompt; a replica may share their prefix."""
+    resume_from: Completion | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Completion:
+    """One sampled sequence. Arrays share one length C."""
+
+    request_id: str
+    token_ids: TokenIds
+    """[C] sampled tokens, the end-of-sequence token included if it was sampled."""
+    logprobs: Floats
+    """[C] logprob of each sampled token under the distribution that ``basis`` states."""
+    basis: LogprobBasis
+    finish_reason: FinishReason
+    sampling: SamplingParams
+    version_spans: tuple[VersionSpan, ...]
+    """Cover [0, C) in order, without gaps."""
+    raw_logprobs: Floats | None = None
+    """[C] logprob under the raw distribution, where the generator provides it beside ``logprobs``."""
+    text: str = ""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV cache was shared instead of computed."""
+    token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    """name -> [C, ...], for example routed experts."""

@@ -1,0 +1,46 @@
+"""How a number travels from where it is measured to the log: as a sum and a count, so that merging is exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reducer = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(slots=True, frozen=True)
+class Metric:
+    """A partial metric. ``mean`` is ``total / count`` after all parts are merged; the others ignore ``count``."""
+
+    total: float
+    count: float = 1.0
+    reducer: Reducer = "mean"
+
+    def merge(self, other: Metric) -> Metric:
+        """Combine two parts of the same metric, for example of two ranks or micro-batches."""
+        assert self.reducer == other.reducer, f"cannot merge a {self.reducer} with a {other.reducer}"
+        if self.reducer == "max":
+            return Metric(max(self.total, other.total), 1.0, "max")
+        if self.reducer == "min":
+            return Metric(min(self.total, other.total), 1.0, "min")
+        return Metric(self.total + other.total, self.count + other.count, self.reducer)
+
+    @property
+    def value(self) -> float:
+        """The reduced number; a mean over nothing is 0."""
+        if self.reducer == "mean":
+            return self.total / self.count if self.count else 0.0
+        return self.total
+
+
+Metrics = dict[str, Metric]
+"""Metric name -> part."""
+
+
+def merge_metrics(*parts: Metrics) -> Metrics:
+    """Merge metric parts by name; a name that occurs in some parts only is kept."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged

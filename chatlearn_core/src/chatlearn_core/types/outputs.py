@@ -1,0 +1,27 @@
+"""What a trainer can compute for each token or sequence, and how a loss or a flow asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+OutputName = Literal["logprobs", "entropy", "values", "scores", "topk", "hidden_states", "full_kl"]
+
+Outputs = dict[str, Tensor]
+"""Output name -> tensor, aligned with the batch: per token [T] for ``logprobs`` (entry t: logprob of token t given
+those before it, 0 at a sequence's first token), ``entropy`` (entry t: entropy, nats, of the distribution token t was
+drawn from, 0 at the first token) and ``values`` (entry t: value of the state in which token t was chosen,
+0 at the first token, so that it lines up with the advantage of token t); per sequence [S] for ``scores`` (the head's
+output at the last token)."""
+
+
+@dataclass(slots=True, frozen=True)
+class OutputRequest:
+    """The outputs that are needed, all computed from logits divided by ``temperature``."""
+
+    names: frozenset[OutputName]
+    temperature: float = 1.0
+    top_k: int = 0
+    """k of ``topk``."""

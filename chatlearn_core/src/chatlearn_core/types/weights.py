@@ -1,0 +1,134 @@
+"""The description of a model's weights while they travel from a trainer to generators.
+
+Names are checkpoint names: what ``save_pretrained`` writes (experts unfused, tied weights once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open interval [start, stop) in each dimension of the global tensor."""
+
+Payload = Literal["full", "delta", "adapter"]
+FleetRule = Literal["barrier", "rolling"]
+ReplicaState = Literal["serving", "loading", "dead"]
+
+
+@dataclass(slots=True, frozen=True)
+class TensorSpec:
+    """One tensor as it is named, shaped and typed in a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix: ``float32``, ``bfloat16``."""
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(slots=True, frozen=True)
+class WeightManifest:
+    """Every tensor of a model by checkpoint name, and the names that stand for another (a tied ``lm_head``)."""
+
+    tensors: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """alias -> name in ``tensors``"""
+
+    def differences(self, offered: WeightManifest, *, check_dtype: bool = True) -> list[str]:
+        """Why ``offered`` cannot be loaded where this manifest is expected: one line a tensor, empty if it can.
+
+        Names must match exactly in both directions (an engine may silently accept an unknown name; we do not), after
+        aliases are resolved on both sides.
+        """
+        lines: list[str] = []
+        for name in sorted(self.tensors.keys() | offered.tensors.keys()):
+            want = self.tensors.get(self.aliases.get(name, name))
+            have = offered.tensors.get(offered.aliases.get(name, name))
+            if want is None:
+                lines.append(f"{name}: offered by the trainer, unknown to the generator")
+            elif have is None:
+                lines.append(f"{name}: expected by the generator, not offered by the trainer")
+            elif want.shape != have.shape:
+                lines.append(f"{name}: shape {list(have.shape)} offered, {list(want.shape)} expected")
+            elif check_dtype and want.dtype != have.dtype:
+                lines.append(f"{name}: dtype {have.dtype} offered, {want.dtype} expected")
+        return lines
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class WeightShard:
+    """A box of one tensor, held by ``owner_rank``. ``tensor.shape`` is the box's extent."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    owner_rank: int
+    tensor: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple((0, n) for n in self.global_shape) == self.box
+
+
+@dataclass(slots=True, frozen=True)
+class Endpoint:
+    """One end of a transport: a trainer rank or a generator rank, and where it runs."""
+
+    role: str
+    replica: int
+    rank: int
+    host: str
+    device: str
+    process: int
+    """Process id, so that ends can tell whether they share a process."""
+
+
+@dataclass(slots=True, frozen=True)
+class SyncPlan:
+    """One weight sync, the same on both sides."""
+
+    sync_id: str
+    policy_version: int
+    """Version every replica serves after it confirmed."""
+    base_version: int | None
+    """Version a ``delta`` applies to."""
+    payload: Payload
+    manifest: WeightManifest
+    senders: tuple[Endpoint, ...]
+    receivers: tuple[Endpoint, ...]
+    fleet_rule: FleetRule
+    bucket_bytes: int
+    """Upper bound on the memory that a transport holds beyond the weights themselves."""
+    timeout_s: float
+    workspace: str
+    """A directory that senders and receivers share where the transport reaches over files."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class SyncOffer:
+    """What a sender publishes about one sync before the bytes move: a path, handles, a rendezvous, a queue."""
+
+    sender_rank: int
+    content: object
+
+
+@dataclass(slots=True, frozen=True)
+class SyncReceipt:
+    """A replica's confirmation (or failure) of one sync."""
+
+    replica: int
+    policy_version: int
+    state: ReplicaState
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
