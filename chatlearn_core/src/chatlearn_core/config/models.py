@@ -1,0 +1,172 @@
+"""The shape of a run's configuration, as pydantic models. Reading YAML into them is ``load.py``'s part.
+
+Nothing here knows a backend: ``options`` are validated by the model that the selected plugin supplies, and
+``engine`` holds engine-native arguments that the backend checks itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are not coerced across types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The model that trainer and generator roles hold unless they name their own."""
+
+    path: str = Field(description="A Hugging Face model directory, or a hub id where there is a network.")
+    tokenizer: str | None = Field(None, description="Tokenizer directory or hub id; the model's own by default.")
+    max_length: Positive | None = Field(None, description="Longest sequence, tokens; the model's own limit by default.")
+    trust_remote_code: bool = False
+
+
+class DatasetConfig(Section):
+    """One dataset file, directory or hub id."""
+
+    path: str
+    format: str = Field("auto", description="A dataset format by plugin name, or auto.")
+    split: str | None = Field(None, description="Split of a hub dataset.")
+    weight: float = Field(1.0, gt=0, description="Share among the training datasets, relative to the others'.")
+    name: str | None = Field(None, description="data_source of its rows where they carry none; the file's stem.")
+    limit: Positive | None = Field(None, description="Use only the first rows.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the format's plugin.")
+
+
+class DataConfig(Section):
+    """What is trained and evaluated on."""
+
+    train: list[DatasetConfig] = Field(min_length=1)
+    eval: list[DatasetConfig] = Field(default_factory=list)
+    max_prompt_tokens: Positive | None = Field(
+        None, description="Longer prompts are filtered out and counted; by default what leaves room for a completion."
+    )
+    apply_chat_template: bool = Field(True, description="Render chat messages with the tokenizer's template.")
+    system_prompt: str | None = Field(None, description="Put before the messages of prompts that have no system turn.")
+    shuffle: bool = True
+    on_bad_row: Literal["error", "skip"] = Field("error", description="skip: leave a bad row out, name and count it.")
+
+
+class PluginChoice(Section):
+    """A plugin by name with its options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardPart(Section):
+    """One reward of several that a reward role combines."""
+
+    backend: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    weight: float = 1.0
+    data_sources: list[str] | None = Field(None, description="Only samples of these data sources; all by default.")
+
+
+class RoleConfig(Section):
+    """One role of the flow: a kind, a backend by name, and that backend's options."""
+
+    kind: Literal["trainer", "generator", "reward"]
+    backend: str | None = Field(None, description="A plugin of this kind, by name.")
+    parts: list[RewardPart] = Field(default_factory=list, description="Several rewards, combined by weight.")
+    model: ModelConfig | None = Field(None, description="Its own model instead of the run's.")
+    head: Literal["lm", "value", "reward"] = "lm"
+    trainable: bool | None = Field(None, description="By default true for the roles the algorithm gives a loss.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    replicas: Positive = Field(1, description="Independent copies (generators, rewards).")
+    ranks: Positive = Field(1, description="Ranks of one replica.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The backend's options.")
+    engine: dict[str, Any] = Field(default_factory=dict, description="Engine-native arguments, passed verbatim.")
+    timeout_s: Seconds = Field(1800.0, description="Longest time one call to this role may take.")
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    max_tokens: Positive = 512
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: NonNegative = 0
+    stop: list[str] = Field(default_factory=list)
+
+
+class WeightSyncConfig(Section):
+    """How weights travel from the trainer to the generator."""
+
+    backend: str = Field("auto", description="A transport by name, or auto: the fastest that fits.")
+    options: dict[str, Any] = Field(default_factory=dict)
+    fleet_rule: Literal["barrier", "rolling"] = "barrier"
+    bucket_mb: Positive = Field(256, description="Memory above the weights, MiB.")
+    timeout_s: Seconds = 600.0
+
+
+class RuntimeConfig(Section):
+    """Which engine builds the roles and carries calls to them."""
+
+    backend: str = "local"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class TrainConfig(Section):
+    """How long, and how a step's samples become optimizer updates."""
+
+    steps: Positive
+    prompts_per_step: Positive = Field(description="Prompts (or demonstrations) drawn a step.")
+    mini_batches: Positive = Field(1, description="Optimizer updates that share one epoch over a step's samples.")
+    epochs: Positive = Field(1, description="Passes over a step's samples.")
+
+
+class EvalConfig(Section):
+    """Evaluation on the eval datasets."""
+
+    every: NonNegative = Field(0, description="Steps between evaluations; 0: only before and after training.")
+    at_start: bool = True
+    at_end: bool = True
+    sampling: SamplingConfig | None = Field(None, description="Greedy with the rollout's length by default.")
+    samples_per_prompt: Positive = 1
+
+
+class CheckpointConfig(Section):
+    """When a run is made resumable, and what is kept."""
+
+    every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    keep_last: Positive = 2
+    keep_best: NonNegative = Field(0, description="Beside the last, keep this many with the best metric.")
+    metric: str = Field("eval/accuracy", description="Higher is better; looked up in the step's metrics.")
+    export: bool = Field(True, description="Write a Hugging Face model directory when training ends.")
+
+
+class LogConfig(Section):
+    """What is written and shown while running."""
+
+    loggers: list[PluginChoice] = Field(default_factory=list)
+    rollouts: NonNegative = Field(64, description="Samples a step written to rollouts/ for the report; 0: none.")
+    progress: bool = True
+
+
+class RunConfig(Section):
+    """Everything about one run."""
+
+    name: str = "run"
+    output_dir: str = Field("runs/${name}", description="Run directory.")
+    seed: NonNegative = 0
+    model: ModelConfig
+    data: DataConfig
+    algorithm: PluginChoice
+    roles: dict[str, RoleConfig]
+    sampling: SamplingConfig = SamplingConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
