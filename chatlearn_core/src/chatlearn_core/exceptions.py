@@ -51,6 +51,10 @@ class BackendError(ChatLearnError):
     """A trainer, generator, reward or transport failed while working: names role, rank, method and cause."""
 
 
+class ReplicaLostError(BackendError):
+    """A replica died and may not be rebuilt any more: the run cannot go on."""
+
+
 class BackendTimeoutError(BackendError):
     """A wait ended without an answer: names who waited, for whom, for what and how long."""
 

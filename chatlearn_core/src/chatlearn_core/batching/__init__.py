@@ -1,0 +1,17 @@
+"""How samples become mini-batches, shares of ranks, and micro-batches: plain lists of indices, no tensors."""
+
+from chatlearn_core.batching.balance import Cost, attention_cost, balance, token_cost
+from chatlearn_core.batching.efficiency import packing_efficiency, padding_efficiency
+from chatlearn_core.batching.micro_batch import micro_batches
+from chatlearn_core.batching.mini_batch import mini_batches
+
+__all__ = [
+    "Cost",
+    "attention_cost",
+    "balance",
+    "micro_batches",
+    "mini_batches",
+    "packing_efficiency",
+    "padding_efficiency",
+    "token_cost",
+]

@@ -1,0 +1,1 @@
+"""A run's configuration: the models (``models``), and reading and checking a file (``load``)."""

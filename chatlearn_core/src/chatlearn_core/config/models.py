@@ -18,7 +18,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are not coerced across types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class ModelConfig(Section):

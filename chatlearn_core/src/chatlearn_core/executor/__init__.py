@@ -1,0 +1,1 @@
+"""Runs a graph on a runtime: experience, training, evaluation, checkpoints, resume."""

@@ -1,0 +1,43 @@
+"""Primitives that losses are made of: pure functions on packed per-token tensors."""
+
+from chatlearn_core.losses.aggregation import AggregationMode, aggregation_weights
+from chatlearn_core.losses.clip import ClippedLoss, clipped_policy_loss
+from chatlearn_core.losses.importance import (
+    CorrectionLevel,
+    CorrectionMode,
+    ImportanceWeights,
+    check_same_basis,
+    importance_weights,
+)
+from chatlearn_core.losses.kl import KLEstimator, full_kl, kl_estimate
+from chatlearn_core.losses.logprobs import (
+    TokenLogprobs,
+    prediction_rows,
+    token_logprobs,
+    token_logprobs_from_hidden,
+)
+from chatlearn_core.losses.mismatch import mismatch_metrics
+from chatlearn_core.losses.ratio import importance_ratio, masked_log_ratio, sequence_log_ratio
+
+__all__ = [
+    "AggregationMode",
+    "ClippedLoss",
+    "CorrectionLevel",
+    "CorrectionMode",
+    "ImportanceWeights",
+    "KLEstimator",
+    "TokenLogprobs",
+    "aggregation_weights",
+    "check_same_basis",
+    "clipped_policy_loss",
+    "full_kl",
+    "importance_ratio",
+    "importance_weights",
+    "kl_estimate",
+    "masked_log_ratio",
+    "mismatch_metrics",
+    "prediction_rows",
+    "sequence_log_ratio",
+    "token_logprobs",
+    "token_logprobs_from_hidden",
+]

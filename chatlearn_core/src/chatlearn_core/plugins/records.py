@@ -147,6 +147,8 @@ class DatasetSpec(BackendRecord):
     kind: ClassVar[Kind] = "dataset"
     columns: frozenset[str] = frozenset()
     """``format: auto`` picks the most specific format whose columns a file has; empty: only by name."""
+    reads: frozenset[str] = frozenset()
+    """File suffixes (``.parquet``), or ``hub`` for hub ids: the factory then builds a ``RowReader``, not a format."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -173,7 +175,7 @@ class LoggerSpec(BackendRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CliCommandSpec(PluginRecord):
-    """A command below ``chatlearn``: ``app`` is a ``typer.Typer`` or a function that Typer can take."""
+    """A command below ``chatlearn``: ``app`` is a function that Typer can take, or a ``typer.Typer`` for a group."""
 
     kind: ClassVar[Kind] = "cli_command"
     app: ImportString

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols.lifecycle import Lifecycle
 from chatlearn_core.protocols.loss import Loss
 from chatlearn_core.types import Metrics, OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
@@ -57,7 +58,11 @@ class Trainer(Lifecycle, Protocol):
     def manifest(self) -> WeightManifest:
         """Every tensor that ``weights`` will stream, by checkpoint name, without touching the tensors."""
 
-    def weights(self) -> Iterator[WeightShard]:
+    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
         """Stream the weights in checkpoint names. Collective: all ranks step it in one order, and a step never waits
         for a send. A yielded tensor stays valid until the next ``update``, unless it was gathered for this stream.
+
+        Args:
+            export: one of the forms the plugin record declares: whole tensors, which ``owner_rank`` sends, or what
+                each rank holds.
         """

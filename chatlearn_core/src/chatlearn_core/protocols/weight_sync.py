@@ -39,7 +39,7 @@ class WeightSender(Protocol):
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """The generator side of a transport, in the generator's adapter process, built as ``receiver(options, endpoint)``."""
+    """The generator side of a transport, in the generator's adapter process; ``receiver(options, endpoint)``."""
 
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Take the bytes that ``offers`` announce and hand them to the loader's ``load_*`` of this transport's channel.

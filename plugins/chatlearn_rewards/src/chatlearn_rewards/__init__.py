@@ -1,3 +1,4 @@
-"""Rewards of ChatLearn: math, gsm8k, format, and plain Python functions in a killable process pool."""
+"""Rewards: ``math``, ``gsm8k``, ``format`` and plain Python functions, the untrusted ones in a killable process pool.
 
-__version__ = "0.1.0"
+Importing this package imports nothing else: the pool's workers start from it and must start fast.
+"""

@@ -1,0 +1,60 @@
+"""Micro-batches by token budget: how a rank's share of a mini-batch is cut for memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from chatlearn_core.batching.balance import partition, units_in_order
+
+
+def micro_batches(
+    batch_lengths: Sequence[int], unit_index: Sequence[int], max_tokens: int, *, at_least: int = 0
+) -> list[list[int]]:
+    """Cut a batch into as few micro-batches of at most ``max_tokens`` as best-fit-decreasing finds, evenly filled.
+
+    The number is fixed first; the units are then spread evenly over that many, if that keeps to the budget, since the
+    longest micro-batch sets the peak memory. The result is a function of the arguments alone.
+
+    Args:
+        batch_lengths: tokens of each sequence.
+        unit_index: unit of each sequence; a unit is never split.
+        max_tokens: budget of one micro-batch. A unit above it gets a micro-batch of its own.
+        at_least: number of micro-batches that ranks agreed on; missing ones are made by spreading over more, or empty
+            when there are not enough units.
+
+    Returns:
+        Indices of each micro-batch's sequences, ascending; the micro-batch with most tokens first, so that a budget
+        too large for the device shows at once.
+    """
+    assert max_tokens >= 1, f"max_tokens is {max_tokens}"
+    members = units_in_order(unit_index)
+    sizes = [sum(batch_lengths[i] for i in unit) for unit in members]
+    oversized = [[unit] for unit, size in enumerate(sizes) if size > max_tokens]
+    fitting = [unit for unit, size in enumerate(sizes) if size <= max_tokens]
+
+    bins = _best_fit_decreasing(fitting, sizes, max_tokens)
+    wanted = min(max(len(bins), at_least - len(oversized)), len(fitting))
+    if wanted:
+        even = [[fitting[k] for k in bin_] for bin_ in partition([sizes[unit] for unit in fitting], wanted)]
+        if max(sum(sizes[unit] for unit in bin_) for bin_ in even) <= max_tokens:
+            bins = even
+    cut = [sorted(i for unit in bin_ for i in members[unit]) for bin_ in (*oversized, *bins) if bin_]
+    cut.sort(key=lambda indices: (-sum(batch_lengths[i] for i in indices), indices[0]))
+    return cut + [[] for _ in range(at_least - len(cut))]
+
+
+def _best_fit_decreasing(units: Sequence[int], sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Largest unit first, each into the fullest bin that still has room for it."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for unit in sorted(units, key=lambda unit: (-sizes[unit], unit)):
+        at = bisect_left(room, (sizes[unit], -1))
+        if at == len(room):
+            bins.append([unit])
+            insort(room, (max_tokens - sizes[unit], len(bins) - 1))
+        else:
+            left, bin_ = room.pop(at)
+            bins[bin_].append(unit)
+            insort(room, (left - sizes[unit], bin_))
+    return bins

@@ -1,0 +1,107 @@
+"""A run on the terminal: one bar with what matters, and a line for everything worth keeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from chatlearn_core.executor.progress import RunListener
+
+_PLAIN_INTERVAL_S = 10.0
+"""Without a terminal a line is printed this often, and for the last step."""
+
+
+class ProgressBar(RunListener):
+    """Shows step, reward, length, tokens/s and the time left; without a terminal, a line now and then."""
+
+    def __init__(self, *, show: bool = True, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.live = show and self.console.is_terminal
+        self._progress = Progress(
+            TextColumn("[bold]{task.fields[phase]:<10}"),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+        )
+        self._task: TaskID | None = None
+        self._total = 0
+        self._last_line = 0.0
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
+        """Show the bar."""
+        self._total = total_steps
+        self.console.print(f"run directory: {run_dir}")
+        self._task = self._progress.add_task(
+            "run", total=total_steps, completed=first_step - 1, phase="starting", numbers=""
+        )
+
+    def phase(self, step: int, name: str) -> None:
+        """Say what the step does now."""
+        if self._task is not None:
+            self._progress.update(self._task, phase=name)
+
+    def message(self, text: str) -> None:
+        """Print above the bar."""
+        self.console.print(text, markup=False)
+
+    def warning(self, text: str) -> None:
+        """Print above the bar, marked."""
+        self.console.print(f"[yellow]warning:[/] {_escaped(text)}")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the accuracy."""
+        self.console.print(
+            f"step {step}: accuracy {metrics['eval/accuracy']:.1%} on {metrics['eval/samples']:.0f} held-out samples"
+        )
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar on."""
+        if self._task is None or step == 0:
+            return
+        numbers = step_numbers(metrics)
+        self._progress.update(self._task, completed=step, numbers=numbers)
+        now = time.monotonic()
+        if not self.live and (now - self._last_line >= _PLAIN_INTERVAL_S or step == self._total):
+            self._last_line = now
+            self.console.print(f"step {step}/{self._total}  {numbers}", markup=False)
+
+    def finished(self, summary: Mapping[str, object]) -> None:
+        """Say how it ended."""
+        if summary["status"] == "complete":
+            self.console.print(f"complete after {summary['steps']} steps in {summary['wall_s']:.0f} s")
+        if summary["model"]:
+            self.console.print(f"trained model: {summary['model']}", markup=False)
+
+
+def step_numbers(metrics: Mapping[str, float]) -> str:
+    """The numbers of a step that a person watches."""
+    shown = []
+    if "reward" in metrics:
+        shown.append(f"reward {metrics['reward']:.3f}")
+    elif "sft/loss" in metrics:
+        shown.append(f"loss {metrics['sft/loss']:.3f}")
+    if "response_length/mean" in metrics:
+        shown.append(f"length {metrics['response_length/mean']:.1f}")
+    shown.append(f"{metrics['perf/throughput']:,.0f} tok/s")
+    return "  ".join(shown)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

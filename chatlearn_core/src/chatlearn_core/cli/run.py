@@ -1,0 +1,134 @@
+"""``chatlearn run`` and ``chatlearn eval``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from chatlearn_core.cli.progress_bar import ProgressBar
+from chatlearn_core.config.load import LoadedConfig, load_config
+from chatlearn_core.exceptions import ConfigError, Interrupted
+from chatlearn_core.executor.assembly import Assembly, assemble
+from chatlearn_core.executor.evaluation import evaluate_model
+from chatlearn_core.executor.run import Run
+from chatlearn_core.flow import to_text
+from chatlearn_core.plugins.loader import discover_plugins
+
+T = TypeVar("T")
+
+ConfigFile = Annotated[Path, typer.Argument(help="A run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to replace, as key=value.", metavar="[KEY=VALUE]...")
+]
+StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Any plugin that cannot be used is an error.")]
+
+
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str,
+        typer.Option(help="auto: go on from the newest checkpoint in the output directory; never; or a checkpoint."),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the flow and who sits where, start nothing.")
+    ] = False,
+    strict_plugins: StrictPlugins = False,
+) -> None:
+    """Train a model as a configuration says."""
+    assembly = _assemble(config, overrides, strict_plugins)
+    if dry_run:
+        typer.echo(describe(assembly))
+        return
+    registry = assembly.registry
+    listener = ProgressBar(show=assembly.config.log.progress)
+    training = Run(assembly, listener=listener, observers=registry.observers)
+    mode: Any = resume if resume in ("auto", "never") else Path(resume)
+    with listener:
+        _until_interrupted(training.train(mode))
+
+
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory to evaluate; the run's trained model by default.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    strict_plugins: StrictPlugins = False,
+) -> None:
+    """Evaluate a model on a configuration's eval datasets, without training."""
+    loaded = _load(config, overrides, strict_plugins)
+    trained = Path(loaded.config.output_dir) / "model"
+    path = model or (str(trained) if trained.is_dir() else loaded.config.model.path)
+    if path != loaded.config.model.path:
+        loaded = _load(config, [*(overrides or []), f"model.path={path}"], strict_plugins)
+    if not loaded.config.data.eval:
+        raise ConfigError(f"{config}: there is nothing to evaluate on; add a dataset to data.eval")
+    metrics = _until_interrupted(evaluate_model(assemble(loaded, discover_plugins(strict=strict_plugins))))
+    if json_output:
+        typer.echo(json.dumps({"model": path, **metrics}))
+        return
+    typer.echo(f"model: {path}")
+    for name, value in metrics.items():
+        typer.echo(f"  {name:<32} {value:.4f}")
+
+
+def describe(assembly: Assembly) -> str:
+    """What a run would do: flow, roles, weight transport, data."""
+    plan = assembly.plan
+    lines = [to_text(assembly.graph), "", "roles"]
+    for role in plan.roles.values():
+        backends = " + ".join(backend.record.name for backend in role.backends)
+        learns = ", learns" if role.trainable else ""
+        lines.append(
+            f"  {role.name:<12} {role.kind:<10} {backends:<20} device {role.device}, "
+            f"{role.replicas} replica(s) x {role.ranks} rank(s){learns}"
+        )
+    lines += ["", "weight sync"]
+    lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}" for s in plan.weight_syncs] or ["  none"]
+    lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]
+    lines += [f"  {report} (eval)" for report in (assembly.eval_set.reports if assembly.eval_set else ())]
+    return "\n".join(lines)
+
+
+def _load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:
+    return load_config(config, overrides or [], discover_plugins(strict=strict))
+
+
+def _assemble(config: Path, overrides: list[str] | None, strict: bool) -> Assembly:
+    registry = discover_plugins(strict=strict)
+    return assemble(load_config(config, overrides or [], registry), registry)
+
+
+def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; the first Ctrl-C or SIGTERM stops cleanly, the second at once.
+
+    Raises:
+        Interrupted: stopped on request.
+    """
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(work)
+
+        def stop(number: signal.Signals) -> None:
+            for handled in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(handled)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted("stopped on request before training began; nothing was written") from None
+
+    return asyncio.run(supervised())

@@ -1,0 +1,164 @@
+"""The plugins that a configuration names: selected from the registry, their options validated by their own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from chatlearn_core.config.fields import model_at, valid_keys
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.config.problems import KeyPath, Marks, Problem, nearest, show_path, unknown_key
+from chatlearn_core.config.validation import problems_of
+from chatlearn_core.exceptions import PluginError
+from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.requirements import installed_here, installed_in
+
+
+@dataclass(slots=True, frozen=True)
+class SelectedPlugin:
+    """One choice of a configuration: the plugin's record, and its options as an instance of its own model."""
+
+    record: PluginRecord
+    options: BaseModel
+
+
+@dataclass(slots=True, frozen=True)
+class Slot:
+    """A place in a configuration where a plugin is chosen by name."""
+
+    path: KeyPath
+    """The section that chooses: ``("roles", "trainer")``, ``("roles", "reward", "parts", 0)``, ``("algorithm",)``."""
+    kind: Kind
+    name_key: str
+    """``backend``, ``name`` or ``format``."""
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The path, dotted: the key of ``LoadedConfig.choices``."""
+        return ".".join(str(part) for part in self.path)
+
+    @property
+    def name_path(self) -> KeyPath:
+        """Where the name is written."""
+        return (*self.path, self.name_key)
+
+
+_ROLE_KINDS: tuple[Kind, ...] = ("trainer", "generator", "reward")
+
+
+def slots(values: Mapping[str, Any]) -> Iterator[Slot]:
+    """Every plugin that resolved, not yet validated values choose; malformed places are left to the validation.
+
+    ``auto`` (weight sync, dataset format) chooses nothing here: it is decided when the run starts.
+    """
+    roles = values.get("roles")
+    yield from _slot(("algorithm",), "algorithm", "name", values.get("algorithm"))
+    for role, section in roles.items() if isinstance(roles, Mapping) else ():
+        if not isinstance(section, Mapping):
+            continue
+        for kind in _ROLE_KINDS:
+            if section.get("kind") == kind:
+                yield from _slot(("roles", role), kind, "backend", section)
+        for index, part in enumerate(_items(section, "parts")):
+            yield from _slot(("roles", role, "parts", index), "reward", "backend", part)
+    yield from _slot(("weight_sync",), "weight_sync", "backend", values.get("weight_sync"))
+    yield from _slot(("runtime",), "runtime", "backend", values.get("runtime", {}), default="local")
+    for index, logger in enumerate(_items(values.get("log"), "loggers")):
+        yield from _slot(("log", "loggers", index), "logger", "name", logger)
+    for split in ("train", "eval"):
+        for index, dataset in enumerate(_items(values.get("data"), split)):
+            yield from _slot(("data", split, index), "dataset", "format", dataset)
+
+
+def _items(section: Any, key: str) -> list[Any]:
+    items = section.get(key) if isinstance(section, Mapping) else None
+    return items if isinstance(items, list) else []
+
+
+def _slot(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str | None = None) -> Iterator[Slot]:
+    if not isinstance(section, Mapping):
+        return
+    name = section.get(name_key, section.get(_misspelled(path, section, name_key), default))
+    options = section.get("options", {})
+    if isinstance(name, str) and name and name != "auto" and isinstance(options, Mapping):
+        yield Slot(path, kind, name_key, name, options)
+
+
+def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str | None:
+    """The key meant as ``name_key`` where that is missing, so that a typo does not hide what is wrong in options."""
+    model = model_at(RunConfig, path)
+    valid = valid_keys(model) if model else []
+    return nearest(name_key, [key for key in section if isinstance(key, str) and key not in valid])
+
+
+@dataclass(slots=True)
+class Choices:
+    """What became of every plugin that a configuration names; keys are dotted paths of the sections that choose."""
+
+    selected: dict[str, SelectedPlugin] = field(default_factory=dict)
+    """Those without fault."""
+    records: dict[str, PluginRecord] = field(default_factory=dict)
+    """All that were found, those with wrong options included."""
+    models: dict[KeyPath, type[BaseModel]] = field(default_factory=dict)
+    """The options model of each one that was found, by the path of its section."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) -> Choices:
+    """Select every plugin that resolved values name and validate its options."""
+    choices = Choices()
+    for slot in slots(values):
+        try:
+            record = _select(slot, registry, where=f"{marks.locate(slot.name_path)}, {show_path(slot.name_path)}")
+            model = registry.load_options(record)
+        except PluginError as error:
+            choices.problems.append(Problem(slot.name_path, str(error)))
+            continue
+        choices.records[slot.key] = record
+        choices.models[slot.path] = model
+        options, found = validate_options(model, slot.options, (*slot.path, "options"), record)
+        choices.problems.extend(found)
+        if options is not None:
+            choices.selected[slot.key] = SelectedPlugin(record, options)
+    return choices
+
+
+def _select(slot: Slot, registry: PluginRegistry, where: str) -> PluginRecord:
+    """The record; the engine it needs is looked up in the interpreter that will host it."""
+    record = registry.select(slot.kind, slot.name, where, installed=None)
+    python = slot.options.get("python")
+    elsewhere = isinstance(record, GeneratorSpec) and record.own_interpreter and isinstance(python, str)
+    lookup = installed_in(str(python)) if elsewhere and record.requires else installed_here
+    return registry.select(slot.kind, slot.name, where, installed=lookup)
+
+
+def validate_options(
+    model: type[BaseModel], options: Mapping[str, Any], path: KeyPath, record: PluginRecord
+) -> tuple[BaseModel | None, list[Problem]]:
+    """An instance of a plugin's options model, or what is wrong.
+
+    Types are strict (``'3'`` is no number), with the conversions that JSON needs: a list may become a tuple or set,
+    text a path or an enumeration. Unknown keys are errors even where the model would ignore them; a model that wants
+    any key says ``extra="allow"``.
+    """
+    problems: list[Problem] = []
+    if model.model_config.get("extra") not in ("allow", "forbid"):
+        valid = set(valid_keys(model)) | set(model.model_fields)
+        for key in options:
+            if key not in valid:
+                problems.append(unknown_key((*path, key), options[key], valid_keys(model)))
+    try:
+        instance = model.model_validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        return None, [*problems, *problems_of(error, model, options, path)]
+    except Exception as error:  # a plugin's own validator may raise anything; it must not take the host down
+        rule = f"the options model of {record.kind} '{record.name}' raised {type(error).__name__}: {error}"
+        return None, [*problems, Problem(path, rule, remedy="this is a fault of the plugin: tell its authors")]
+    return (None, problems) if problems else (instance, [])

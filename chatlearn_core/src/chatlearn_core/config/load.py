@@ -1,0 +1,184 @@
+"""Read a run's configuration from a YAML file and overrides, and check all of it before anything starts.
+
+The order: YAML (``document``), overrides (``overrides``), interpolation (``interpolation``), shape and types
+(``models``), plugins and their options (``choices``), rules between settings (``crosscheck``). Every stage goes on with
+what the one before left usable, so that one run of the checker tells every problem.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from chatlearn_core.config.choices import SelectedPlugin, choose
+from chatlearn_core.config.crosscheck import Checked, crosscheck
+from chatlearn_core.config.document import parse, read_text
+from chatlearn_core.config.fields import model_at, valid_keys
+from chatlearn_core.config.interpolation import resolve
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.config.overrides import apply_overrides
+from chatlearn_core.config.problems import InvalidConfigError, KeyPath, Problem, nearest, overlaps, unknown_key
+from chatlearn_core.config.validation import problems_of
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
+
+TEXT_SOURCE = "<text>"
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedConfig:
+    """A configuration without fault, and the plugins it chose."""
+
+    config: RunConfig
+    resolved: dict[str, Any]
+    """The plain values as written, overridden and resolved; defaults are not filled in."""
+    source: str
+    """The file's name as given; ``<text>`` for text."""
+    choices: Mapping[str, SelectedPlugin]
+    """Every chosen plugin with its validated options, by the dotted path of the section that chose it: ``algorithm``,
+    ``roles.trainer``, ``roles.reward.parts.0``, ``weight_sync`` (absent under ``auto``), ``runtime``,
+    ``log.loggers.0``, ``data.train.0`` (absent under ``auto``)."""
+
+    def chosen(self, *path: str | int) -> SelectedPlugin | None:
+        """The plugin chosen at a path, such as ``chosen("roles", "trainer")``; None where nothing is chosen."""
+        return self.choices.get(".".join(str(part) for part in path))
+
+
+def load_config(
+    path_or_text: Path | str, overrides: Sequence[str] = (), registry: PluginRegistry | None = None
+) -> LoadedConfig:
+    """Load, resolve and check a configuration.
+
+    Relative paths inside it stay as they are: they are relative to the working directory of the run, not to the file.
+
+    Args:
+        path_or_text: A file; or YAML text, which is told from a path by holding a newline.
+        overrides: ``key=value`` and ``~key`` in order, see ``overrides.apply_overrides``.
+        registry: The plugins to choose from; by default all that are installed.
+
+    Raises:
+        InvalidConfigError: rules are broken; its message tells all of them, each with file and line or override, key,
+            value, rule and remedy.
+        ConfigError: the file cannot be read, or is no YAML mapping.
+    """
+    if isinstance(path_or_text, str) and "\n" in path_or_text:
+        source, text = TEXT_SOURCE, path_or_text
+    else:
+        source, text = str(path_or_text), read_text(Path(path_or_text))
+    document = parse(text, source)
+    apply_overrides(document, overrides)
+    resolved, unresolved, tainted = resolve(document.values)
+    problems = [*document.problems, *unresolved]
+    tainted += document.unreadable
+
+    config, invalid = _validate(resolved, tainted)
+    choices = choose(resolved, discover_plugins() if registry is None else registry, document.marks)
+    problems += _explained(invalid, choices.models)
+    problems += [problem for problem in choices.problems if not _is_tainted(problem, tainted)]
+    tainted += [problem.path for problem in choices.problems]
+    if config is not None:
+        conflicts = crosscheck(Checked(config, choices))
+        problems += [problem for problem in conflicts if not _is_tainted(problem, tainted)]
+    if problems:
+        raise InvalidConfigError(source, problems, document.marks)
+    assert config is not None
+    return LoadedConfig(config, resolved, source, choices.selected)
+
+
+def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:
+    """True where a problem may only follow from another one that is told already."""
+    return any(overlaps(path, bad) for bad in tainted for path in problem.paths())
+
+
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": {"path": "placeholder"},
+    "data": {"train": [{"path": "placeholder"}]},
+    "algorithm": {"name": "placeholder"},
+    "roles": {},
+    "train": {"steps": 1, "prompts_per_step": 1},
+}
+"""Stand in for required sections that are missing or broken, so that the other sections can still be checked."""
+
+
+_FINE_ATTEMPTS = 4
+"""So often only the faulty keys are taken out; then the sections around them."""
+_MAX_ATTEMPTS = 8
+
+
+def _validate(values: Mapping[Any, Any], tainted: list[KeyPath]) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration, and what is wrong with it.
+
+    Where something is wrong, the configuration is what remains without the wrong parts, good enough to look for
+    conflicts among the others; ``tainted`` is extended by the parts left out. None where nothing remains.
+    """
+    told: list[Problem] = []
+    usable: dict[Any, Any] = copy.deepcopy(dict(values))
+    for attempt in range(_MAX_ATTEMPTS):
+        try:
+            return RunConfig.model_validate(usable), told
+        except ValidationError as error:
+            problems = problems_of(error, RunConfig, usable)
+        if attempt == 0:
+            # A key that could not be resolved is missing now, and that has been told.
+            told = [problem for problem in problems if not _is_tainted(problem, tainted)]
+        for problem in problems:
+            tainted.append(_without(usable, problem, whole_section=attempt > _FINE_ATTEMPTS))
+    return None, told
+
+
+def _without(values: dict[Any, Any], problem: Problem, whole_section: bool) -> KeyPath:
+    """Take the faulty part out of the values; returns the path that is not to be trusted any more."""
+    if problem.rule == "unknown key":
+        _delete(values, problem.path)
+        section = model_at(RunConfig, problem.path[:-1])
+        guess = nearest(str(problem.path[-1]), valid_keys(section)) if section else None
+        return (*problem.path[:-1], guess or problem.path[-1])
+    path = problem.path
+    missing = problem.rule == "required key is missing"
+    if missing:
+        path = path[:-1]
+    while path and isinstance(path[-1], int):  # taking one item out would move the others
+        path = path[:-1]
+    if len(path) <= 1 or whole_section:
+        top = str(problem.path[0]) if problem.path else ""
+        values.pop(top, None)
+        if top in _PLACEHOLDERS:
+            values[top] = copy.deepcopy(_PLACEHOLDERS[top])
+        return problem.path[:1]
+    _delete(values, path)
+    return problem.path
+
+
+def _delete(values: Any, path: KeyPath) -> None:
+    """Delete the key; one that went with another problem's is gone already."""
+    for part in path[:-1]:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if isinstance(values, dict):
+        values.pop(path[-1], None)
+
+
+def _explained(problems: Iterable[Problem], models: Mapping[KeyPath, type[BaseModel]]) -> list[Problem]:
+    """Unknown keys beside ``options`` that the chosen plugin does have as options are told where they belong."""
+    result = []
+    for problem in problems:
+        section, key = problem.path[:-1], problem.path[-1] if problem.path else None
+        model = models.get(section)
+        if problem.rule == "unknown key" and model is not None and key in valid_keys(model):
+            run_section = model_at(RunConfig, section)
+            told = unknown_key(
+                problem.path,
+                problem.value,
+                valid_keys(run_section) if run_section else [],
+                elsewhere=f"it is one of the backend's options: move it below '{'.'.join(map(str, section))}.options'",
+            )
+            problem = replace(problem, remedy=told.remedy)
+        result.append(problem)
+    return result

@@ -1,0 +1,158 @@
+"""Problems found in a configuration: collected, located in file or override, and reported all at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatlearn_core.exceptions import ConfigError
+
+KeyPath = tuple[str | int, ...]
+"""Where a value sits: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
+
+_LONGEST_VALUE = 80
+"""Longer values are cut in messages: a message names the value, it does not repeat a prompt."""
+
+
+class _Unset:
+    """Marks a problem that has no value to show, where None is a value."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = _Unset()
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """Where one key was written: a line of the file, or a command-line override."""
+
+    source: str
+    line: int | None = None
+    """1-based; None for an override."""
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(slots=True, frozen=True)
+class Problem:
+    """One broken rule."""
+
+    path: KeyPath
+    rule: str
+    value: Any = UNSET
+    remedy: str = ""
+    """What to do about it; lines separated by newlines."""
+    related: tuple[tuple[KeyPath, Any], ...] = ()
+    """The other settings that take part in a conflict, with their values."""
+    mark: Mark | None = None
+    """Where it was written, where the path does not tell."""
+
+    def paths(self) -> tuple[KeyPath, ...]:
+        """Every path that takes part."""
+        return (self.path, *(path for path, _ in self.related))
+
+
+@dataclass(slots=True)
+class Marks:
+    """Where every key of a configuration was written."""
+
+    source: str
+    """The file's name as given, or ``<text>``."""
+    by_path: dict[KeyPath, Mark] = field(default_factory=dict)
+
+    def locate(self, path: KeyPath) -> Mark:
+        """The mark of this key, or of the innermost enclosing one that is written somewhere."""
+        for length in range(len(path), 0, -1):
+            mark = self.by_path.get(path[:length])
+            if mark is not None:
+                return mark
+        return self.by_path.get((), Mark(self.source))
+
+    def is_written(self, path: KeyPath) -> bool:
+        """False for a key that holds its default."""
+        return path in self.by_path
+
+    def replace(self, path: KeyPath, marks: Mapping[KeyPath, Mark]) -> None:
+        """Forget everything at and below ``path`` and put ``marks`` there."""
+        for known in [known for known in self.by_path if known[: len(path)] == path]:
+            del self.by_path[known]
+        self.by_path.update(marks)
+
+
+class InvalidConfigError(ConfigError):
+    """A configuration breaks rules; ``problems`` holds all of them, the message tells each."""
+
+    def __init__(self, source: str, problems: Sequence[Problem], marks: Marks) -> None:
+        ordered = sorted(problems, key=lambda problem: _order(problem.mark or marks.locate(problem.path)))
+        count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
+        super().__init__("\n".join([f"{count} in {source}:", *(render(problem, marks) for problem in ordered)]))
+        self.source = source
+        self.problems = tuple(ordered)
+
+
+def _order(mark: Mark) -> tuple[bool, int]:
+    return mark.line is None, mark.line or 0
+
+
+def show_path(path: KeyPath) -> str:
+    """``roles.trainer.options.lr``; an odd key is quoted, the top is ``(top level)``."""
+    if not path:
+        return "(top level)"
+    return ".".join(str(part) if _is_plain(part) else repr(part) for part in path)
+
+
+def _is_plain(part: str | int) -> bool:
+    return isinstance(part, int) or part.isdecimal() or part.replace("-", "_").isidentifier()
+
+
+def show_value(value: Any) -> str:
+    """The value as Python shows it, cut where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= _LONGEST_VALUE else f"{shown[: _LONGEST_VALUE - 3]}..."
+
+
+def render(problem: Problem, marks: Marks) -> str:
+    """The lines that tell one problem: where, key, rule, value; the other side; what to do."""
+    first, *more = problem.rule.split("\n")
+    value = "" if problem.value is UNSET else f" (got {show_value(problem.value)})"
+    mark = problem.mark or marks.locate(problem.path)
+    lines = [f"{mark}: {show_path(problem.path)}: {first}{value}", *(f"    {line}" for line in more)]
+    for path, other in problem.related:
+        place = str(marks.locate(path)) if marks.is_written(path) else "default"
+        lines.append(f"    {show_path(path)} = {show_value(other)} ({place})")
+    lines.extend(f"    {line}" for line in problem.remedy.split("\n") if line)
+    return "\n".join(lines)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name closest to a misspelled one, or None where nothing is close."""
+    names = list(valid)
+    folded = {candidate.lower().replace("-", "_"): candidate for candidate in names}
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
+
+
+def unknown_key(path: KeyPath, value: Any, valid: Sequence[str], elsewhere: str = "") -> Problem:
+    """The problem of a key that its section does not have.
+
+    Args:
+        path: The unknown key.
+        value: What was written there.
+        valid: The keys the section has.
+        elsewhere: Said instead of a guess where the key is known to belong to another section.
+    """
+    guess = nearest(str(path[-1]), valid)
+    hint = elsewhere or (f"did you mean '{guess}'?" if guess else "")
+    keys = f"valid keys: {', '.join(valid)}" if valid else "this section takes no keys"
+    return Problem(path, "unknown key", value, remedy=f"{hint}\n{keys}")
+
+
+def overlaps(path: KeyPath, other: KeyPath) -> bool:
+    """True where one path encloses the other, or both are the same."""
+    shorter = min(len(path), len(other))
+    return path[:shorter] == other[:shorter]

@@ -1,0 +1,62 @@
+"""Dataset formats: what a row of a file means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Row = Mapping[str, Any]
+"""One row of a file: column -> value."""
+Message = Mapping[str, Any]
+"""One turn of a chat: ``role``, ``content``, and whatever else the chat template reads."""
+
+
+@dataclass(slots=True, frozen=True)
+class RawExample:
+    """What one row says, before anything is rendered or tokenised."""
+
+    prompt: str | Sequence[Message]
+    completion: str | None = None
+    """The text to imitate, where the row has one."""
+    ground_truth: Any = None
+    """The answer that a reward compares with; None where the row has none."""
+    data_source: str | None = None
+    """None: the dataset's name stands in."""
+    id: str | None = None
+    """None: dataset name and row number stand in."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The columns that the format did not use up, passed on to rewards."""
+
+
+class DatasetFormat(Protocol):
+    """Reads meaning into rows. Built as ``factory(options)`` from a ``DatasetSpec``; pure, holds no state.
+
+    Example:
+        class Riddles:
+            answer_columns = ("solution",)
+            completion_columns = ()
+            answer_required = True
+
+            def parse(self, row):
+                return RawExample(prompt=row["riddle"], ground_truth=row.get("solution"))
+    """
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
+        """Columns that a ground truth is looked for in; named when a row has none."""
+
+    @property
+    def completion_columns(self) -> tuple[str, ...]:
+        """Columns that a completion is looked for in; named when a row has none."""
+
+    @property
+    def answer_required(self) -> bool:
+        """Whether a prompt without a ground truth is a bad row."""
+
+    def parse(self, row: Row) -> RawExample:
+        """Say what ``row`` means.
+
+        Raises:
+            DataError: the row is malformed; only the reason, the pipeline adds file and line.
+        """

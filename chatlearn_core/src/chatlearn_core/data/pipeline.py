@@ -1,0 +1,241 @@
+"""From configured datasets to tokenised examples, with every row accounted for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+from chatlearn_core.data.format import DatasetFormat
+from chatlearn_core.data.reader import LocatedRow, read_rows
+from chatlearn_core.data.render import PromptRenderer
+from chatlearn_core.data.report import DatasetReport, bad_rows_error
+from chatlearn_core.data.selection import detect_format, row_readers, select_format
+from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow, Split
+from chatlearn_core.data.tokenizer import Tokenizer
+from chatlearn_core.exceptions import DataError
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.types import Demonstration, Example, Prompt
+
+InputKind = Literal["prompts", "demonstrations"]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Dataset:
+    """The examples of one dataset, in stored order."""
+
+    name: str
+    weight: float
+    """Share among the datasets it is mixed with, relative to theirs."""
+    examples: tuple[Example, ...]
+    report: DatasetReport
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever an example's id or a token changes."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            prompt = example.prompt if isinstance(example, Demonstration) else example
+            digest.update(prompt.id.encode() + b"\0" + prompt.token_ids.tobytes() + b"\0")
+            if isinstance(example, Demonstration):
+                digest.update(example.completion_ids.tobytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class ExampleSet:
+    """The datasets of one split of a run."""
+
+    datasets: tuple[Dataset, ...]
+
+    def __len__(self) -> int:
+        return sum(len(dataset.examples) for dataset in self.datasets)
+
+    def __iter__(self) -> Iterator[Example]:
+        """Every example once, dataset by dataset in stored order, as an evaluation takes them."""
+        return chain.from_iterable(dataset.examples for dataset in self.datasets)
+
+    @property
+    def reports(self) -> tuple[DatasetReport, ...]:
+        return tuple(dataset.report for dataset in self.datasets)
+
+
+def build_dataset(
+    config: DataSettings,
+    tokenizer: Tokenizer,
+    plugins: PluginRegistry,
+    *,
+    input: InputKind,
+    max_prompt_tokens: int,
+    max_length: int,
+    split: Split = "train",
+) -> ExampleSet:
+    """Read, interpret, render, tokenise and filter the datasets of one split.
+
+    Ids are those of the rows, otherwise ``{dataset name}/{row number}`` counted from 0 (``eval/...`` in the eval
+    split, so that no two examples of a run share one by accident).
+
+    Args:
+        config: the ``data`` section.
+        tokenizer: of the policy.
+        plugins: dataset formats and readers are among them.
+        input: what the algorithm takes.
+        max_prompt_tokens: longer prompts are filtered out and counted.
+        max_length: longest sequence, tokens: also bounds prompt and completion of a demonstration together.
+        split: which list of ``config``.
+
+    Raises:
+        DataError: a file that is missing, empty or unreadable; bad rows unless ``config.on_bad_row`` is ``skip``; no
+            example left.
+        ConfigError, PluginError: a format that is unknown or refuses its options.
+    """
+    renderer = PromptRenderer(tokenizer, config.apply_chat_template, config.system_prompt)
+    limits = _Limits(min(max_prompt_tokens, max_length - 1), max_length)
+    places: dict[str, str] = {}
+    datasets: list[Dataset] = []
+    for index, settings in enumerate(config.train if split == "train" else config.eval):
+        name = _unique(settings.name or Path(settings.path).stem, {dataset.name for dataset in datasets})
+        builder = _Builder(
+            settings, name, f"data.{split}[{index}]", split, renderer, input, limits, config.on_bad_row, places
+        )
+        datasets.append(builder.build(plugins))
+    return ExampleSet(tuple(datasets))
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    number = 2
+    candidate = name
+    while candidate in taken:
+        candidate, number = f"{name}-{number}", number + 1
+    return candidate
+
+
+@dataclass(slots=True, frozen=True)
+class _Limits:
+    prompt_tokens: int
+    length: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Builder:
+    """Builds one dataset."""
+
+    settings: DatasetSettings
+    name: str
+    where: str
+    split: Split
+    renderer: PromptRenderer
+    input: InputKind
+    limits: _Limits
+    on_bad_row: OnBadRow
+    places: dict[str, str]
+    """Example id -> where it was read; shared by the datasets of a split."""
+
+    def build(self, plugins: PluginRegistry) -> Dataset:
+        path = self.settings.path
+        rows = list(islice(read_rows(path, self.settings.split, row_readers(plugins)), self.settings.limit))
+        if not rows:
+            raise DataError(f"Data file '{path}' ({self.where}.path) is empty: it has no row.")
+        format_name = self._format_name(rows, plugins)
+        row_format = select_format(plugins, format_name, self.settings.options, self.where)
+        examples: list[Example] = []
+        bad_rows: list[str] = []
+        lengths: list[int] = []
+        num_filtered = 0
+        for number, located in enumerate(rows):
+            try:
+                example = self._example(located, number, row_format)
+            except DataError as error:
+                bad_rows.append(f"{located.place}: {error}")
+                continue
+            num_prompt, num_tokens = _lengths(example)
+            lengths.append(num_prompt)
+            if num_prompt > self.limits.prompt_tokens or num_tokens > self.limits.length:
+                num_filtered += 1
+            else:
+                examples.append(example)
+        if bad_rows and (self.on_bad_row == "error" or not lengths):
+            raise bad_rows_error(bad_rows, path, len(rows))
+        report = DatasetReport(
+            self.name,
+            path,
+            format_name,
+            num_rows=len(rows),
+            num_examples=len(examples),
+            num_filtered=num_filtered,
+            max_prompt_tokens=self.limits.prompt_tokens,
+            longest_prompt_tokens=max(lengths),
+            bad_rows=tuple(bad_rows),
+        )
+        if not examples:
+            raise DataError(self._all_filtered(report, min(lengths)))
+        return Dataset(self.name, self.settings.weight, tuple(examples), report)
+
+    def _format_name(self, rows: list[LocatedRow], plugins: PluginRegistry) -> str:
+        if self.settings.format != "auto":
+            return self.settings.format
+        first = next((located for located in rows if located.row is not None), None)
+        if first is None or first.row is None:
+            raise bad_rows_error([f"{row.place}: {row.error}" for row in rows], self.settings.path, len(rows))
+        try:
+            return detect_format(plugins, first.row, self.where)
+        except DataError as error:
+            raise DataError(f"{first.place}: {error}") from error
+
+    def _example(self, located: LocatedRow, number: int, row_format: DatasetFormat) -> Example:
+        if located.row is None:
+            raise DataError(located.error or "no row")
+        try:
+            raw = row_format.parse(located.row)
+        except DataError:
+            raise
+        except Exception as error:  # a format is someone else's code and may raise what it likes on an odd row
+            raise DataError(f"the format raised {type(error).__name__}: {error}") from error
+        rendered = self.renderer.prompt(raw.prompt)
+        prefix = "eval/" if self.split == "eval" else ""
+        prompt = Prompt(
+            id=raw.id if raw.id is not None else f"{prefix}{self.name}/{number}",
+            token_ids=rendered.token_ids,
+            text=rendered.text,
+            data_source=raw.data_source or self.name,
+            ground_truth=raw.ground_truth,
+            messages=rendered.messages,
+            columns=raw.columns,
+        )
+        example = self._checked(prompt, raw.completion, row_format)
+        if prompt.id in self.places:
+            raise DataError(f"id '{prompt.id}' was already given to {self.places[prompt.id]}; ids must be unique")
+        self.places[prompt.id] = located.place
+        return example
+
+    def _checked(self, prompt: Prompt, completion: str | None, row_format: DatasetFormat) -> Example:
+        """The example that the algorithm takes, if the row has what it needs."""
+        if self.input == "demonstrations":
+            if completion is None:
+                raise DataError(f"no completion to imitate (looked in: {', '.join(row_format.completion_columns)})")
+            return Demonstration(prompt, self.renderer.completion(completion))
+        if prompt.ground_truth is None and row_format.answer_required:
+            raise DataError(
+                f"no answer (looked in: {', '.join(row_format.answer_columns)}); if no reward needs one, "
+                f"set {self.where}.options.answer=optional"
+            )
+        return prompt
+
+    def _all_filtered(self, report: DatasetReport, shortest: int) -> str:
+        return (
+            f"No example of '{report.path}' ({self.where}) is short enough: {report.num_filtered} of {report.num_rows} "
+            f"rows filtered out.\n  Prompts have {shortest} to {report.longest_prompt_tokens} tokens; at most "
+            f"{self.limits.prompt_tokens} fit (data.max_prompt_tokens, and room for a completion in model.max_length "
+            f"{self.limits.length}).\n  Raise those limits, or take shorter data."
+        )
+
+
+def _lengths(example: Example) -> tuple[int, int]:
+    """Prompt tokens, and all tokens."""
+    if isinstance(example, Demonstration):
+        num_prompt = len(example.prompt.token_ids)
+        return num_prompt, num_prompt + len(example.completion_ids)
+    return len(example.token_ids), len(example.token_ids)

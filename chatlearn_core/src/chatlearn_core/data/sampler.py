@@ -1,0 +1,138 @@
+"""Draws training examples: mixed by ratio, shuffled by seed, resumable from a few numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chatlearn_core.data.mixing import next_dataset, shares
+from chatlearn_core.data.pipeline import Dataset
+from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.types import Demonstration, Example
+
+_STATE_VERSION = 1
+
+
+class Sampler:
+    """An endless stream of examples over one or several datasets.
+
+    Every dataset is passed through epoch by epoch, each in an order of its own: draw k of epoch e of a dataset is a
+    pure function of (seed, dataset name, e), so the state is one count a dataset. A dataset that ends begins again,
+    reshuffled, whatever the others do.
+
+    Args:
+        datasets: at least one, none empty.
+        seed: of the order.
+        shuffle: False keeps the stored order in every epoch.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], *, seed: int, shuffle: bool = True) -> None:
+        assert datasets, "a sampler needs at least one dataset"
+        assert all(dataset.examples for dataset in datasets), "a sampler needs examples in every dataset"
+        self._datasets = tuple(datasets)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._shares = shares([dataset.weight for dataset in datasets])
+        self._drawn = [0] * len(datasets)
+        self._orders: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
+        self._identity = [
+            {
+                "name": dataset.name,
+                "size": len(dataset.examples),
+                "fingerprint": dataset.fingerprint,
+                "weight": dataset.weight,
+            }
+            for dataset in datasets
+        ]
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Dataset name -> passes made over it so far, in fractions."""
+        return {
+            dataset.name: drawn / len(dataset.examples)
+            for dataset, drawn in zip(self._datasets, self._drawn, strict=True)
+        }
+
+    def next_batch(self, size: int) -> list[Example]:
+        """Draw ``size`` examples.
+
+        Ids are unique within a batch: an example that comes up again in the same batch (where an epoch ends, or in a
+        batch larger than the dataset) is returned under its id with ``~2``, ``~3``, ... appended.
+        """
+        batch: list[Example] = []
+        ids: set[str] = set()
+        for _ in range(size):
+            example = self._draw()
+            prompt = example.prompt if isinstance(example, Demonstration) else example
+            name, number = prompt.id, 2
+            while name in ids:
+                name, number = f"{prompt.id}~{number}", number + 1
+            ids.add(name)
+            if name != prompt.id:
+                prompt = replace(prompt, id=name)
+                example = replace(example, prompt=prompt) if isinstance(example, Demonstration) else prompt
+            batch.append(example)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain JSON values."""
+        return {
+            "version": _STATE_VERSION,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "datasets": [
+                {**identity, "drawn": drawn} for identity, drawn in zip(self._identity, self._drawn, strict=True)
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken: the next batches are those that would have followed.
+
+        Raises:
+            CheckpointError: the state is of other data, another mixture or another order, so it cannot be continued.
+        """
+        here = self.state_dict()
+        try:
+            saved = list(state["datasets"])
+            pairs = [(key, state[key], here[key]) for key in ("version", "seed", "shuffle")]
+            pairs.append(("number of datasets", len(saved), len(self._datasets)))
+            for old, new in zip(saved, self._identity, strict=False):
+                pairs.extend((f"{key} of dataset '{new['name']}'", old[key], new[key]) for key in new)
+            drawn = [int(old["drawn"]) for old in saved]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The sampler's state is damaged: {type(error).__name__}: {error}.") from error
+        changed = [f"  {what}: {old!r} in the checkpoint, {new!r} now" for what, old, new in pairs if old != new]
+        if changed:
+            raise CheckpointError(
+                "The data changed since the checkpoint was written, so the run cannot be continued as it was:\n"
+                + "\n".join(changed)
+                + "\n  Restore the data and settings of the checkpoint, or start a new run from its weights."
+            )
+        self._drawn = drawn
+
+    def _draw(self) -> Example:
+        index = next_dataset(self._shares, self._drawn)
+        examples = self._datasets[index].examples
+        epoch, position = divmod(self._drawn[index], len(examples))
+        self._drawn[index] += 1
+        return examples[int(self._order(index, epoch)[position])]
+
+    def _order(self, index: int, epoch: int) -> npt.NDArray[np.int64]:
+        """Order of one epoch of one dataset; the current one is kept."""
+        if index not in self._orders or self._orders[index][0] != epoch:
+            dataset = self._datasets[index]
+            self._orders[index] = (epoch, self._computed_order(dataset.name, len(dataset.examples), epoch))
+        return self._orders[index][1]
+
+    def _computed_order(self, name: str, size: int, epoch: int) -> npt.NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(size, dtype=np.int64)
+        key = hashlib.sha256(f"{self._seed}/{name}/{epoch}".encode()).digest()[:16]
+        # NumPy keeps the raw stream of a bit generator fixed between versions, but not what permutation() makes of it.
+        draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(size)
+        return np.argsort(draws, kind="stable").astype(np.int64)

@@ -1,0 +1,43 @@
+"""What the data pipeline reads from a run's configuration; ``config.models`` satisfies it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "eval"]
+OnBadRow = Literal["error", "skip"]
+
+
+class DatasetSettings(Protocol):
+    """One dataset: see ``config.models.DatasetConfig``, which says what each setting means."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+class DataSettings(Protocol):
+    """All datasets of a run: see ``config.models.DataConfig``."""
+
+    @property
+    def train(self) -> Sequence[DatasetSettings]: ...
+    @property
+    def eval(self) -> Sequence[DatasetSettings]: ...
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def system_prompt(self) -> str | None: ...
+    @property
+    def on_bad_row(self) -> OnBadRow: ...

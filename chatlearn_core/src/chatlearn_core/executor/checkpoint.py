@@ -1,0 +1,182 @@
+"""Checkpoints on disk: written aside, sealed, renamed; found again, verified, thinned out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.exceptions import CheckpointError
+
+SEAL = "checkpoint.json"
+"""Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
+_NAME = re.compile(r"step_(\d{8})")
+_FORMAT = 1
+
+
+@dataclass(slots=True, frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    """What the executor stored: sampler, versions, best metrics, counters."""
+
+    @property
+    def metric(self) -> float | None:
+        """The value ``keep_best`` ranks by."""
+        value = self.state.get("metric")
+        return None if value is None else float(value)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in ``directory/step_N``.
+
+    Args:
+        keep_last: newest checkpoints to keep.
+        keep_best: beside them, those with the highest metric.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int, keep_best: int) -> None:
+        self.directory = directory
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    @contextlib.contextmanager
+    def write(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+        """A directory to fill; when the block ends it is sealed and renamed at once, or, if it raised, removed.
+
+        Raises:
+            CheckpointError: the disk does not take it; names the path. Earlier checkpoints are untouched.
+        """
+        final = self.directory / f"step_{step:08d}"
+        temporary = self.directory / f".writing_step_{step:08d}"
+        try:
+            self._remove_unfinished()
+            temporary.mkdir(parents=True)
+            yield temporary
+            _seal(temporary, step, state)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync(self.directory)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {step} to {final}: {error.strerror or error}. The run can be "
+                "resumed from the checkpoint before; free space or permissions on that disk first"
+            ) from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._thin_out()
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest complete checkpoint, and what is wrong with newer ones that had to be passed over."""
+        problems: list[str] = []
+        for path in sorted(self._paths(), reverse=True):
+            try:
+                return read_checkpoint(path), problems
+            except CheckpointError as error:
+                problems.append(str(error))
+        return None, problems
+
+    def complete(self) -> list[Checkpoint]:
+        """All complete checkpoints, oldest first; the contents of their files are not read."""
+        found: list[Checkpoint] = []
+        for path in sorted(self._paths()):
+            with contextlib.suppress(CheckpointError):
+                found.append(read_checkpoint(path, verify=False))
+        return found
+
+    def forget_after(self, step: int) -> None:
+        """Remove checkpoints newer than ``step``: a run that resumes from an older one writes them again."""
+        for path in self._paths():
+            if _step_of(path) > step:
+                shutil.rmtree(path)
+
+    def _paths(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        return [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+
+    def _remove_unfinished(self) -> None:
+        for path in self.directory.glob(".writing_step_*"):
+            shutil.rmtree(path)
+
+    def _thin_out(self) -> None:
+        checkpoints = self.complete()
+        keep = {checkpoint.path for checkpoint in checkpoints[-self.keep_last :]}
+        ranked = [checkpoint for checkpoint in checkpoints if checkpoint.metric is not None]
+        ranked.sort(key=lambda checkpoint: (checkpoint.metric, checkpoint.step), reverse=True)
+        keep |= {checkpoint.path for checkpoint in ranked[: self.keep_best]}
+        for checkpoint in checkpoints:
+            if checkpoint.path not in keep:
+                shutil.rmtree(checkpoint.path)
+
+
+def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Open one checkpoint.
+
+    Args:
+        verify: also read every file and compare its checksum.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged; names the file and what is wrong with it.
+    """
+    try:
+        seal = json.loads((path / SEAL).read_text(encoding="utf-8"))
+        step, state, files = int(seal["step"]), dict(seal["state"]), dict(seal["files"])
+        if seal["format"] != _FORMAT:
+            raise CheckpointError(f"{path} has checkpoint format {seal['format']}; this version reads {_FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {SEAL}: {error}") from error
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        size = file.stat().st_size
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {size} bytes, {facts['bytes']} were written")
+        if verify and _checksum(file) != facts["sha256"]:
+            raise CheckpointError(f"{path} is damaged: the contents of {name} changed since it was written")
+    return Checkpoint(path, step, state)
+
+
+def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:
+    """Force the files to disk and write what they should be."""
+    files = {}
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        _sync(file)
+        files[str(file.relative_to(directory))] = {"bytes": file.stat().st_size, "sha256": _checksum(file)}
+    seal = directory / SEAL
+    seal.write_text(json.dumps({"format": _FORMAT, "step": step, "state": state, "files": files}, indent=1))
+    _sync(seal)
+    _sync(directory)
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1))

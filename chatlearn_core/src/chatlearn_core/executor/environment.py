@@ -1,0 +1,136 @@
+"""The environment makes experience: it draws prompts, runs the flow, and hands over scored samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from chatlearn_core.executor.scheduler import FlowScheduler, Slot
+from chatlearn_core.executor.seeds import keyed_seed
+from chatlearn_core.losses.mismatch import mismatch_metrics
+from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Algorithm
+from chatlearn_core.types import (
+    Demonstration,
+    Example,
+    GenerateRequest,
+    LogprobBasis,
+    Metric,
+    Metrics,
+    Sample,
+    SamplingParams,
+    merge_metrics,
+)
+
+
+@dataclass(slots=True)
+class Experience:
+    """The samples of one step. Those with an ``exclusion`` are not trained on, but counted."""
+
+    step: int
+    samples: list[Sample]
+    metrics: Metrics
+
+    @property
+    def admitted(self) -> list[Sample]:
+        """What is trained on."""
+        return [sample for sample in self.samples if sample.exclusion is None]
+
+
+class Environment:
+    """Turns examples into experience by running the algorithm's flow.
+
+    Args:
+        scheduler: runs the flow's graph.
+        algorithm: says how many completions a prompt gets and computes advantages.
+        sampling: how completions are sampled; its seed is replaced for every sample.
+        seed: the run's seed.
+    """
+
+    def __init__(self, scheduler: FlowScheduler, algorithm: Algorithm, sampling: SamplingParams, seed: int) -> None:
+        self.scheduler = scheduler
+        self.algorithm = algorithm
+        self.sampling = sampling
+        self.seed = seed
+
+    async def make(self, step: int, examples: Sequence[Example], timers: Timers) -> Experience:
+        """Run one step's flow over ``examples``."""
+        slots = make_slots(examples, step, self.algorithm.group_size, self.sampling, self.seed)
+        samples = await self.scheduler.run(slots, timers)
+        with timers.measure("advantages"):
+            metrics = self.algorithm.prepare_samples(samples)
+        return Experience(
+            step,
+            samples,
+            merge_metrics(metrics, sample_metrics(samples), generator_mismatch(samples, self.sampling)),
+        )
+
+
+def make_slots(
+    examples: Sequence[Example], step: int | str, group_size: int, sampling: SamplingParams, seed: int
+) -> list[Slot]:
+    """One slot a sample, group by group. A sample's random numbers depend on (seed, prompt, step, index) alone."""
+    slots: list[Slot] = []
+    for example in examples:
+        if isinstance(example, Demonstration):
+            slots.append(_demonstration_slot(example, step))
+            continue
+        group_id = f"{example.id}@{step}"
+        for index in range(group_size):
+            sample_id = f"{group_id}#{index}"
+            own = replace(sampling, seed=keyed_seed(seed, "sample", sample_id))
+            request = GenerateRequest(sample_id, example.token_ids, own, group_id)
+            slots.append(Slot(sample_id, group_id, example, request))
+    return slots
+
+
+def _demonstration_slot(example: Demonstration, step: int | str) -> Slot:
+    prompt = example.prompt
+    token_ids = np.concatenate([prompt.token_ids, example.completion_ids]).astype(np.int64)
+    loss_mask = np.arange(len(token_ids)) >= len(prompt.token_ids)
+    group_id = f"{prompt.id}@{step}"
+    sample = Sample(f"{group_id}#0", group_id, prompt, token_ids, loss_mask)
+    return Slot(sample.id, group_id, prompt, None, sample)
+
+
+def sample_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Lengths and what happened to the samples."""
+    metrics: Metrics = {
+        "samples/total": Metric(len(samples), reducer="sum"),
+        "samples/excluded": Metric(sum(s.exclusion is not None for s in samples), reducer="sum"),
+        "prompt_length/mean": Metric(sum(s.num_prompt_tokens for s in samples), len(samples)),
+    }
+    for reason, count in Counter(s.exclusion.split(":")[0] for s in samples if s.exclusion).items():
+        metrics[f"samples/excluded/{reason.replace(' ', '_')}"] = Metric(count, reducer="sum")
+    lengths = [s.num_completion_tokens for s in samples if s.loss_mask.any()]
+    if lengths:
+        metrics["response_length/mean"] = Metric(sum(lengths), len(lengths))
+        metrics["response_length/max"] = Metric(max(lengths), reducer="max")
+        metrics["response_length/min"] = Metric(min(lengths), reducer="min")
+    finished = [s.completion for s in samples if s.completion is not None]
+    if finished:
+        clipped = sum(completion.finish_reason == "length" for completion in finished)
+        metrics["response_length/clip_ratio"] = Metric(clipped, len(finished))
+    return metrics
+
+
+def generator_mismatch(samples: Sequence[Sample], sampling: SamplingParams) -> Metrics:
+    """How far the generator's logprobs are from the trainer's, where both are of the same distribution."""
+    if sampling.basis != LogprobBasis(sampling.temperature or 1.0):
+        return {}
+    both = [s for s in samples if {"trainer_logprobs", "generator_logprobs"} <= s.token_data.keys()]
+    if not both:
+        return {}
+    trainer, generator, mask = (
+        torch.from_numpy(np.concatenate(arrays))
+        for arrays in (
+            [s.token_data["trainer_logprobs"] for s in both],
+            [s.token_data["generator_logprobs"] for s in both],
+            [s.loss_mask for s in both],
+        )
+    )
+    return mismatch_metrics(trainer, generator, mask)

@@ -1,0 +1,38 @@
+"""Evaluate a model as it is in its directory, without a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.run import build_runtime, values
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.metrics import Timers
+
+
+async def evaluate_model(assembly: Assembly) -> dict[str, float]:
+    """Start only the roles of the evaluation and evaluate once; returns the ``eval/...`` metrics.
+
+    Raises:
+        ConfigError: the configuration has no eval dataset.
+    """
+    if assembly.evaluation is None or assembly.eval_set is None:
+        raise ConfigError(f"{assembly.loaded.source}: data.eval is empty; add a dataset to evaluate on")
+    roles = {name: role for name, role in assembly.plan.roles.items() if name in assembly.evaluation.roles}
+    alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
+    runtime = build_runtime(alone)
+    evaluator = Evaluator(
+        FlowScheduler(assembly.evaluation, runtime, group_rewards=assembly.group_rewards),
+        list(assembly.eval_set),
+        assembly.eval_sampling,
+        samples_per_prompt=assembly.config.eval.samples_per_prompt,
+        seed=assembly.config.seed,
+    )
+    try:
+        await runtime.start()
+        metrics, _ = await evaluator.evaluate(Timers())
+    finally:
+        await runtime.close()
+    return values(metrics)

@@ -1,0 +1,82 @@
+"""Evaluation: sample every held-out prompt, score it, average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from chatlearn_core.executor.environment import make_slots
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.metrics import Timers
+from chatlearn_core.types import Example, Metric, Metrics, Sample, SamplingParams
+
+
+def evaluation_flow(prompts: Any, m: Any) -> Any:
+    """Generate and score; nothing is trained."""
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reward.score(samples))
+
+
+class Evaluator:
+    """Evaluates the generator's current weights on fixed prompts.
+
+    Args:
+        scheduler: runs ``evaluation_flow``.
+        examples: the evaluation prompts, all of them, every time.
+        sampling: greedy by default; otherwise seeded by the prompt alone, so that evaluations compare.
+        samples_per_prompt: completions for each prompt.
+    """
+
+    def __init__(
+        self,
+        scheduler: FlowScheduler,
+        examples: Sequence[Example],
+        sampling: SamplingParams,
+        *,
+        samples_per_prompt: int,
+        seed: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.examples = examples
+        self.sampling = sampling
+        self.samples_per_prompt = samples_per_prompt
+        self.seed = seed
+
+    async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
+        """``eval/accuracy``, ``eval/reward``, lengths; by data source too where there are several."""
+        slots = make_slots(self.examples, "eval", self.samples_per_prompt, self.sampling, self.seed)
+        with timers.measure("eval"):
+            samples = await self.scheduler.run(slots, Timers())
+        metrics = evaluation_metrics("eval", samples)
+        sources = sorted({sample.prompt.data_source for sample in samples})
+        if len(sources) > 1:
+            for source in sources:
+                of_source = [sample for sample in samples if sample.prompt.data_source == source]
+                metrics |= evaluation_metrics(f"eval/{source}", of_source)
+        return metrics, samples
+
+
+def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
+    """Averages over samples. One that could not be generated or scored counts as wrong, and is counted."""
+    failed = sum(sample.exclusion is not None for sample in samples)
+    values = [sample.reward.value for sample in samples if sample.reward and sample.reward.value is not None]
+    metrics: Metrics = {
+        f"{prefix}/accuracy": Metric(sum(accuracy(sample) for sample in samples), len(samples)),
+        f"{prefix}/samples": Metric(len(samples), reducer="sum"),
+        f"{prefix}/failed": Metric(failed, reducer="sum"),
+    }
+    if values:
+        metrics[f"{prefix}/reward"] = Metric(sum(values), len(values))
+    lengths = [sample.num_completion_tokens for sample in samples if sample.completion is not None]
+    if lengths:
+        metrics[f"{prefix}/response_length"] = Metric(sum(lengths), len(lengths))
+    return metrics
+
+
+def accuracy(sample: Sample) -> float:
+    """1 if the sample is right: its reward's ``accuracy`` component, or where it has none, whether the reward is
+    positive.
+    """
+    if sample.reward is None or sample.reward.value is None:
+        return 0.0
+    return sample.reward.components.get("accuracy", float(sample.reward.value > 0))

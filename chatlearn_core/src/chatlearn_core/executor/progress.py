@@ -1,0 +1,31 @@
+"""Who is told how a run goes on, beside its files: the command line shows a progress bar, tests listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class RunListener:
+    """Told everything a person would want to see; every method may be overridden, none has to be."""
+
+    def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
+        """Roles are up; training begins with ``first_step``."""
+
+    def phase(self, step: int, name: str) -> None:
+        """The step is now generating, updating, syncing, evaluating or saving."""
+
+    def message(self, text: str) -> None:
+        """Something a person should read."""
+
+    def warning(self, text: str) -> None:
+        """Something a person should do something about."""
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done."""
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is complete; ``metrics`` is its line of ``metrics.jsonl``."""
+
+    def finished(self, summary: Mapping[str, object]) -> None:
+        """The run is over, well or not."""

@@ -1,0 +1,111 @@
+"""Whether and where a run goes on: its directory, its checkpoints, and whether it still is the same run."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from chatlearn_core.exceptions import CheckpointError, ConfigError
+from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+
+ResumeMode = Literal["auto", "never"]
+
+MAY_CHANGE = ("log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "weight_sync")
+"""Settings that may differ when a run resumes: they do not change what a step computes."""
+
+
+@dataclass(slots=True, frozen=True)
+class ResumePoint:
+    """Where to start: the checkpoint to load (None: from the beginning), and what had to be passed over."""
+
+    checkpoint: Checkpoint | None
+    notes: list[str]
+
+
+def lock_run_directory(path: Path) -> IO[str]:
+    """Hold the run's directory for this process; released when the file is closed or the process ends.
+
+    Raises:
+        ConfigError: another process runs there.
+    """
+    stream = (path / ".lock").open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        raise ConfigError(
+            f"another process is running in {path}. Wait for it, stop it, or choose another output_dir"
+        ) from error
+    return stream
+
+
+def find_resume_point(
+    store: CheckpointStore,
+    resume: ResumeMode | Path,
+    config: Mapping[str, Any],
+    planned_steps: int,
+    *,
+    has_metrics: bool,
+) -> ResumePoint:
+    """Decide where the run starts.
+
+    Args:
+        store: the run's checkpoints.
+        resume: ``auto`` takes the newest complete checkpoint, ``never`` refuses a directory that holds a run already, a
+            path names one checkpoint.
+        config: the resolved configuration now.
+        planned_steps: ``train.steps``.
+        has_metrics: whether the directory holds the metrics of a run.
+
+    Raises:
+        CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings.
+        ConfigError: nothing is left to do, or the directory holds a run that may not be resumed.
+    """
+    notes: list[str] = []
+    if isinstance(resume, Path):
+        checkpoint: Checkpoint | None = read_checkpoint(resume)
+    else:
+        checkpoint, problems = store.newest()
+        notes += [f"passed over a checkpoint: {problem}" for problem in problems]
+        if resume == "never" and (checkpoint is not None or has_metrics):
+            raise ConfigError(
+                f"{store.directory.parent} holds a run already, and --resume never was asked for. Choose another "
+                "output_dir, or delete that one"
+            )
+    if checkpoint is None:
+        if has_metrics:
+            notes.append("no complete checkpoint was found: the run starts from the beginning")
+        return ResumePoint(None, notes)
+    changed = [key for key in changed_settings(checkpoint.state["config"], config) if not _may_change(key)]
+    if changed:
+        listed = "; ".join(changed[:8])
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to a run with other settings and cannot be continued: {listed}. Restore them, "
+            "or start a new run with another output_dir"
+        )
+    if checkpoint.step >= planned_steps:
+        raise ConfigError(
+            f"the run in {store.directory.parent} is complete: it made {checkpoint.step} of {planned_steps} steps. "
+            "Raise train.steps to go on, or choose another output_dir"
+        )
+    notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    return ResumePoint(checkpoint, notes)
+
+
+def changed_settings(then: Any, now: Any, key: str = "") -> list[str]:
+    """Every setting that differs, as ``key: was X, is Y``."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        lines: list[str] = []
+        for name in sorted(then.keys() | now.keys(), key=str):
+            path = f"{key}.{name}" if key else str(name)
+            lines += changed_settings(then.get(name), now.get(name), path)
+        return lines
+    return [] if then == now else [f"{key}: was {then!r}, is {now!r}"]
+
+
+def _may_change(line: str) -> bool:
+    key = line.partition(":")[0]
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE)

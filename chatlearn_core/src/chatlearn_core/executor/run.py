@@ -1,0 +1,353 @@
+"""A run from start to end: experience, training, weight sync, evaluation, checkpoints, and whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chatlearn_core.data import Sampler
+from chatlearn_core.exceptions import ChatLearnError, Interrupted
+from chatlearn_core.executor.alarms import Alarms
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore
+from chatlearn_core.executor.environment import Environment
+from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.progress import RunListener
+from chatlearn_core.executor.resume import ResumeMode, find_resume_point, lock_run_directory
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.summary import summary
+from chatlearn_core.executor.training import ExperienceTrainer
+from chatlearn_core.flow import to_svg
+from chatlearn_core.metrics import RunDirectory, Timers
+from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.protocols import Logger, Runtime
+from chatlearn_core.types import Metric, Metrics, SamplingParams, merge_metrics
+
+COUNTED = ("samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
+"""Metrics that are added up over the whole run, in checkpoints and in the summary."""
+
+
+class Run:
+    """One training run.
+
+    Args:
+        assembly: the checked parts.
+        listener: is told how it goes.
+        observers: plugins' observing hooks.
+    """
+
+    def __init__(
+        self, assembly: Assembly, *, listener: RunListener | None = None, observers: Observers | None = None
+    ) -> None:
+        self.assembly = assembly
+        self.config = assembly.config
+        self.listener = listener or RunListener()
+        self.observers = observers or Observers()
+        self.step = 0
+        """Last completed step."""
+        self._policy_changed = False
+        """Whether updates of a step that is not complete have been made: then the weights are nobody's."""
+        self._saved_step = -1
+        self._before: dict[str, float] = {}
+        self._after: dict[str, float] = {}
+        self._totals = dict.fromkeys(COUNTED, 0.0)
+        self._alarms = Alarms()
+        self._settings: dict[str, Any] = self.config.model_dump(mode="json")
+
+    async def train(self, resume: ResumeMode | Path = "auto") -> dict[str, Any]:
+        """Train to the end, or from the newest checkpoint to the end; returns the content of ``summary.json``.
+
+        Raises:
+            Interrupted: stopped on request; resumable.
+            ChatLearnError: what went wrong; resumable unless the message says otherwise.
+        """
+        self.directory = RunDirectory(self.assembly.plan.run_dir)
+        self._started = time.monotonic()
+        with lock_run_directory(self.directory.path):
+            self.store = CheckpointStore(
+                self.directory.checkpoints,
+                keep_last=self.config.checkpoint.keep_last,
+                keep_best=self.config.checkpoint.keep_best,
+            )
+            point = find_resume_point(
+                self.store,
+                resume,
+                self._settings,
+                self.config.train.steps,
+                has_metrics=self.directory.metrics_file.exists(),
+            )
+            for note in point.notes:
+                self.listener.message(note)
+                self.directory.append_event("resume", note=note)
+            self._write_static_files()
+            self._build()
+            self.observers.run_start(self._settings, self.directory.path)
+            for logger in self._loggers:
+                logger.start(self._settings)
+            try:
+                await self.runtime.start()
+                await self._restore(point.checkpoint)
+                self.listener.started(self.directory.path, self.config.train.steps, self.step + 1)
+                await self._loop()
+                return await self._finish()
+            except asyncio.CancelledError:
+                raise await self._interrupted() from None
+            except Exception as error:
+                await self._failed(error)
+                raise
+            finally:
+                for logger in self._loggers:
+                    logger.close()
+                await self.runtime.close()
+
+    def _write_static_files(self) -> None:
+        self.directory.write_text("config.yaml", yaml.safe_dump(self._settings, sort_keys=False))
+        self.directory.write_text("flow.svg", to_svg(self.assembly.graph))
+        for dataset in [*self.assembly.train_set.reports, *(self.assembly.eval_set or self.assembly.train_set).reports]:
+            if dataset.num_bad or dataset.num_filtered:
+                self.listener.warning(str(dataset))
+                self.directory.append_event("data", report=str(dataset))
+
+    def _build(self) -> None:
+        assembly, config = self.assembly, self.config
+        self.runtime = build_runtime(assembly)
+        self.sampler = Sampler(assembly.train_set.datasets, seed=config.seed, shuffle=config.data.shuffle)
+        self.environment = Environment(
+            self._scheduler(assembly.graph, assembly.sampling), assembly.algorithm, assembly.sampling, config.seed
+        )
+        self.trainer = ExperienceTrainer(
+            self.runtime,
+            assembly.algorithm,
+            num_mini_batches=config.train.mini_batches,
+            epochs=config.train.epochs,
+            seed=config.seed,
+        )
+        self.evaluator = None
+        if assembly.evaluation is not None and assembly.eval_set is not None:
+            self.evaluator = Evaluator(
+                self._scheduler(assembly.evaluation, assembly.eval_sampling),
+                list(assembly.eval_set),
+                assembly.eval_sampling,
+                samples_per_prompt=config.eval.samples_per_prompt,
+                seed=config.seed,
+            )
+        self._loggers = build_loggers(assembly, self.directory.path)
+
+    def _scheduler(self, graph: Any, sampling: SamplingParams) -> FlowScheduler:
+        return FlowScheduler(
+            graph, self.runtime, temperature=sampling.temperature, group_rewards=self.assembly.group_rewards
+        )
+
+    async def _restore(self, checkpoint: Checkpoint | None) -> None:
+        """Bring everything to where the checkpoint was taken, and every generator to the trainer's weights."""
+        step = checkpoint.step if checkpoint else 0
+        self.directory.rewind(step if checkpoint else -1)
+        self.store.forget_after(step)
+        if checkpoint is not None:
+            state = checkpoint.state
+            self.sampler.load_state_dict(state["sampler"])
+            self._before, self._totals = dict(state["eval_before"]), dict(state["totals"])
+            for role in self.assembly.algorithm.losses():
+                await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
+            self._saved_step = step
+        self.step = step
+        await self._sync_weights(Timers())
+
+    async def _loop(self) -> None:
+        if self.step == 0 and self.evaluator is not None and self.config.eval.at_start:
+            self._before = await self._evaluate(Timers())
+            self._write_step(0, self._before)
+        for step in range(self.step + 1, self.config.train.steps + 1):
+            await self._one_step(step)
+
+    async def _one_step(self, step: int) -> None:
+        timers = Timers()
+        sampler_state = self.sampler.state_dict()
+        with timers.measure("step"):
+            try:
+                self.listener.phase(step, "generating")
+                examples = self.sampler.next_batch(self.config.train.prompts_per_step)
+                experience = await self.environment.make(step, examples, timers)
+                metrics = values(experience.metrics)
+                self.observers.rollout_end(step, experience.samples, metrics)
+                warnings = self._alarms.check(experience, metrics)
+            except BaseException:
+                self.sampler.load_state_dict(sampler_state)
+                raise
+            self.listener.phase(step, "updating")
+            self._policy_changed = True
+            trained = await self.trainer.train(experience, timers)
+            self.listener.phase(step, "syncing")
+            synced = await self._sync_weights(timers, version=step)
+        evaluated: dict[str, float] = {}
+        if self._evaluation_is_due(step):
+            evaluated = await self._evaluate(timers, step)
+            self._after = evaluated
+        self.step, self._policy_changed = step, False
+        merged = merge_metrics(experience.metrics, trained, synced, timers.metrics())
+        line = values(merged) | throughput(merged) | self._epochs() | evaluated
+        for name in COUNTED:
+            self._totals[name] += line.get(name, 0.0)
+        for text in warnings:
+            self.listener.warning(f"step {step}: {text}")
+            self.directory.append_event("warning", step=step, text=text)
+        if self.config.log.rollouts:
+            self.directory.write_rollouts(step, experience.samples[: self.config.log.rollouts])
+        self._write_step(step, line)  # before the checkpoint: what is written after it would be lost by a kill between
+        every = self.config.checkpoint.every
+        if (every and step % every == 0) or step == self.config.train.steps:
+            await self._save(line)
+
+    def _write_step(self, step: int, line: Mapping[str, float]) -> None:
+        self.directory.append_metrics(step, line)
+        for logger in self._loggers:
+            logger.log(step, line)
+        self.observers.step_end(step, line)
+        self.listener.step_done(step, line)
+
+    def _epochs(self) -> dict[str, float]:
+        epochs = self.sampler.epochs
+        if len(epochs) == 1:
+            return {"training/epoch": next(iter(epochs.values()))}
+        return {f"training/epoch/{name}": value for name, value in epochs.items()}
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        if self.evaluator is None:
+            return False
+        every = self.config.eval.every
+        last = step == self.config.train.steps
+        return (last and self.config.eval.at_end) or bool(every and step % every == 0)
+
+    async def _evaluate(self, timers: Timers, step: int = 0) -> dict[str, float]:
+        assert self.evaluator is not None
+        self.listener.phase(step, "evaluating")
+        metrics, samples = await self.evaluator.evaluate(timers)
+        line = values(metrics)
+        self.listener.evaluated(step, line)
+        if self.config.log.rollouts:
+            self.directory.write_rollouts(step, samples[: self.config.log.rollouts], kind="eval")
+        return line
+
+    async def _sync_weights(self, timers: Timers, version: int | None = None) -> Metrics:
+        """Every weight flow of the plan; after the last step of a run that evaluates nothing it is still done."""
+        policy_version = self.step if version is None else version
+        metrics: Metrics = {}
+        for sync in self.assembly.plan.weight_syncs:
+            with timers.measure("sync"):
+                receipts = await self.runtime.sync_weights(sync.trainer, sync.generator, policy_version)
+            self.observers.weights_synced(policy_version, receipts)
+            num_bytes = max(receipt.num_bytes for receipt in receipts)
+            metrics = merge_metrics(metrics, {"sync/bytes": Metric(num_bytes, reducer="sum")})
+        return metrics
+
+    async def _save(self, line: Mapping[str, float]) -> None:
+        """Write a checkpoint of the last completed step."""
+        self.listener.phase(self.step, "saving")
+        state = {
+            "config": self._settings,
+            "sampler": self.sampler.state_dict(),
+            "policy_version": self.step,
+            "totals": self._totals,
+            "eval_before": self._before,
+            "metric": line.get(self.config.checkpoint.metric),
+        }
+        with self.store.write(self.step, state) as directory:
+            for role in self.trainer.losses:
+                await self.runtime.trainer(role).save(directory / "roles" / role)
+        self._saved_step = self.step
+        self.observers.checkpoint_saved(self.step, self.directory.checkpoints / f"step_{self.step:08d}")
+
+    async def _finish(self) -> dict[str, Any]:
+        model = None
+        if self.config.checkpoint.export:
+            role = next(iter(self.trainer.losses))
+            self.listener.phase(self.step, "exporting")
+            await self.runtime.trainer(role).export_model(self.directory.model)
+            model = str(self.directory.model)
+        return self._end("complete", model=model)
+
+    async def _interrupted(self) -> Interrupted:
+        """Keep what is complete, and say how to go on."""
+        kept = await self._rescue()
+        self._end("interrupted", error="stopped on request")
+        return Interrupted(f"stopped after step {self.step}. {kept} Run the same command again to go on")
+
+    async def _failed(self, error: Exception) -> None:
+        self.observers.error(error)
+        kept = await self._rescue()
+        self.directory.append_event("error", step=self.step, error=str(error), kept=kept)
+        self._end("failed", error=f"{type(error).__name__}: {error}")
+
+    async def _rescue(self) -> str:
+        """Save the last completed step if it is still in memory; says what can be resumed."""
+        if self.step > self._saved_step and self.step > 0 and not self._policy_changed:
+            try:
+                await self._save({})
+            except ChatLearnError as error:
+                return (
+                    f"The last step could not be saved ({error}); the newest checkpoint is of step {self._saved_step}."
+                )
+        if self._saved_step > 0:
+            return f"A checkpoint of step {self._saved_step} is in {self.directory.checkpoints}."
+        return "No step was complete yet, so it starts from the beginning."
+
+    def _end(self, status: str, *, model: str | None = None, error: str | None = None) -> dict[str, Any]:
+        best = max(
+            (c for c in self.store.complete() if c.metric is not None), key=lambda c: (c.metric, c.step), default=None
+        )
+        content = summary(
+            name=self.config.name,
+            status=status,
+            steps=self.step,
+            planned_steps=self.config.train.steps,
+            before=self._before,
+            after=self._after,
+            totals=self._totals,
+            best={"step": best.step, self.config.checkpoint.metric: best.metric} if best else None,
+            model=model,
+            checkpoint=str(self.store.directory / f"step_{self._saved_step:08d}") if self._saved_step >= 0 else None,
+            wall_s=time.monotonic() - self._started,
+            error=error,
+            registry=self.assembly.registry,
+        )
+        self.directory.write_json("summary.json", content)
+        self.observers.run_end(status, content)  # type: ignore[arg-type]  # statuses are the hook's own
+        self.listener.finished(content)
+        return content
+
+
+def build_runtime(assembly: Assembly) -> Runtime:
+    """The runtime that the configuration names."""
+    choice = assembly.loaded.chosen("runtime")
+    assert choice is not None
+    assert isinstance(choice.record, RuntimeSpec)
+    runtime: Runtime = assembly.registry.load_factory(choice.record)(choice.options, assembly.plan)
+    return runtime
+
+
+def build_loggers(assembly: Assembly, run_dir: Path) -> list[Logger]:
+    """The loggers that the configuration names."""
+    loggers: list[Logger] = []
+    for index in range(len(assembly.config.log.loggers)):
+        choice = assembly.loaded.chosen("log", "loggers", index)
+        assert choice is not None
+        loggers.append(assembly.registry.load_factory(choice.record)(choice.options, run_dir))
+    return loggers
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Reduced numbers, sorted by name."""
+    return {name: metrics[name].value for name in sorted(metrics)}
+
+
+def throughput(metrics: Metrics) -> dict[str, float]:
+    """``perf/throughput``: tokens trained on a second of the step."""
+    seconds = metrics["timing_s/step"].value
+    tokens = metrics["perf/trained_tokens"].value
+    return {"perf/throughput": tokens / seconds if seconds else 0.0}

@@ -1,0 +1,79 @@
+"""Consumes experience: splits a step's samples into mini-batches and makes one optimizer update from each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from chatlearn_core.batching import mini_batches
+from chatlearn_core.executor.environment import Experience
+from chatlearn_core.executor.seeds import keyed_seed
+from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Algorithm, Loss, Runtime
+from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics, pack_samples
+
+
+class ExperienceTrainer:
+    """Trains every role that has a loss, ``epochs`` times over a step's samples in ``num_mini_batches`` updates each.
+
+    Every admitted sample is trained on exactly ``epochs`` times. The order within an epoch is drawn from the seed,
+    step and epoch.
+    """
+
+    def __init__(
+        self, runtime: Runtime, algorithm: Algorithm, *, num_mini_batches: int, epochs: int, seed: int
+    ) -> None:
+        self.runtime = runtime
+        self.losses = dict(algorithm.losses())
+        self.num_mini_batches = num_mini_batches
+        self.epochs = epochs
+        self.seed = seed
+
+    async def train(self, experience: Experience, timers: Timers) -> Metrics:
+        """Make the step's updates; returns their merged metrics."""
+        samples = experience.admitted
+        parts: list[Metrics] = [
+            {
+                "samples/trained": Metric(len(samples), reducer="sum"),
+                "perf/trained_tokens": Metric(self.epochs * sum(len(s.token_ids) for s in samples), reducer="sum"),
+            }
+        ]
+        for role, loss in self.losses.items():
+            units = unit_index(samples, loss)
+            for epoch in range(self.epochs):
+                divided = self._mini_batches(samples, units, experience.step, epoch)
+                parts.append({"training/updates": Metric(len(divided), reducer="sum")})
+                for indices in divided:
+                    batch = loss.prepare(_batch(samples, units, indices))
+                    with timers.measure("update"):
+                        metrics = await self.runtime.trainer(role).update(batch, loss)
+                    parts.append(_named_for_role(metrics, role))
+        return merge_metrics(*parts)
+
+    def _mini_batches(self, samples: Sequence[Sample], units: Sequence[int], step: int, epoch: int) -> list[list[int]]:
+        rng = np.random.Generator(np.random.Philox(keyed_seed(self.seed, "mini-batches", step, epoch)))
+        return mini_batches(units, self.num_mini_batches, generator=rng)
+
+
+def unit_index(samples: Sequence[Sample], loss: Loss) -> list[int]:
+    """Which samples the loss needs together: one number a unit."""
+    if loss.unit == "sequence":
+        return list(range(len(samples)))
+    groups: dict[str, int] = {}
+    return [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
+
+
+def _named_for_role(metrics: Metrics, role: str) -> Metrics:
+    """The trainer's own metrics under the names the field uses: ``actor/grad_norm``, ``critic/lr``."""
+    prefix = _PREFIXES.get(role, role)
+    return {f"{prefix}/{name}" if name in _OWN else name: metric for name, metric in metrics.items()}
+
+
+_OWN = frozenset({"loss", "grad_norm", "lr"})
+_PREFIXES = {"trainer": "actor"}
+
+
+def _batch(samples: Sequence[Sample], units: Sequence[int], indices: Sequence[int]) -> TrainBatch:
+    chosen = [samples[i] for i in indices]
+    return pack_samples(chosen, {samples[i].id: units[i] for i in indices})

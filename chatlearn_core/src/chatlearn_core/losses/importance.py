@@ -1,0 +1,106 @@
+"""Importance weights that correct for the gap between the trainer's policy and the one that sampled.
+
+The engine that samples and the trainer that learns compute slightly different distributions, and asynchronous samples
+come from an older policy. w = exp(old − generator) re-weights each token's loss (truncated importance sampling, Yao et
+al. 2025; masked: tokens with an extreme weight are left out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.losses.ratio import masked_log_ratio, sequence_log_ratio
+from chatlearn_core.types import LogprobBasis, TrainBatch
+
+CorrectionMode = Literal["truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "sequence_geometric"]
+"""``token``: each token's own ratio; ``sequence``: the product over the sequence; ``sequence_geometric``: its geometric
+mean, which does not shrink with length."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class ImportanceWeights:
+    """Detached weights and where the threshold changed them."""
+
+    weights: Tensor
+    """[T] float; 0 outside the loss mask."""
+    limited: Tensor
+    """[T] bool: truncated or masked."""
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    generator_logprobs: Tensor,
+    batch: TrainBatch,
+    *,
+    mode: CorrectionMode,
+    level: CorrectionLevel,
+    threshold: float,
+) -> ImportanceWeights:
+    """w = exp(old − generator), limited by C = ``threshold``.
+
+    Args:
+        old_logprobs: [T] of the trainer's policy at the start of the step.
+        generator_logprobs: [T] of the distribution that was sampled, same basis (see ``check_same_basis``).
+        batch: gives the loss mask and the sequences; sequences must be whole.
+        mode: ``truncate``: min(w, C). ``mask``: w inside [1/C, C], 0 outside; the loss's denominator still counts the
+            masked tokens, so masking more of them does not amplify the rest.
+        level: see ``CorrectionLevel``.
+        threshold: C, at least 1.
+
+    Raises:
+        ValueError: ``threshold`` is below 1.
+    """
+    if threshold < 1.0:
+        raise ValueError(f"importance threshold is {threshold}; it bounds a ratio around 1 and must be at least 1")
+    mask = batch.loss_mask
+    with torch.no_grad():
+        log_ratio = masked_log_ratio(old_logprobs, generator_logprobs, mask)
+        if level != "token":
+            mean = level == "sequence_geometric"
+            log_ratio = sequence_log_ratio(log_ratio, mask, batch.sequence_index, batch.num_sequences, mean=mean)
+        ratio = log_ratio.exp()
+        limited = ratio > threshold
+        if mode == "truncate":
+            weights = ratio.clamp(max=threshold)
+        else:
+            limited = limited | (ratio < 1.0 / threshold)
+            weights = ratio.masked_fill(limited, 0.0)
+        return ImportanceWeights(weights.masked_fill(~mask, 0.0), limited & mask)
+
+
+def check_same_basis(
+    first: LogprobBasis, second: LogprobBasis, *, first_name: str, second_name: str, wanted_by: str
+) -> None:
+    """Refuse to relate logprobs of two different distributions.
+
+    Args:
+        first: basis of the logprobs that a message calls ``first_name``.
+        second: basis of those it calls ``second_name``.
+        first_name: whose logprobs, for example ``trainer_logprobs``.
+        second_name: likewise.
+        wanted_by: the setting that wants the two compared.
+
+    Raises:
+        ConfigError: the bases differ; says whose they are and how to make them equal.
+    """
+    if first == second:
+        return
+    differing = [
+        f"{field} ({getattr(first, field)} against {getattr(second, field)})"
+        for field in ("temperature", "top_p", "top_k")
+        if getattr(first, field) != getattr(second, field)
+    ]
+    raise ConfigError(
+        f"{wanted_by} compares {first_name} with {second_name}, which are logprobs of different distributions.\n"
+        f"  {first_name}: {first}\n"
+        f"  {second_name}: {second}\n"
+        f"  They differ in {', '.join(differing)}.\n"
+        f"  Make the sampling settings agree (a trainer computes the whole tempered distribution: sampling.top_p=1, "
+        f"sampling.top_k=0), or change {wanted_by}."
+    )

@@ -1,0 +1,158 @@
+"""A run's directory: what is written where, and how a resumed run continues its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.exceptions import ChatLearnError
+from chatlearn_core.types import Sample
+
+
+class RunDirectory:
+    """Files of one run: ``config.yaml``, ``metrics.jsonl``, ``rollouts/``, ``checkpoints/``, ``summary.json``,
+    ``flow.svg``, ``events.jsonl``.
+
+    Raises:
+        ChatLearnError: the directory cannot be made or written to; names the path and the cause.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            for directory in (path, path / "rollouts", path / "checkpoints"):
+                directory.mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model is exported."""
+        return self.path / "model"
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one line to ``metrics.jsonl``: ``{"step": ..., name: value, ...}``."""
+        self._append(self.metrics_file, {"step": step, **_finite(metrics)})
+
+    def append_event(self, event: str, **facts: Any) -> None:
+        """Add one line to ``events.jsonl``: what happened outside the ordinary course of steps."""
+        self._append(self.path / "events.jsonl", {"event": event, **facts})
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
+        return [record for record, _ in _whole_lines(self.metrics_file)]
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after ``step``: a resumed run writes it again."""
+        kept = [text for record, text in _whole_lines(self.metrics_file) if record["step"] <= step]
+        self._replace(self.metrics_file, "".join(kept))
+        for file in (self.path / "rollouts").glob("*_*.jsonl"):
+            if int(file.stem.rpartition("_")[2]) > step:
+                file.unlink()
+
+    def write_rollouts(self, step: int, samples: Iterable[Sample], kind: str = "step") -> None:
+        """Write ``rollouts/{kind}_N.jsonl``: one line a sample, with what the report's browser shows.
+
+        Args:
+            step: the step whose weights sampled them.
+            samples: in the order of the prompts.
+            kind: ``step`` for training rollouts, ``eval`` for those of an evaluation.
+        """
+        text = "".join(json.dumps(rollout_record(step, sample), ensure_ascii=False) + "\n" for sample in samples)
+        self._replace(self.path / "rollouts" / f"{kind}_{step:06d}.jsonl", text)
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file at once or not at all."""
+        self._replace(self.path / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file at once or not at all."""
+        self._replace(self.path / name, text)
+
+    def _append(self, file: Path, record: Mapping[str, Any]) -> None:
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+
+    def _replace(self, file: Path, text: str) -> None:
+        temporary = file.with_name(f".{file.name}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+
+
+def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
+    """One line of a rollouts file. Per-token lists cover the completion only."""
+    start = sample.num_prompt_tokens
+    completion = sample.completion
+    reward = sample.reward
+    record: dict[str, Any] = {
+        "step": step,
+        "id": sample.id,
+        "group": sample.group_id,
+        "data_source": sample.prompt.data_source,
+        "prompt": sample.prompt.text,
+        "ground_truth": sample.prompt.ground_truth,
+        "completion": completion.text if completion else None,
+        "finish_reason": completion.finish_reason if completion else None,
+        "reward": reward.value if reward else None,
+        "reward_components": dict(reward.components) if reward else {},
+        "reward_error": reward.error if reward else None,
+        "excluded": sample.exclusion,
+        "token_ids": sample.token_ids[start:].tolist(),
+    }
+    for name in ("generator_logprobs", "trainer_logprobs", "reference_logprobs", "advantages"):
+        if name in sample.token_data:
+            record[name] = [round(float(x), 5) for x in sample.token_data[name][start:]]
+    record["ground_truth"] = (
+        record["ground_truth"] if _is_plain(record["ground_truth"]) else str(record["ground_truth"])
+    )
+    return record
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN or infinity: they are written as text, so that they are seen and not lost."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def _whole_lines(file: Path) -> list[tuple[dict[str, Any], str]]:
+    if not file.exists():
+        return []
+    lines: list[tuple[dict[str, Any], str]] = []
+    for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if text.endswith("\n"):
+            lines.append((json.loads(text), text))
+    return lines
+
+
+def _cannot_write(path: Path, error: OSError) -> ChatLearnError:
+    return ChatLearnError(
+        f"cannot write {path}: {error.strerror or error}. Free space or permissions on that disk, or choose another "
+        "directory with output_dir=..."
+    )

@@ -1,0 +1,92 @@
+"""Which trainer, generator and transport fit together: compared from what their records declare, nothing is imported.
+
+No pair has code of its own. A trainer states what it exports, a generator which channels it loads from, a transport
+what it needs, how it delivers and how far it reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from chatlearn_core.exceptions import PluginIncompatibleError
+from chatlearn_core.plugins.records import GeneratorSpec, Payload, Reach, TrainerSpec, WeightSyncSpec
+
+DISTANCE: dict[Reach, int] = {"process": 0, "host": 1, "anywhere": 2}
+REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
+PLACEMENT_TEXT: dict[Reach, str] = {
+    "process": "share a process",
+    "host": "share a host but not a process",
+    "anywhere": "are on different hosts",
+}
+
+
+def mismatches(
+    trainer: TrainerSpec,
+    generator: GeneratorSpec,
+    transport: WeightSyncSpec,
+    placement: Reach,
+    payload: Payload = "full",
+) -> list[str]:
+    """Why a transport cannot carry this trainer's weights to this generator, each reason naming both sides.
+
+    Args:
+        placement: how far apart the two ends are: in one process, on one host, or on different hosts (``anywhere``).
+        payload: what is to travel.
+
+    Returns:
+        One line a reason; empty if they fit.
+    """
+    delivery = f"transport {transport.name!r} delivers by channel {transport.channel!r} {REACH_TEXT[transport.reach]}"
+    reasons = []
+    if transport.needs_export not in trainer.exports:
+        reasons.append(
+            f"transport {transport.name!r} needs export {transport.needs_export!r}; "
+            f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
+        )
+    if transport.channel not in generator.channels:
+        reasons.append(f"{delivery}; generator {generator.name!r} takes channels {quoted(generator.channels)}")
+    if DISTANCE[transport.reach] < DISTANCE[placement]:
+        reasons.append(
+            f"{delivery}; trainer {trainer.name!r} and generator {generator.name!r} {PLACEMENT_TEXT[placement]}"
+        )
+    sides = (("trainer", trainer), ("transport", transport), ("generator", generator))
+    if any(payload not in record.payloads for _, record in sides):
+        offers = ", ".join(f"{side} {record.name!r} {quoted(record.payloads)}" for side, record in sides)
+        reasons.append(f"payload {payload!r} is asked for; payloads are: {offers}")
+    return reasons
+
+
+def choose_transport(
+    trainer: TrainerSpec,
+    generator: GeneratorSpec,
+    transports: Sequence[WeightSyncSpec],
+    placement: Reach,
+    payload: Payload = "full",
+) -> tuple[WeightSyncSpec, str]:
+    """The fastest transport that fits (lowest ``speed_rank``, then by name), and a sentence that says why.
+
+    Raises:
+        PluginIncompatibleError: none fits; names what each side offers, for each transport.
+    """
+    ranked = sorted(transports, key=lambda transport: (transport.speed_rank, transport.name))
+    reasons = {transport.name: mismatches(trainer, generator, transport, placement, payload) for transport in ranked}
+    fitting = [transport for transport in ranked if not reasons[transport.name]]
+    ends = f"trainer {trainer.name!r} and generator {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
+    if not fitting:
+        lines = [f"  {name}: {reason}" for name, why in reasons.items() for reason in why]
+        raise PluginIncompatibleError(
+            f"No weight sync fits {ends}.\n"
+            + ("\n".join(lines) if lines else "  No weight sync is installed.")
+            + "\n  Install a transport that fits, place the roles nearer to each other, or choose another backend."
+        )
+    best = fitting[0]
+    why = f"{best.name!r} is the fastest weight sync for {ends}"
+    if fitting[1:]:
+        why += f"; {', '.join(transport.name for transport in fitting[1:])} would also fit"
+    refused = [f"{name} does not fit ({'; '.join(why_not)})" for name, why_not in reasons.items() if why_not]
+    return best, "; ".join([why, *refused])
+
+
+def quoted(words: Collection[str]) -> str:
+    """Words of a declared set, sorted and quoted."""
+    return ", ".join(repr(word) for word in sorted(words)) or "nothing"

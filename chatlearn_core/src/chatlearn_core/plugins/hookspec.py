@@ -1,0 +1,434 @@
+"""Every hook, in the order in which a run meets them. Specifications only.
+
+**Registering hooks** (plural nouns) are called once per process, when plugins load and before any device is touched;
+they return records. The records of all plugins are merged and a run selects by name: no plugin overrides another.
+**Observing hooks** are broadcast while a run works. They return nothing and change nothing; one that raises is logged
+and counted, and stops the run only under strict mode.
+
+An implementation may take any subset of a hook's arguments, by name. Any plugin may implement any hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from chatlearn_core.plugins.markers import hookspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from chatlearn_core.plugins.records import (
+        AlgorithmSpec,
+        CliCommandSpec,
+        DatasetSpec,
+        EpisodeSpec,
+        GeneratorSpec,
+        LoggerSpec,
+        ModelFamilySpec,
+        RewardSpec,
+        RuntimeSpec,
+        TrainerSpec,
+        WeightSyncSpec,
+    )
+    from chatlearn_core.types import Sample, SyncReceipt
+
+RunStatus = Literal["completed", "interrupted", "failed"]
+
+# --------------------------------------------------------------------------------------------- registering hooks
+
+
+@hookspec
+def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
+    """Register commands below ``chatlearn``.
+
+    Called when the command line starts, unless a command of the core was asked for. ``chatlearn --help`` shows name
+    and ``help`` from the record; ``app`` is imported when it is used. A function is one command; a ``typer.Typer`` is
+    a group of commands, even with one in it.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import CliCommandSpec
+
+        @hookimpl
+        def chatlearn_cli_commands():
+            return [CliCommandSpec(name="acme", app="acme_chatlearn.cli:app", help="Inspect Acme clusters.")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
+    """Register runtimes: what builds the roles and carries calls to them.
+
+    Called once per process. A run selects one with ``runtime.backend``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import RuntimeSpec
+
+        @hookimpl
+        def chatlearn_runtimes():
+            return [
+                RuntimeSpec(
+                    name="slurm",
+                    summary="One worker a Slurm task.",
+                    factory="acme_slurm.runtime:SlurmRuntime",
+                    options="acme_slurm.options:SlurmOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
+    """Register what is special about families of models: checkpoint names, heads.
+
+    Called once per process. The family is picked by the ``model_type`` of the model directory's ``config.json``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import ModelFamilySpec
+
+        @hookimpl
+        def chatlearn_model_families():
+            return [
+                ModelFamilySpec(
+                    name="acme",
+                    factory="acme_models.family:AcmeFamily",
+                    options="acme_models.options:AcmeFamilyOptions",
+                    model_types=frozenset({"acme", "acme_moe"}),
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_datasets() -> Iterable[DatasetSpec]:
+    """Register dataset formats: what turns the rows of a file into prompts or demonstrations.
+
+    Called once per process. A dataset selects one with ``format``; ``format: auto`` takes the format with the most
+    ``columns`` among those whose columns the file has.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import DatasetSpec
+
+        @hookimpl
+        def chatlearn_datasets():
+            return [
+                DatasetSpec(
+                    name="acme_tickets",
+                    summary="Support tickets as chat prompts.",
+                    factory="acme_data.tickets:TicketFormat",
+                    options="acme_data.options:TicketOptions",
+                    columns=frozenset({"ticket_id", "thread", "resolution"}),
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
+    """Register algorithms: a flow over roles, advantages and losses.
+
+    Called once per process. A run selects one with ``algorithm.name``; the configuration must define its ``roles``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import AlgorithmSpec
+
+        @hookimpl
+        def chatlearn_algorithms():
+            return [
+                AlgorithmSpec(
+                    name="acme_po",
+                    summary="Acme policy optimization.",
+                    factory="acme_algorithms.acme_po:AcmePO",
+                    options="acme_algorithms.options:AcmePOOptions",
+                    roles=(("policy", "trainer"), ("generator", "generator"), ("reward", "reward")),
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_episodes() -> Iterable[EpisodeSpec]:
+    """Register multi-turn environments, which observe and act around a generator.
+
+    Called once per process. A run selects one by name.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import EpisodeSpec
+
+        @hookimpl
+        def chatlearn_episodes():
+            return [
+                EpisodeSpec(
+                    name="browser",
+                    summary="A headless browser as a tool.",
+                    factory="acme_browser.episode:BrowserEpisode",
+                    options="acme_browser.options:BrowserOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_trainers() -> Iterable[TrainerSpec]:
+    """Register trainers: one object a rank that computes per-token outputs and updates the model.
+
+    Called once per process. A role of kind ``trainer`` selects one with ``backend``. What the record says about heads,
+    outputs and exports is matched with the algorithm and the transport before anything starts.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import TrainerSpec
+
+        @hookimpl
+        def chatlearn_trainers():
+            return [
+                TrainerSpec(
+                    name="acme",
+                    summary="Acme's parallel trainer.",
+                    factory="acme_trainer.trainer:AcmeTrainer",
+                    options="acme_trainer.options:AcmeTrainerOptions",
+                    heads=frozenset({"lm", "value"}),
+                    outputs=frozenset({"logprobs", "entropy", "values"}),
+                    exports=frozenset({"full_tensors", "boxes"}),
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_generators() -> Iterable[GeneratorSpec]:
+    """Register generators: one object a replica that samples completions.
+
+    Called once per process. A role of kind ``generator`` selects one with ``backend``. ``requires`` names the engine
+    as alternatives; it is looked up in the metadata of the interpreter that will host the engine, never imported.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import GeneratorSpec
+
+        @hookimpl
+        def chatlearn_generators():
+            return [
+                GeneratorSpec(
+                    name="acme",
+                    summary="Acme's serving engine.",
+                    factory="acme_generator.generator:AcmeGenerator",
+                    options="acme_generator.options:AcmeGeneratorOptions",
+                    requires=(("pluggy>=1", "pluggy-cpu>=1"),),
+                    channels=frozenset({"tensors", "checkpoint"}),
+                    own_interpreter=True,
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_rewards() -> Iterable[RewardSpec]:
+    """Register rewards: what scores samples, one by one or a group at a time.
+
+    Called once per process. A role of kind ``reward``, or a part of one, selects by ``backend``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import RewardSpec
+
+        @hookimpl
+        def chatlearn_rewards():
+            return [
+                RewardSpec(
+                    name="unit_tests",
+                    summary="Share of unit tests that pass.",
+                    factory="acme_rewards.unit_tests:UnitTestReward",
+                    options="acme_rewards.options:UnitTestOptions",
+                    unit="sample",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
+    """Register transports that move policy weights from the trainer to the generators.
+
+    Called once per process. A run selects one with ``weight_sync.backend``; ``auto`` takes the one with the lowest
+    ``speed_rank`` among those that the two ends and their placement support.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import WeightSyncSpec
+
+        @hookimpl
+        def chatlearn_weight_syncs():
+            return [
+                WeightSyncSpec(
+                    name="nfs",
+                    summary="Checkpoint files on a shared file system.",
+                    sender="acme_sync.nfs:Sender",
+                    receiver="acme_sync.nfs:Receiver",
+                    options="acme_sync.options:NfsOptions",
+                    needs_export="full_tensors",
+                    channel="checkpoint",
+                    reach="anywhere",
+                    replayable=True,
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_loggers() -> Iterable[LoggerSpec]:
+    """Register loggers: where metrics go besides ``metrics.jsonl``.
+
+    Called once per process. A run selects any number with ``log.loggers``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import LoggerSpec
+
+        @hookimpl
+        def chatlearn_loggers():
+            return [
+                LoggerSpec(
+                    name="statsd",
+                    summary="Gauges over UDP.",
+                    factory="acme_logging.statsd:StatsdLogger",
+                    options="acme_logging.options:StatsdOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------- observing hooks
+
+
+@hookspec
+def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path) -> None:
+    """A run is about to start: the configuration is valid and the run directory exists; no role is built yet.
+
+    ``config`` is the resolved configuration as plain data. Called again when a run resumes.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        @hookimpl
+        def chatlearn_run_start(config, run_dir):
+            (run_dir / "owner.txt").write_text(config.get("name", "run"), encoding="utf-8")
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+    """The experience of one step is complete: every sample is scored, none is trained yet.
+
+    ``samples`` are those of the step, the ones excluded from training included; they are not to be changed.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        seen = []
+
+        @hookimpl
+        def chatlearn_rollout_end(step, samples):
+            seen.append((step, len(samples)))
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
+    """A step is over: all its updates are done; ``metrics`` is the line that goes to ``metrics.jsonl``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        rewards = {}
+
+        @hookimpl
+        def chatlearn_step_end(step, metrics):
+            rewards[step] = metrics.get("reward/mean")
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_weights_synced(policy_version: int, receipts: Sequence[SyncReceipt]) -> None:
+    """The generators have answered a weight sync: one receipt a replica, failed ones included.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        serving = {}
+
+        @hookimpl
+        def chatlearn_weights_synced(policy_version, receipts):
+            serving[policy_version] = [receipt.replica for receipt in receipts if receipt.state == "serving"]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_checkpoint_saved(step: int, path: Path) -> None:
+    """A checkpoint is complete under its final name: a run killed from now on resumes after ``step``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        saved = []
+
+        @hookimpl
+        def chatlearn_checkpoint_saved(step, path):
+            saved.append((step, path.name))
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_error(error: BaseException) -> None:
+    """A run is about to fail with ``error``; ``chatlearn_run_end`` follows. Not called for Ctrl-C.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        pages = []
+
+        @hookimpl
+        def chatlearn_error(error):
+            pages.append(f"{type(error).__name__}: {error}")
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_run_end(status: RunStatus, summary: Mapping[str, Any]) -> None:
+    """A run is over and its roles are closed; ``summary`` is what ``summary.json`` holds.
+
+    ``status`` is ``completed``, ``interrupted`` (Ctrl-C or SIGTERM; it can be resumed) or ``failed``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+
+        ended = []
+
+        @hookimpl
+        def chatlearn_run_end(status, summary):
+            ended.append((status, summary.get("eval/accuracy")))
+    """
+    raise NotImplementedError

@@ -1,0 +1,258 @@
+"""Imports what entry points name and turns everything that happens into a registry.
+
+Nothing that a plugin does while it loads takes the host down: an exception, ``sys.exit``, a syntax error or a wrong
+return value become entries with a status and a reason. Only strict mode raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout as stdout_to_stderr
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pluggy
+
+from chatlearn_core.exceptions import PluginError
+from chatlearn_core.plugins import hookspec
+from chatlearn_core.plugins.entry import PluginEntry, Status
+from chatlearn_core.plugins.markers import PROJECT
+from chatlearn_core.plugins.observers import Observer, Observers
+from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.requirements import missing_requirements
+from chatlearn_core.plugins.sources import (
+    CORE,
+    DISABLE_VARIABLE,
+    DisabledDistributions,
+    PluginSource,
+    did_you_mean,
+    installed_sources,
+)
+from chatlearn_core.plugins.validation import (
+    REGISTERING_HOOKS,
+    api_version_problem,
+    record_problems,
+    short,
+    wrong_type_problem,
+)
+
+PROJECT_PREFIX = f"{PROJECT}_"
+
+
+def discover_plugins(*, strict: bool = False, extra: Iterable[PluginSource] = ()) -> PluginRegistry:
+    """Load every installed plugin that is not disabled, and ``extra`` ones that no distribution names.
+
+    Raises:
+        PluginError: under ``strict``, if any plugin is not ``ok``; names all of them. Disabled ones are not meant.
+    """
+    return load_plugins([*installed_sources(), *extra], strict=strict)
+
+
+def load_plugins(
+    sources: Iterable[PluginSource], *, disabled: DisabledDistributions | None = None, strict: bool = False
+) -> PluginRegistry:
+    """Load plugins from ``sources``; ``disabled`` is read from the environment by default.
+
+    Raises:
+        PluginError: as ``discover_plugins``.
+    """
+    sources = list(sources)
+    disabled = DisabledDistributions.from_environment() if disabled is None else disabled
+    loads = [load_source(source, disabled=source.distribution in disabled) for source in sources]
+    entries = mark_conflicts([entry for load in loads for entry in load.entries])
+    registry = PluginRegistry(
+        entries=tuple(sorted(entries, key=lambda entry: (entry.kind or "", entry.name, entry.distribution))),
+        observers=Observers([observer for load in loads for observer in load.observers], strict=strict),
+        warnings=tuple(disabled.unknown({source.distribution for source in sources})),
+    )
+    if strict:
+        require_all_ok(registry)
+    return registry
+
+
+@dataclass(slots=True)
+class SourceLoad:
+    """What became of one entry point."""
+
+    source: PluginSource
+    entries: list[PluginEntry] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)
+
+    def add(
+        self,
+        status: Status,
+        reason: str = "",
+        *,
+        name: str | None = None,
+        kind: Kind | None = None,
+        record: PluginRecord | None = None,
+    ) -> None:
+        """Record one outcome, by default of the entry point as a whole."""
+        self.entries.append(
+            PluginEntry(
+                name=self.source.name if name is None else name,
+                kind=kind,
+                distribution=self.source.distribution,
+                version=self.source.version,
+                status=status,
+                reason=reason,
+                record=record,
+            )
+        )
+
+
+def load_source(source: PluginSource, *, disabled: bool = False) -> SourceLoad:
+    """Import one entry point, call its registering hooks, and check what they return."""
+    load = SourceLoad(source)
+    if disabled:
+        load.add("disabled", f"by {DISABLE_VARIABLE}")
+        return load
+    if source.incompatible:
+        load.add("incompatible", source.incompatible)
+        return load
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspec)
+    try:
+        with stdout_to_stderr(sys.stderr):  # what a plugin prints must not end up in `plugins list --json`
+            plugin = source.load()
+        manager.register(plugin, name=source.name)
+        problems = list(unknown_hooks(plugin, manager))
+    except (Exception, SystemExit) as error:
+        load.add("failed", describe(error))
+        return load
+    for problem in problems:
+        load.add("failed", problem)
+    for hook in hook_names(manager):
+        for implementation in getattr(manager.hook, hook).get_hookimpls():
+            if implementation.wrapper or implementation.hookwrapper:
+                load.add("failed", f"{hook} is a hook wrapper; hooks of ChatLearn cannot be wrapped")
+            elif hook in REGISTERING_HOOKS:
+                call_registering_hook(load, hook, implementation)
+            else:
+                origin = f"{source.distribution} {source.version}"
+                load.observers.append(Observer(hook, origin, implementation.function, tuple(implementation.argnames)))
+    return load
+
+
+def hook_names(manager: pluggy.PluginManager) -> list[str]:
+    """Every specified hook, in the order of ``hookspec.py``."""
+    return [name for name in vars(hookspec) if name.startswith(PROJECT_PREFIX) and hasattr(manager.hook, name)]
+
+
+def unknown_hooks(plugin: Any, manager: pluggy.PluginManager) -> Iterator[str]:
+    """Functions that were meant as hooks and are none: a name without a specification, or a missing ``@hookimpl``.
+
+    pluggy accepts both silently (``check_pending`` would stop the host at the first).
+    """
+    known = hook_names(manager)
+    marked = {
+        name: implementation.optionalhook
+        for name, caller in vars(manager.hook).items()
+        if not name.startswith("_")
+        for implementation in caller.get_hookimpls()
+    }
+    for name, optional in marked.items():
+        if name not in known and not optional:
+            yield f"implements {name}, which is not a hook.{did_you_mean(name, known)}"
+    module = plugin.__name__ if inspect.ismodule(plugin) else plugin.__module__
+    for name, value in inspect.getmembers_static(plugin):
+        own = inspect.isfunction(value) and value.__module__ == module
+        if not own or not name.startswith(PROJECT_PREFIX) or name in marked or hasattr(value, f"{PROJECT}_impl"):
+            continue
+        if name in known:
+            yield f"{name} is never called: it is not marked with @hookimpl"
+        else:
+            yield f"{name} is not a hook, and names with {PROJECT_PREFIX} are for hooks.{did_you_mean(name, known)}"
+
+
+def call_registering_hook(load: SourceLoad, hook: str, implementation: pluggy.HookImpl) -> None:
+    """Add an entry for every record that an implementation returns, and for whatever goes wrong."""
+    kind = REGISTERING_HOOKS[hook]
+    try:
+        with stdout_to_stderr(sys.stderr):
+            returned: Any = implementation.function()
+            is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | dict)
+            values = list(returned) if is_list else []
+    except (Exception, SystemExit) as error:
+        load.add("failed", f"{hook} raised {describe(error)}", kind=kind)
+        return
+    if not is_list:
+        load.add("failed", f"{hook} returned {short(returned)}; it must return a list of records", kind=kind)
+    for value in values:
+        if problem := wrong_type_problem(value, hook):
+            load.add("failed", problem, kind=kind)
+        else:
+            add_record(load, value)
+
+
+def add_record(load: SourceLoad, record: PluginRecord) -> None:
+    """Add the entry of one record of the right type."""
+    name = record.name if isinstance(record.name, str) else None
+    if problem := api_version_problem(record):
+        load.add("incompatible", problem, name=name, kind=record.kind)
+    elif problems := record_problems(record):
+        load.add("failed", "; ".join(problems), name=name, kind=record.kind)
+    elif missing := missing_requirements(record.requires):
+        elsewhere = "; or it runs in another interpreter (python:)" if runs_elsewhere(record) else ""
+        load.add("missing-engine", "; ".join(missing) + elsewhere, name=name, kind=record.kind, record=record)
+    else:
+        load.add("ok", name=name, kind=record.kind, record=record)
+
+
+def runs_elsewhere(record: PluginRecord | None) -> bool:
+    """Whether an engine that is missing here may be installed in an interpreter of its own."""
+    return isinstance(record, GeneratorSpec) and record.own_interpreter
+
+
+def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
+    """Turn all usable entries that share kind and name into conflicts, each naming every provider.
+
+    Commands of the core keep their names: a plugin must not be able to disable ``chatlearn plugins``.
+    """
+    same: dict[tuple[Kind | None, str], list[PluginEntry]] = defaultdict(list)
+    for entry in entries:
+        if entry.record is not None:
+            same[entry.kind, entry.name].append(entry)
+    marked = []
+    for entry in entries:
+        rivals = same[entry.kind, entry.name] if entry.record is not None else []
+        of_core = entry.kind == "cli_command" and entry.distribution == CORE
+        if len(rivals) > 1 and not of_core:
+            providers = ", ".join(sorted(rival.origin for rival in rivals))
+            reason = f"registered by {providers}; uninstall one, or name it in {DISABLE_VARIABLE}"
+            entry = replace(entry, status="conflict", reason=reason)
+        marked.append(entry)
+    return marked
+
+
+def require_all_ok(registry: PluginRegistry) -> None:
+    """Raise PluginError if any plugin is neither ``ok`` nor ``disabled``.
+
+    A generator that can run in another interpreter may lack its engine in this one.
+    """
+    bad = [
+        entry
+        for entry in registry.entries
+        if entry.status not in ("ok", "disabled")
+        and not (entry.status == "missing-engine" and runs_elsewhere(entry.record))
+    ]
+    if bad or registry.warnings:
+        lines = [f"  {entry.kind or 'plugin'} {entry.title}: {entry.status}: {entry.reason}" for entry in bad]
+        raise PluginError(
+            f"{len(bad)} plugins cannot be used, and strict mode allows none:\n"
+            + "\n".join([*lines, *(f"  {warning}" for warning in registry.warnings)])
+            + f"\n  Repair or uninstall them, or name their distributions in {DISABLE_VARIABLE}."
+        )
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error, in one line; where a syntax error is."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    if isinstance(error, SystemExit):
+        return f"SystemExit({error.code!r}): it tried to end the process"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,162 @@
+"""Everything that was found when plugins loaded: what works, what does not and why, and who observes runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from chatlearn_core.plugins import select
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.plugins.records import (
+    AlgorithmSpec,
+    CliCommandSpec,
+    DatasetSpec,
+    EpisodeSpec,
+    GeneratorSpec,
+    Kind,
+    LoggerSpec,
+    ModelFamilySpec,
+    PluginRecord,
+    RewardSpec,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
+from chatlearn_core.plugins.requirements import InstalledVersion, installed_here
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+@dataclass(slots=True, frozen=True)
+class PluginRegistry:
+    """The plugins of this process, in order of kind, name and distribution."""
+
+    entries: tuple[PluginEntry, ...] = ()
+    observers: Observers = field(default_factory=Observers)
+    warnings: tuple[str, ...] = ()
+    """What is odd without being a plugin's fault, such as a disabled distribution that is not installed."""
+
+    @overload
+    def records(self, kind: Literal["trainer"]) -> tuple[TrainerSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["generator"]) -> tuple[GeneratorSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["reward"]) -> tuple[RewardSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["weight_sync"]) -> tuple[WeightSyncSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["algorithm"]) -> tuple[AlgorithmSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["episode"]) -> tuple[EpisodeSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["dataset"]) -> tuple[DatasetSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["model_family"]) -> tuple[ModelFamilySpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["runtime"]) -> tuple[RuntimeSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["logger"]) -> tuple[LoggerSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["cli_command"]) -> tuple[CliCommandSpec, ...]: ...
+    @overload
+    def records(self, kind: Kind) -> tuple[PluginRecord, ...]: ...
+    def records(self, kind: Kind) -> tuple[PluginRecord, ...]:
+        """The records of one kind that a run can select, sorted by name."""
+        return tuple(
+            entry.record
+            for entry in self.entries
+            if entry.kind == kind and entry.status == "ok" and entry.record is not None
+        )
+
+    @overload
+    def select(
+        self, kind: Literal["trainer"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> TrainerSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["generator"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> GeneratorSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["reward"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> RewardSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["weight_sync"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> WeightSyncSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["algorithm"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> AlgorithmSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["dataset"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> DatasetSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["runtime"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> RuntimeSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["logger"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> LoggerSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["episode"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> EpisodeSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["model_family"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> ModelFamilySpec: ...
+    @overload
+    def select(
+        self, kind: Literal["cli_command"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> CliCommandSpec: ...
+    @overload
+    def select(
+        self, kind: Kind, name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> PluginRecord: ...
+    def select(
+        self, kind: Kind, name: str, where: str = "", *, installed: InstalledVersion | None = installed_here
+    ) -> PluginRecord:
+        """The record that a configuration asks for by name.
+
+        Args:
+            where: file and key that ask, such as ``configs/run.yaml, roles.generator.backend``.
+            installed: looks up engines where the backend will run (``requirements.installed_in(python)`` for another
+                interpreter); None: engines are not checked.
+
+        Raises:
+            PluginNotFoundError: no such plugin, or it failed to load.
+            PluginConflictError: several distributions register it; none is preferred.
+            PluginIncompatibleError: another plugin API, or its engine is missing or has another version.
+        """
+        record = select.select_entry(self.entries, kind, name, where, installed).record
+        assert record is not None
+        return record
+
+    def origin(self, record: PluginRecord) -> str:
+        """Distribution and version that registered a record."""
+        for entry in self.entries:
+            if entry.kind == record.kind and entry.name == record.name and entry.record is not None:
+                return entry.origin
+        return "not registered by any distribution"
+
+    def load_factory(self, record: PluginRecord, attribute: str = "factory") -> Callable[..., Any]:
+        """Import a record's code: ``factory``, or a transport's ``sender`` and ``receiver``, or a command's ``app``.
+
+        Raises:
+            PluginError: the import fails or gives nothing that can be called; names plugin, version and cause.
+        """
+        return select.load_callable(record, attribute, self.origin(record))
+
+    def load_options(self, record: PluginRecord) -> type[BaseModel]:
+        """Import the pydantic model of a record's options.
+
+        Raises:
+            PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
+        """
+        return select.load_model(record, self.origin(record))

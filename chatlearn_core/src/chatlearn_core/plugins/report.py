@@ -1,0 +1,122 @@
+"""Plugins as text and as plain data, for ``chatlearn plugins``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from chatlearn_core import __version__
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.matrix import MatrixRow
+from chatlearn_core.plugins.records import PLUGIN_API_VERSION
+from chatlearn_core.plugins.registry import PluginRegistry
+
+LIST_HEADER = ("KIND", "NAME", "DISTRIBUTION", "VERSION", "STATUS", "")
+MATRIX_HEADER = ("TRAINER", "GENERATOR", "WEIGHT SYNC", "DECLARED", "TESTED", "")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a header, in aligned columns; the last one is free text."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def plugins_text(registry: PluginRegistry) -> str:
+    """The table of ``chatlearn plugins list``: what works with its summary, what does not with the reason."""
+    rows = [
+        (
+            entry.kind or "?",
+            entry.name,
+            entry.distribution,
+            entry.version,
+            entry.status,
+            entry.reason or summary(entry),
+        )
+        for entry in registry.entries
+    ]
+    return "\n".join([table(LIST_HEADER, rows), *(f"warning: {warning}" for warning in registry.warnings)])
+
+
+def plugins_json(registry: PluginRegistry) -> dict[str, Any]:
+    """``chatlearn plugins list --json``."""
+    return {
+        "chatlearn_core": __version__,
+        "plugin_api_version": PLUGIN_API_VERSION,
+        "plugins": [entry_json(entry) for entry in registry.entries],
+        "warnings": list(registry.warnings),
+    }
+
+
+def entry_json(entry: PluginEntry) -> dict[str, Any]:
+    """One plugin as plain data."""
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "status": entry.status,
+        "reason": entry.reason,
+        "summary": summary(entry),
+    }
+
+
+def summary(entry: PluginEntry) -> str:
+    """What the plugin says about itself."""
+    return entry.record.summary or getattr(entry.record, "help", "") if entry.record else ""
+
+
+def record_fields(entry: PluginEntry) -> dict[str, Any]:
+    """What a record declares, as plain data in the order of its fields."""
+    if entry.record is None:
+        return {}
+    return {field.name: plain(getattr(entry.record, field.name)) for field in dataclasses.fields(entry.record)}
+
+
+def plain(value: Any) -> Any:
+    """Sets as sorted lists and tuples as lists, so that they can be JSON."""
+    if isinstance(value, frozenset | set):
+        return sorted(value)
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def record_text(entry: PluginEntry) -> str:
+    """Status, origin and declared fields, one a line."""
+    lines = [
+        ("kind", entry.kind or "unknown"),
+        ("name", entry.name),
+        ("distribution", entry.origin),
+        ("status", f"{entry.status}: {entry.reason}" if entry.reason else entry.status),
+    ]
+    lines += [(name, field_text(value)) for name, value in record_fields(entry).items() if name != "name"]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in lines)
+
+
+def field_text(value: Any) -> str:
+    """A field's value in a line."""
+    if isinstance(value, list):
+        return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value)
+    return "any" if value is None else str(value)
+
+
+def matrix_text(rows: Sequence[MatrixRow]) -> str:
+    """The table of ``chatlearn plugins matrix``."""
+    return table(MATRIX_HEADER, list(matrix_cells(rows)))
+
+
+def matrix_cells(rows: Sequence[MatrixRow]) -> Iterator[tuple[str, ...]]:
+    """One line a combination."""
+    reach = {"process": "one process", "host": "one host", "anywhere": "anywhere"}
+    for row in rows:
+        tested = "-" if row.tested is None else "passed" if row.tested.passed else "failed"
+        notes = [*row.reasons, *row.missing]
+        if row.tested is not None and row.tested.detail:
+            notes.append(row.tested.detail)
+        declared = f"yes, {reach[row.reach]}" if row.fits else "no"
+        yield row.trainer, row.generator, row.weight_sync, declared, tested, "; ".join(notes)

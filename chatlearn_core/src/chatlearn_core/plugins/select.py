@@ -1,0 +1,166 @@
+"""Choosing a plugin by name, and importing what its record names; errors say what else could have been chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chatlearn_core.exceptions import (
+    PluginConflictError,
+    PluginError,
+    PluginIncompatibleError,
+    PluginNotFoundError,
+)
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.plugins.records import Kind, PluginRecord
+from chatlearn_core.plugins.requirements import InstalledVersion, installed_here, missing_requirements
+from chatlearn_core.plugins.sources import did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+KIND_TITLES: dict[Kind, str] = {
+    "trainer": "trainer backend",
+    "generator": "generator backend",
+    "reward": "reward",
+    "weight_sync": "weight sync",
+    "algorithm": "algorithm",
+    "episode": "episode",
+    "dataset": "dataset format",
+    "model_family": "model family",
+    "runtime": "runtime",
+    "logger": "logger",
+    "cli_command": "command",
+}
+"""How a message calls a plugin of each kind."""
+
+
+def select_entry(
+    entries: Sequence[PluginEntry],
+    kind: Kind,
+    name: str,
+    where: str,
+    installed: InstalledVersion | None = installed_here,
+) -> PluginEntry:
+    """The one usable entry of that kind and name.
+
+    Args:
+        where: file and key that ask for it, for the error.
+        installed: looks up engines where the backend will run; None: not checked here.
+
+    Raises:
+        PluginNotFoundError: nothing of that name works; names what is installed, what failed and why, the nearest.
+        PluginConflictError: several distributions register it.
+        PluginIncompatibleError: it is for another plugin API, or the engine it needs is not installed.
+    """
+    named = [entry for entry in entries if entry.kind == kind and entry.name == name]
+    usable = [entry for entry in named if entry.record is not None]
+    title = KIND_TITLES[kind]
+    place = f" ({where})" if where else ""
+    if len(usable) > 1:
+        lines = [f"  {entry.title}" for entry in usable]
+        raise PluginConflictError(
+            f"The {title} {name!r} is registered {len(usable)} times{place}; none is preferred.\n"
+            + "\n".join(lines)
+            + "\n  Uninstall one, or name its distribution in CHATLEARN_DISABLE_PLUGINS."
+        )
+    if usable:
+        (entry,) = usable
+        missing = missing_requirements(entry.record.requires, installed) if entry.record and installed else []
+        if missing:
+            raise PluginIncompatibleError(
+                f"The {title} {entry.title} cannot run here{place}.\n"
+                + "\n".join(f"  {line}" for line in missing)
+                + "\n  Install one of the alternatives, or choose another backend."
+                + choices(entries, kind, name)
+            )
+        return entry
+    incompatible = [entry for entry in named if entry.status == "incompatible"]
+    if incompatible:
+        raise PluginIncompatibleError(
+            f"The {title} {name!r} is not compatible{place}.\n"
+            + "\n".join(f"  {entry.title}: {entry.reason}" for entry in incompatible)
+            + choices(entries, kind, name)
+        )
+    raise PluginNotFoundError(f"No {title} named {name!r}{place}." + choices(entries, kind, name, suggest=True))
+
+
+def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: bool = False) -> str:
+    """What could be chosen instead, what could not and why, and the nearest name: lines that end a message."""
+    groups: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.kind == kind and entry.status == "ok":
+            groups.setdefault("installed", []).append(entry.title)
+    working = ", ".join(groups.get("installed", [])) or "none"
+    lines = [("installed", working)]
+    labels = {
+        "failed": "failed to load",
+        "incompatible": "incompatible",
+        "conflict": "in conflict",
+        "missing-engine": "engine missing",
+        "disabled": "disabled",
+    }
+    for status, label in labels.items():
+        lines += [
+            (label, f"{entry.title}: {entry.reason}")
+            for entry in entries
+            if entry.status == status and entry.kind in (kind, None) and not (entry.name == name and not suggest)
+        ]
+    width = max(len(label) for label, _ in lines) + 1
+    text = "".join(f"\n  {label + ':':<{width}} {value}" for label, value in lines)
+    if suggest:
+        known = sorted({entry.name for entry in entries if entry.kind == kind and entry.status == "ok"})
+        hint = did_you_mean(name, known)
+        text += f"\n {hint}" if hint else ""
+    return text
+
+
+def load_attribute(record: PluginRecord, attribute: str, origin: str) -> Any:
+    """Import what the field ``attribute`` of a record names; ``origin`` is its distribution and version.
+
+    Raises:
+        PluginError: the import fails; names plugin, version, import string and cause.
+    """
+    import_string = getattr(record, attribute)
+    try:
+        return resolve_import_string(import_string)
+    except (Exception, SystemExit) as error:
+        raise PluginError(
+            f"The {KIND_TITLES[record.kind]} {record.name!r} ({origin}) cannot be imported.\n"
+            f"  {attribute} = {import_string!r}: {type(error).__name__}: {error}\n"
+            f"  Repair or reinstall {origin.split(' ')[0]}, or choose another {KIND_TITLES[record.kind]}."
+        ) from error
+
+
+def load_callable(record: PluginRecord, attribute: str, origin: str) -> Callable[..., Any]:
+    """Import what can be called: a factory, a sender, a command.
+
+    Raises:
+        PluginError: the import fails or gives nothing that can be called; names plugin, version and cause.
+    """
+    loaded = load_attribute(record, attribute, origin)
+    if not callable(loaded):
+        raise PluginError(
+            f"The {KIND_TITLES[record.kind]} {record.name!r} ({origin}) is not usable.\n"
+            f"  {attribute} = {getattr(record, attribute)!r} is a {type(loaded).__name__}; it must be callable."
+        )
+    target: Callable[..., Any] = loaded
+    return target
+
+
+def load_model(record: PluginRecord, origin: str) -> type[BaseModel]:
+    """Import the pydantic model of a record's options.
+
+    Raises:
+        PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
+    """
+    loaded = load_attribute(record, "options", origin)
+    from pydantic import BaseModel  # not before a plugin is selected: listing plugins imports no pydantic
+
+    if not (isinstance(loaded, type) and issubclass(loaded, BaseModel)):
+        raise PluginError(
+            f"The {KIND_TITLES[record.kind]} {record.name!r} ({origin}) is not usable.\n"
+            f"  options names {loaded!r}; it must be a pydantic model."
+        )
+    return loaded

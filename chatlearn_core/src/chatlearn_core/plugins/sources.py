@@ -1,0 +1,111 @@
+"""Where plugins come from: entry points of installed distributions, found in their metadata without importing them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from chatlearn_core import __version__
+from chatlearn_core.plugins.markers import PROJECT as ENTRY_POINT_GROUP
+
+CORE = "chatlearn-core"
+DISABLE_VARIABLE = "CHATLEARN_DISABLE_PLUGINS"
+
+
+@dataclass(slots=True, frozen=True)
+class PluginSource:
+    """One entry point of one distribution: a module (or any object) with hook implementations."""
+
+    name: str
+    """The entry point's name."""
+    distribution: str
+    version: str
+    load: Callable[[], Any]
+    """Imports the module. May raise anything."""
+    incompatible: str = ""
+    """Why it is not even imported: the distribution's metadata asks for another version of the core."""
+
+
+def installed_sources() -> Iterator[PluginSource]:
+    """Every entry point of the group ``chatlearn``; of two distributions of one name the first on the path counts."""
+    seen: set[str] = set()
+    for distribution in metadata.distributions():
+        text = distribution.read_text("entry_points.txt")
+        if not text or f"[{ENTRY_POINT_GROUP}]" not in text:
+            continue
+        name = distribution.metadata["Name"] or "(unnamed distribution)"
+        if canonicalize_name(name) in seen:
+            continue
+        seen.add(canonicalize_name(name))
+        yield from sources_of(distribution, name)
+
+
+def sources_of(distribution: metadata.Distribution, name: str) -> Iterator[PluginSource]:
+    """The entry points of one distribution; metadata that cannot be parsed become one source that fails to load."""
+    version = distribution.metadata["Version"] or "(unknown version)"
+    try:
+        entry_points = [point for point in distribution.entry_points if point.group == ENTRY_POINT_GROUP]
+    except (TypeError, ValueError) as error:
+        broken = ValueError(f"its entry_points.txt cannot be parsed: {error}")
+        yield PluginSource(name, name, version, load=lambda: raise_(broken))
+        return
+    incompatible = core_version_problem(distribution.requires or ())
+    for point in sorted(entry_points):
+        yield PluginSource(point.name, name, version, load=point.load, incompatible=incompatible)
+
+
+def raise_(error: Exception) -> Any:
+    """Raise, as an expression."""
+    raise error
+
+
+def core_version_problem(requires: Sequence[str], core_version: str = __version__) -> str:
+    """Why the requirements of a distribution exclude this version of the core; empty if they do not."""
+    for text in requires:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue  # the installer's business; only a readable requirement on the core can exclude this one
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        on_core = canonicalize_name(requirement.name) == CORE and applies
+        if on_core and not requirement.specifier.contains(core_version, prereleases=True):
+            return f"requires {CORE}{requirement.specifier}; installed: {CORE} {core_version}"
+    return ""
+
+
+@dataclass(slots=True, frozen=True)
+class DisabledDistributions:
+    """The distributions that ``CHATLEARN_DISABLE_PLUGINS`` names: comma separated, spelled in any normalised way."""
+
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> DisabledDistributions:
+        """Read the variable."""
+        return cls(tuple(name.strip() for name in environment.get(DISABLE_VARIABLE, "").split(",") if name.strip()))
+
+    def __contains__(self, distribution: str) -> bool:
+        return canonicalize_name(distribution) in {canonicalize_name(name) for name in self.names}
+
+    def unknown(self, distributions: set[str]) -> list[str]:
+        """A warning for each name that no plugin distribution has."""
+        known = sorted(canonicalize_name(name) for name in distributions)
+        return [
+            f"{DISABLE_VARIABLE} names {name!r}, which no installed plugin distribution is called."
+            + did_you_mean(canonicalize_name(name), known)
+            for name in self.names
+            if canonicalize_name(name) not in known
+        ]
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """`` Did you mean 'x'?`` with the nearest name, or nothing."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

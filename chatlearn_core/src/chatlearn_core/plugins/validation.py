@@ -1,0 +1,126 @@
+"""Whether what a registering hook returned is a record that a run could use: pure checks, nothing is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import get_args
+
+from chatlearn_core.plugins.import_string import import_string_problem
+from chatlearn_core.plugins.records import (
+    PLUGIN_API_VERSION,
+    RECORD_TYPES,
+    Channel,
+    Export,
+    Kind,
+    Payload,
+    PluginRecord,
+    Reach,
+)
+from chatlearn_core.plugins.requirements import requirement_syntax_problem
+
+REGISTERING_HOOKS: Mapping[str, Kind] = {
+    "chatlearn_cli_commands": "cli_command",
+    "chatlearn_runtimes": "runtime",
+    "chatlearn_model_families": "model_family",
+    "chatlearn_datasets": "dataset",
+    "chatlearn_algorithms": "algorithm",
+    "chatlearn_episodes": "episode",
+    "chatlearn_trainers": "trainer",
+    "chatlearn_generators": "generator",
+    "chatlearn_rewards": "reward",
+    "chatlearn_weight_syncs": "weight_sync",
+    "chatlearn_loggers": "logger",
+}
+"""Hook -> kind of the records that it returns."""
+
+NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")
+RESERVED_NAMES = frozenset({"auto"})
+"""Configurations use it for 'the one that fits'."""
+
+VOCABULARIES: Mapping[str, Collection[str]] = {
+    "exports": get_args(Export),
+    "needs_export": get_args(Export),
+    "channels": get_args(Channel),
+    "channel": get_args(Channel),
+    "payloads": get_args(Payload),
+    "reach": get_args(Reach),
+    "heads": ("lm", "value", "reward"),
+    "bases": ("raw", "processed"),
+    "unit": ("sample", "group"),
+}
+"""Fields that the core matches, and the values it knows."""
+
+
+def wrong_type_problem(value: object, hook: str) -> str | None:
+    """Why ``value`` is not of the record type that ``hook`` returns, or None."""
+    expected = RECORD_TYPES[REGISTERING_HOOKS[hook]]
+    if isinstance(value, expected):
+        return None
+    problem = f"{hook} returned {short(value)}; it must return {expected.__name__} records"
+    if isinstance(value, PluginRecord):
+        right_hook = next((name for name, kind in REGISTERING_HOOKS.items() if kind == value.kind), None)
+        if right_hook is not None:
+            problem += f" ({type(value).__name__} belongs in {right_hook})"
+    return problem
+
+
+def api_version_problem(record: PluginRecord) -> str | None:
+    """Why a record's plugin API is not this core's, or None."""
+    if record.api_version == PLUGIN_API_VERSION:
+        return None
+    outdated = "ChatLearn" if newer(record.api_version) else "the plugin"
+    return (
+        f"written for plugin API {record.api_version!r}, this ChatLearn has plugin API {PLUGIN_API_VERSION}; "
+        f"update {outdated}"
+    )
+
+
+def newer(api_version: object) -> bool:
+    """Whether a record was written for a core that is yet to come."""
+    return isinstance(api_version, int) and api_version > PLUGIN_API_VERSION
+
+
+def record_problems(record: PluginRecord) -> list[str]:
+    """Every rule that a record of the right type and API version breaks."""
+    problems = [name_problem(record.name), requirement_syntax_problem(record.requires)]
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.type == "ImportString":
+            problem = import_string_problem(value)
+            problems.append(f"{field.name}: {problem}" if problem else None)
+        elif str(field.type).startswith("frozenset[") and field.name != "model_families":
+            problems.append(collection_problem(field.name, value))
+        elif field.name in VOCABULARIES and value not in VOCABULARIES[field.name]:
+            problems.append(f"{field.name}={value!r}: must be one of {', '.join(VOCABULARIES[field.name])}")
+    return [problem for problem in problems if problem]
+
+
+def name_problem(name: object) -> str | None:
+    """Why a name cannot be written in a configuration, or None."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        return f"name {name!r}: a name is lower-case letters and digits, separated by single '_', '-' or '.'"
+    if name in RESERVED_NAMES:
+        return f"name {name!r} is reserved: configurations use it for 'the one that fits'"
+    return None
+
+
+def collection_problem(field: str, value: object) -> str | None:
+    """Why a field that holds a set of words does not, or None."""
+    if not isinstance(value, frozenset | set) or not all(isinstance(item, str) for item in value):
+        return f"{field}={short(value)}: must be a frozenset of strings"
+    vocabulary = VOCABULARIES.get(field)
+    unknown = sorted(value.difference(vocabulary)) if vocabulary else []
+    if vocabulary and unknown:
+        return f"{field} holds {', '.join(map(repr, unknown))}: known are {', '.join(vocabulary)}"
+    return None
+
+
+def short(value: object) -> str:
+    """A value for a message: its type, and its text where that is short and safe to make."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a plugin's own __repr__ may do anything
+        text = f"(its repr raised {type(error).__name__})"
+    return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"

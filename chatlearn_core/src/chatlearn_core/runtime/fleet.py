@@ -1,0 +1,105 @@
+"""The generator replicas of the local runtime: routing, rebuilding a dead one, retrying what it lost."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Collection
+
+from chatlearn_core.exceptions import BackendError, ChatLearnError, ReplicaLostError
+from chatlearn_core.protocols import Generator, MemoryPart
+from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.types import Completion, GenerateRequest
+
+Build = Callable[[int], Generator]
+Resync = Callable[[int], Awaitable[None]]
+
+
+class LocalFleet:
+    """All replicas of one generator role, in this process.
+
+    A group's requests go to one replica, chosen by the group's id, so that they share their prefix and so that what
+    is batched together does not depend on timing. A replica that died is rebuilt, gets the current weights, and its
+    unfinished requests start again with the same random numbers; after ``max_restarts`` the error is raised.
+    """
+
+    def __init__(self, name: str, build: Build, replicas: int, lane: Lane, max_restarts: int) -> None:
+        self.name = name
+        self.lane = lane
+        self.replicas: list[Generator] = []
+        self.num_restarts = 0
+        self.resync: Resync | None = None
+        """Brings the current weights to a rebuilt replica; set once weights were synced."""
+        self._build = build
+        self._num_replicas = replicas
+        self._max_restarts = max_restarts
+        self._restart_locks = [asyncio.Lock() for _ in range(replicas)]
+
+    async def start(self) -> None:
+        """Build and set up every replica."""
+        for index in range(self._num_replicas):
+            replica = self._build(index)
+            self.replicas.append(replica)
+            await self.lane.run("setup", replica.setup)
+
+    @property
+    def policy_version(self) -> int:
+        """Oldest version among the replicas that serve."""
+        return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion on the replica of the request's group."""
+        index = zlib.crc32((request.group_id or request.id).encode()) % len(self.replicas)
+        while True:
+            replica = self.replicas[index]
+            try:
+                return await replica.generate(request)
+            except ChatLearnError as error:
+                if replica.state != "dead":
+                    raise
+                cause: Exception = error
+            except Exception as error:
+                if replica.state != "dead":
+                    raise BackendError(
+                        f"role {self.name!r}, replica {index}: generate({request.id}) failed: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+                cause = error
+            await self.restart(index, replica, cause)
+
+    async def restart(self, index: int, dead: Generator, cause: Exception) -> None:
+        """Replace a dead replica once, however many of its requests noticed."""
+        async with self._restart_locks[index]:
+            if self.replicas[index] is not dead:
+                return
+            if self.num_restarts >= self._max_restarts:
+                raise ReplicaLostError(
+                    f"role {self.name!r}: replica {index} died, and {self.num_restarts} restart(s), the limit "
+                    f"(runtime.options.max_generator_restarts), are used up. Last cause: {cause}"
+                ) from cause
+            self.num_restarts += 1
+            await self.lane.run("close", dead.close)
+            replica = self._build(index)
+            await self.lane.run("setup", replica.setup)
+            self.replicas[index] = replica
+            if self.resync is not None:
+                await self.resync(index)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End these requests on every replica."""
+        await asyncio.gather(*(replica.abort(request_ids) for replica in self.replicas))
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None:
+        """Pass on to every replica."""
+        for replica in self.replicas:
+            await self.lane.run("offload", replica.offload, parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None:
+        """Pass on to every replica."""
+        for replica in self.replicas:
+            await self.lane.run("onload", replica.onload, parts)
+
+    def close(self) -> None:
+        """Close every replica."""
+        for replica in self.replicas:
+            replica.close()

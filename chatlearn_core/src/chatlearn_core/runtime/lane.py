@@ -1,0 +1,85 @@
+"""A thread of its own for one role: blocking calls run there in order, with a timeout that tells where it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError
+
+T = TypeVar("T")
+
+
+class Lane:
+    """Runs blocking calls one after the other in a daemon thread, so that a call that never returns cannot keep the
+    process from ending.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    async def run(self, method: str, function: Callable[..., T], /, *args: Any, timeout_s: float | None = None) -> T:
+        """Call ``function(*args)`` in this lane and wait for the result.
+
+        Raises:
+            BackendTimeoutError: no answer within the timeout; carries the stack of the thread that hangs.
+            BackendError: the call raised something else than one of ChatLearn's own errors.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]  # no error, so there is a result
+
+        def call() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = function(*args)
+            except BaseException as error:
+                failure = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, failure)
+
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self._calls.put(call)
+        try:
+            return await asyncio.wait_for(future, limit)
+        except TimeoutError as error:
+            if isinstance(error, BackendTimeoutError):
+                raise
+            raise BackendTimeoutError(
+                f"role {self.name!r}: {method} did not return within {limit:g} s (roles.{self.name}.timeout_s). "
+                f"It hangs here:\n{self.stack()}"
+            ) from None
+        except ChatLearnError:
+            raise
+        except Exception as error:
+            raise BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
+
+    def stack(self) -> str:
+        """Where the thread is now."""
+        frame = sys._current_frames().get(self._thread.ident or -1)
+        return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
+
+    def stop(self) -> None:
+        """Let the thread end after the calls that are queued."""
+        self._calls.put(None)

@@ -1,0 +1,225 @@
+"""The embedded default: every role in this process, on this machine's CPU or one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chatlearn_core.exceptions import ChatLearnError, ConfigError, WeightSyncError
+from chatlearn_core.protocols import Generator, Loss, MemoryPart, Trainer
+from chatlearn_core.runtime.fleet import LocalFleet
+from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.runtime.options import LocalRuntimeOptions
+from chatlearn_core.runtime.plan import RolePlan, RunPlan
+from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
+from chatlearn_core.runtime.weight_transfer import WeightTransfer
+from chatlearn_core.types import Metrics, OutputRequest, Outputs, SyncReceipt, TrainBatch
+
+
+class LocalTrainer:
+    """A trainer role of one rank: its calls run in the role's lane."""
+
+    def __init__(self, name: str, trainer: Trainer, lane: Lane) -> None:
+        self.name = name
+        self.trainer = trainer
+        self.lane = lane
+
+    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
+        """Outputs without gradient."""
+        return await self.lane.run("compute", self.trainer.compute, batch, request)
+
+    async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
+        """One optimizer step."""
+        return await self.lane.run("update", self.trainer.update, batch, loss)
+
+    async def save(self, directory: Path) -> None:
+        """A resumable checkpoint."""
+        await self.lane.run("save", self.trainer.save, directory)
+
+    async def load(self, directory: Path) -> None:
+        """Read a checkpoint."""
+        await self.lane.run("load", self.trainer.load, directory)
+
+    async def export_model(self, directory: Path) -> None:
+        """A Hugging Face model directory."""
+        await self.lane.run("export_model", self.trainer.export_model, directory)
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None:
+        """Move parts out of device memory."""
+        await self.lane.run("offload", self.trainer.offload, parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None:
+        """Bring parts back."""
+        await self.lane.run("onload", self.trainer.onload, parts)
+
+
+class LocalRuntime:
+    """Builds the roles of a plan in this process.
+
+    Raises:
+        ConfigError: a role wants several ranks, which one process cannot host.
+    """
+
+    def __init__(self, options: LocalRuntimeOptions, plan: RunPlan) -> None:
+        self.options = options
+        self.plan = plan
+        for role in plan.roles.values():
+            if role.ranks > 1:
+                raise ConfigError(
+                    f"roles.{role.name}.ranks is {role.ranks}, but the runtime 'local' hosts one rank a role, in this "
+                    "process. Set ranks to 1, or choose a distributed runtime"
+                )
+        self._trainers: dict[str, LocalTrainer] = {}
+        self._fleets: dict[str, LocalFleet] = {}
+        self._rewards: dict[str, CombinedReward] = {}
+        self._transfers: dict[tuple[str, str], WeightTransfer] = {}
+        self._lanes: list[Lane] = []
+
+    async def start(self) -> None:
+        """Build all roles, one after the other; if one does not start, close the others and raise."""
+        if self.options.num_threads is not None:
+            torch.set_num_threads(self.options.num_threads)
+        try:
+            for role in self.plan.roles.values():
+                await self._start_role(role)
+            for sync in self.plan.weight_syncs:
+                fleet = self._fleets[sync.generator]
+                self._transfers[sync.trainer, sync.generator] = WeightTransfer(
+                    sync, self.plan.registry, self.plan.run_dir / "weight_sync", len(fleet.replicas)
+                )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start_role(self, role: RolePlan) -> None:
+        if role.kind == "trainer":
+            lane = self._lane(role)
+            trainer = self._build(role)(0)
+            self._trainers[role.name] = LocalTrainer(role.name, trainer, lane)
+            await lane.run("setup", trainer.setup)
+        elif role.kind == "generator":
+            lane = self._lane(role)
+            fleet = LocalFleet(role.name, self._build(role), role.replicas, lane, self.options.max_generator_restarts)
+            self._fleets[role.name] = fleet
+            await fleet.start()
+        else:
+            lane = self._lane(role)
+            context = self.plan.context(role)
+            parts = []
+            for backend in role.backends:
+                reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
+                parts.append(RewardPart(_part_name(role, backend.key), reward, backend.weight, backend.data_sources))
+                self._rewards[role.name] = CombinedReward(role.name, parts, role.timeout_s)
+                await lane.run(f"setup of {backend.record.name}", reward.setup)
+
+    def _lane(self, role: RolePlan) -> Lane:
+        lane = Lane(role.name, role.timeout_s)
+        self._lanes.append(lane)
+        return lane
+
+    def _build(self, role: RolePlan) -> Callable[[int], Any]:
+        """A function that builds replica ``index`` of the role."""
+        factory = self.plan.registry.load_factory(role.backend.record)
+        device = resolve_device(role.device, f"roles.{role.name}.device")
+
+        def build(index: int) -> Any:
+            return factory(role.backend.options, self.plan.context(role, replica=index, device=device))
+
+        return build
+
+    def trainer(self, role: str) -> LocalTrainer:
+        """The trainer group of a role."""
+        return self._trainers[role]
+
+    def generator(self, role: str) -> LocalFleet:
+        """The generator fleet of a role."""
+        return self._fleets[role]
+
+    def reward(self, role: str) -> CombinedReward:
+        """The reward group of a role."""
+        return self._rewards[role]
+
+    async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
+        """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
+        fleet = self._fleets[generator]
+        transfer = self._transfers[trainer, generator]
+        local = self._trainers[trainer]
+
+        async def send_to(replicas: list[tuple[int, Generator]]) -> list[SyncReceipt]:
+            return await transfer.sync(local.trainer, local.lane, replicas, policy_version)
+
+        async def resync(index: int) -> None:
+            [receipt] = await send_to([(index, fleet.replicas[index])])
+            if receipt.state != "serving":
+                raise WeightSyncError(
+                    f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
+                )
+            confirmed[index] = receipt
+
+        confirmed: dict[int, SyncReceipt] = {}
+        fleet.resync = resync
+        for receipt in await send_to(list(enumerate(fleet.replicas))):
+            confirmed[receipt.replica] = receipt
+            if receipt.state == "dead":
+                await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
+        return [confirmed[index] for index in sorted(confirmed)]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Every role with backend, device and count."""
+        return {
+            role.name: {
+                "kind": role.kind,
+                "backend": " + ".join(backend.record.name for backend in role.backends),
+                "device": "process"
+                if role.kind == "reward"
+                else resolve_device(role.device, f"roles.{role.name}.device"),
+                "replicas": role.replicas,
+            }
+            for role in self.plan.roles.values()
+        }
+
+    async def close(self) -> None:
+        """Close all roles; what fails while closing is raised after everything else was closed."""
+        problems: list[str] = []
+        closers: list[tuple[str, Callable[[], None]]] = [
+            *(("weight sync", transfer.close) for transfer in self._transfers.values()),
+            *((name, fleet.close) for name, fleet in self._fleets.items()),
+            *((name, local.trainer.close) for name, local in self._trainers.items()),
+            *((part.name, part.reward.close) for group in self._rewards.values() for part in group.parts),
+        ]
+        for name, close in closers:
+            try:
+                close()
+            except Exception as error:
+                problems.append(f"{name}: {type(error).__name__}: {error}")
+        self._transfers, self._fleets, self._trainers, self._rewards = {}, {}, {}, {}
+        for lane in self._lanes:
+            lane.stop()
+        self._lanes = []
+        if problems:
+            raise ChatLearnError("closing failed for " + "; ".join(problems))
+
+
+def resolve_device(device: str, key: str) -> str:
+    """``auto`` becomes ``cuda`` where there is one.
+
+    Raises:
+        ConfigError: a device that is not there.
+    """
+    available = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if available else "cpu"
+    if device.startswith("cuda") and not available:
+        raise ConfigError(f"{key} is {device!r}, but torch sees no CUDA device. Set it to cpu or auto")
+    return device
+
+
+def _part_name(role: RolePlan, key: str) -> str:
+    """Name of a reward part in components: its backend, numbered where the same one occurs twice."""
+    names = [backend.record.name for backend in role.backends]
+    index = [backend.key for backend in role.backends].index(key)
+    name = names[index]
+    return name if names.count(name) == 1 else f"{name}_{index}"

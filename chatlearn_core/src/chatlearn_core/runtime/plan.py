@@ -1,0 +1,94 @@
+"""What a runtime has to build: roles, their backends, and which weights flow where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import Head, ModelSource, RoleContext
+from chatlearn_core.types import FleetRule
+
+
+@dataclass(slots=True, frozen=True)
+class BackendPlan:
+    """One backend of a role, chosen and validated. Picklable: workers on other machines build from it by name."""
+
+    key: str
+    """Where the configuration chose it, such as ``roles.generator`` or ``roles.reward.parts.0``."""
+    record: TrainerSpec | GeneratorSpec | RewardSpec
+    options: BaseModel
+    weight: float = 1.0
+    data_sources: frozenset[str] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class RolePlan:
+    """One role: how many, of what, on what."""
+
+    name: str
+    kind: str
+    backends: tuple[BackendPlan, ...]
+    """One, except for a reward that combines several."""
+    model: ModelSource | None
+    head: Head
+    device: str
+    replicas: int
+    ranks: int
+    trainable: bool
+    engine: Mapping[str, Any]
+    timeout_s: float
+
+    @property
+    def backend(self) -> BackendPlan:
+        """The only backend of a trainer or generator."""
+        assert len(self.backends) == 1, f"role {self.name} has {len(self.backends)} backends"
+        return self.backends[0]
+
+
+@dataclass(slots=True, frozen=True)
+class WeightSyncPlan:
+    """One flow of weights: from a trainer role to a generator role, over a chosen transport."""
+
+    trainer: str
+    generator: str
+    record: WeightSyncSpec
+    options: BaseModel
+    why: str
+    """Why this transport, for the log."""
+    fleet_rule: FleetRule
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class RunPlan:
+    """Everything a runtime needs."""
+
+    registry: PluginRegistry
+    """The driver's plugins, to build what a record names. Workers elsewhere discover their own, by the same names."""
+    roles: Mapping[str, RolePlan]
+    weight_syncs: tuple[WeightSyncPlan, ...]
+    run_dir: Path
+    seed: int
+    total_updates: int | None
+
+    def context(self, role: RolePlan, *, replica: int = 0, rank: int = 0, device: str = "cpu") -> RoleContext:
+        """The context of one rank of one replica."""
+        return RoleContext(
+            role=role.name,
+            model=role.model,
+            replica=replica,
+            rank=rank,
+            world_size=role.ranks,
+            device=device,
+            seed=self.seed,
+            trainable=role.trainable,
+            total_updates=self.total_updates,
+            engine_arguments=dict(role.engine),
+        )

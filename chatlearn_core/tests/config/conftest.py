@@ -1,0 +1,145 @@
+"""A registry of small plugins whose options models live in a module made for the test."""
+
+import sys
+import types
+from typing import Literal
+
+import pytest
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.records import (
+    AlgorithmSpec,
+    DatasetSpec,
+    GeneratorSpec,
+    LoggerSpec,
+    PluginRecord,
+    RewardSpec,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
+from chatlearn_core.plugins.registry import PluginRegistry
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+OPTIONS_MODULE = "acme_options_of_config_tests"
+
+
+class Forbidding(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Empty(Forbidding):
+    pass
+
+
+class Schedule(Forbidding):
+    kind: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+
+
+class TrainerOptions(Forbidding):
+    lr: float = 1e-3
+    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Token budget.")
+    schedule: Schedule = Schedule()
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+class GroupOptions(Forbidding):
+    group_size: int = 4
+
+
+class Careless(BaseModel):
+    """Ignores unknown keys, as pydantic does by default."""
+
+    depth: int = 1
+
+
+class Raising(Forbidding):
+    level: int = 0
+
+    @field_validator("level")
+    @classmethod
+    def explode(cls, value: int) -> int:
+        raise RuntimeError("boom")
+
+
+def entry(record: PluginRecord) -> PluginEntry:
+    return PluginEntry(
+        name=record.name, kind=record.kind, distribution="acme", version="0.3.0", status="ok", record=record
+    )
+
+
+def code(options: str) -> dict[str, str]:
+    return {"factory": "acme.code:Thing", "options": f"{OPTIONS_MODULE}:{options}"}
+
+
+def transport(name: str, **fields: object) -> WeightSyncSpec:
+    return WeightSyncSpec(
+        name=name, sender="acme.sync:S", receiver="acme.sync:R", options=f"{OPTIONS_MODULE}:Empty", **fields
+    )
+
+
+def make_registry() -> PluginRegistry:
+    records = [
+        TrainerSpec(name="fsdp", heads=frozenset({"lm", "value"}), max_ranks=2, **code("TrainerOptions")),
+        TrainerSpec(name="careless", **code("Careless")),
+        TrainerSpec(name="raising", **code("Raising")),
+        TrainerSpec(name="missing_options", **code("Nothing")),
+        GeneratorSpec(name="transformers", channels=frozenset({"tensors"}), **code("Empty")),
+        GeneratorSpec(
+            name="adapters", channels=frozenset({"tensors"}), payloads=frozenset({"adapter"}), **code("Empty")
+        ),
+        GeneratorSpec(name="engineless", requires=(("acme-engine>=9",),), own_interpreter=True, **code("Empty")),
+        RewardSpec(name="math", **code("Empty")),
+        RewardSpec(name="format", **code("Careless")),
+        AlgorithmSpec(
+            name="grpo",
+            roles=(("trainer", "trainer"), ("generator", "generator"), ("reward", "reward")),
+            **code("GroupOptions"),
+        ),
+        AlgorithmSpec(name="sft", roles=(("trainer", "trainer"),), **code("Empty")),
+        transport("direct"),
+        transport("boxes", needs_export="boxes"),
+        transport("disk", channel="checkpoint"),
+        RuntimeSpec(name="local", **code("Empty")),
+        LoggerSpec(name="console", **code("Careless")),
+        DatasetSpec(name="gsm8k", **code("Empty")),
+    ]
+    return PluginRegistry(entries=tuple(entry(record) for record in records))
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> PluginRegistry:
+    module = types.ModuleType(OPTIONS_MODULE)
+    for model in (Empty, TrainerOptions, GroupOptions, Careless, Raising):
+        setattr(module, model.__name__, model)
+    monkeypatch.setitem(sys.modules, OPTIONS_MODULE, module)
+    return make_registry()
+
+
+VALID = """\
+model:
+  path: models/tiny
+data:
+  train:
+    - path: data/train.jsonl
+algorithm:
+  name: grpo
+roles:
+  trainer:
+    kind: trainer
+    backend: fsdp
+  generator:
+    kind: generator
+    backend: transformers
+  reward:
+    kind: reward
+    backend: math
+train:
+  steps: 10
+  prompts_per_step: 4
+"""
+
+
+@pytest.fixture
+def valid() -> str:
+    return VALID

@@ -1,0 +1,82 @@
+from chatlearn_core.config.problems import (
+    InvalidConfigError,
+    Mark,
+    Marks,
+    Problem,
+    nearest,
+    overlaps,
+    render,
+    show_path,
+    unknown_key,
+)
+
+MARKS = Marks(
+    "run.yaml",
+    {
+        (): Mark("run.yaml", 1),
+        ("a",): Mark("run.yaml", 2),
+        ("a", "b"): Mark("run.yaml", 3),
+        ("c",): Mark("override 'c=1'"),
+    },
+)
+
+
+def test_a_conflict_shows_both_sides_and_the_fix() -> None:
+    problem = Problem(
+        ("a", "b"), "first line\nsecond line", 5, "do this\nor that", ((("c",), 1), (("a", "unset"), "x"))
+    )
+    assert render(problem, MARKS) == (
+        "run.yaml:3: a.b: first line (got 5)\n"
+        "    second line\n"
+        "    c = 1 (override 'c=1')\n"
+        "    a.unset = 'x' (default)\n"
+        "    do this\n"
+        "    or that"
+    )
+
+
+def test_a_key_that_is_not_written_is_located_by_its_section() -> None:
+    assert render(Problem(("a", "missing"), "required"), MARKS) == "run.yaml:2: a.missing: required"
+    assert render(Problem(("z",), "required"), MARKS) == "run.yaml:1: z: required"
+    assert render(Problem((), "odd"), Marks("run.yaml")) == "run.yaml: (top level): odd"
+
+
+def test_long_values_are_cut() -> None:
+    line = render(Problem(("a",), "too long", "x" * 1000), MARKS)
+    assert line == f"run.yaml:2: a: too long (got 'xxxxx{'x' * 71}...)"
+
+
+def test_unknown_key_names_the_nearest_and_all_valid_keys() -> None:
+    problem = unknown_key(("a", "max_tokens_per_microbatch"), 4096, ["lr", "max_tokens_per_micro_batch"])
+    assert render(problem, MARKS) == (
+        "run.yaml:2: a.max_tokens_per_microbatch: unknown key (got 4096)\n"
+        "    did you mean 'max_tokens_per_micro_batch'?\n"
+        "    valid keys: lr, max_tokens_per_micro_batch"
+    )
+    assert "this section takes no keys" in render(unknown_key(("a", "x"), 1, []), MARKS)
+
+
+def test_the_error_counts_and_orders_by_line_overrides_last() -> None:
+    problems = [Problem(("c",), "third"), Problem(("a", "b"), "second"), Problem(("a",), "first")]
+    error = InvalidConfigError("run.yaml", problems, MARKS)
+    assert str(error) == (
+        "3 problems in run.yaml:\nrun.yaml:2: a: first\nrun.yaml:3: a.b: second\noverride 'c=1': c: third"
+    )
+    assert [problem.rule for problem in error.problems] == ["first", "second", "third"]
+    assert str(InvalidConfigError("run.yaml", problems[:1], MARKS)).startswith("1 problem in run.yaml:")
+
+
+def test_nearest() -> None:
+    assert nearest("bakend", ["backend", "kind"]) == "backend"
+    assert nearest("Group-Size", ["group_size"]) == "group_size"
+    assert nearest("zzz", ["backend"]) is None
+
+
+def test_show_path_quotes_odd_keys() -> None:
+    assert show_path(("data", "train", 0, "a b\n", "x-y")) == "data.train.0.'a b\\n'.x-y"
+
+
+def test_overlaps() -> None:
+    assert overlaps(("a",), ("a", "b"))
+    assert overlaps(("a", "b"), ("a",))
+    assert not overlaps(("a", "b"), ("a", "c"))

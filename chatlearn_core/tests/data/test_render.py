@@ -1,0 +1,87 @@
+"""Prompts as text and tokens; token ids are character codes, so expectations are written as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chatlearn_core.data import PromptRenderer
+from chatlearn_core.exceptions import DataError
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def codes(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_messages_go_through_the_template_with_the_generation_prompt(tokenizer: Any) -> None:
+    rendered = PromptRenderer(tokenizer).prompt(CHAT)
+    assert rendered.text == "[system]Be brief.[user]Hi[assistant]"
+    assert rendered.token_ids.tolist() == codes(rendered.text)
+    assert list(rendered.messages) == CHAT
+
+
+def test_a_plain_string_becomes_one_user_message(tokenizer: Any) -> None:
+    rendered = PromptRenderer(tokenizer).prompt("Hi")
+    assert rendered.text == "[user]Hi[assistant]"
+    assert rendered.messages == ()
+
+
+def test_the_system_prompt_goes_first_unless_there_is_one(tokenizer: Any) -> None:
+    renderer = PromptRenderer(tokenizer, system_prompt="Think.")
+    assert renderer.prompt("Hi").text == "[system]Think.[user]Hi[assistant]"
+    assert renderer.prompt(CHAT).text == "[system]Be brief.[user]Hi[assistant]"
+
+
+def test_verbatim_text_gets_the_tokenizers_own_special_tokens_before_it_only(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    assert PromptRenderer(tokenizer).prompt("Hi").token_ids.tolist() == [2, *codes("Hi")]
+    tokenizer.encode = lambda text, *, add_special_tokens: [2, *codes(text), 1] if add_special_tokens else codes(text)
+    assert PromptRenderer(tokenizer).prompt("Hi").token_ids.tolist() == [2, *codes("Hi")]
+
+
+def test_without_template_rendering_messages_are_joined(tokenizer: Any) -> None:
+    renderer = PromptRenderer(tokenizer, apply_chat_template=False)
+    assert renderer.prompt(CHAT).text == "Be brief.\n\nHi"
+    assert renderer.prompt("Hi").text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("", "the prompt is empty"),
+        (" \n", "the prompt is empty"),
+        ([], "non-empty list of messages"),
+        (None, "non-empty list of messages"),
+        ([{"role": "user"}], "message 0 of the prompt must have 'role' and 'content'"),
+        (["Hi"], "message 0"),
+        ([{"role": "user", "content": " "}], r"last message \(user\) is empty"),
+        ([{"role": "user", "content": None}], "must be text or a list of parts"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "nothing is left to generate"),
+        ([{"role": "narrator", "content": "Hi"}], "chat template refuses the messages: ValueError: unknown role"),
+    ],
+)
+def test_bad_prompts_are_refused_with_a_reason(tokenizer: Any, prompt: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        PromptRenderer(tokenizer).prompt(prompt)
+
+
+def test_a_chat_without_a_template_says_what_to_set(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"data\.apply_chat_template=false"):
+        PromptRenderer(tokenizer).prompt(CHAT)
+
+
+def test_a_completion_ends_with_one_end_of_sequence_token(tokenizer: Any) -> None:
+    renderer = PromptRenderer(tokenizer)
+    assert renderer.completion("ok").tolist() == [*codes("ok"), 1]
+    assert renderer.completion("ok" + chr(1)).tolist() == [*codes("ok"), 1]
+
+
+def test_bad_completions_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="completion is empty"):
+        PromptRenderer(tokenizer).completion(" ")
+    tokenizer.eos_token_id = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        PromptRenderer(tokenizer).completion("ok")

@@ -1,0 +1,142 @@
+"""The endless stream of examples: epochs, ratios, resuming."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from chatlearn_core.data import Dataset, DatasetReport, Sampler
+from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.types import Demonstration, Prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def dataset(name: str, size: int, weight: float = 1.0, first_token: int = 0) -> Dataset:
+    prompts = tuple(Prompt(f"{name}/{i}", np.array([first_token, i], dtype=np.int64), "") for i in range(size))
+    return Dataset(name, weight, prompts, DatasetReport(name, name, "plain", size, size, 0, 9, 2))
+
+
+def ids(batch: list[Any]) -> list[str]:
+    return [example.id for example in batch]
+
+
+SETS = st.lists(st.tuples(st.integers(1, 7), st.sampled_from([0.5, 1.0, 3.0])), min_size=1, max_size=3).map(
+    lambda pairs: [dataset(f"set{i}", size, weight) for i, (size, weight) in enumerate(pairs)]
+)
+
+
+@given(st.integers(1, 30), st.integers(0, 5), st.booleans())
+def test_an_epoch_holds_every_example_once(size: int, seed: int, shuffle: bool) -> None:
+    data = dataset("a", size)
+    sampler = Sampler([data], seed=seed, shuffle=shuffle)
+    for _ in range(3):
+        epoch = ids(sampler.next_batch(size))
+        assert sorted(epoch) == sorted(prompt.id for prompt in data.examples)
+        if not shuffle:
+            assert epoch == [prompt.id for prompt in data.examples]
+
+
+@given(SETS, st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 3), st.data())
+def test_resumed_anywhere_it_continues_as_if_never_stopped(
+    sets: list[Dataset], sizes: list[int], seed: int, data: st.DataObject
+) -> None:
+    whole = Sampler(sets, seed=seed)
+    expected = [ids(whole.next_batch(size)) for size in sizes]
+    stop = data.draw(st.integers(0, len(sizes) - 1))
+    before = Sampler(sets, seed=seed)
+    for size in sizes[:stop]:
+        before.next_batch(size)
+    state = json.loads(json.dumps(before.state_dict()))
+    after = Sampler(sets, seed=seed)
+    after.next_batch(3)
+    after.load_state_dict(state)
+    assert [ids(after.next_batch(size)) for size in sizes[stop:]] == expected[stop:]
+    assert after.state_dict() == whole.state_dict()
+
+
+@given(SETS, st.integers(1, 40))
+def test_the_stream_does_not_depend_on_batch_sizes(sets: list[Dataset], total: int) -> None:
+    one_by_one = Sampler(sets, seed=1)
+    at_once = Sampler(sets, seed=1)
+    stream = [one_by_one.next_batch(1)[0].id for _ in range(total)]
+    assert [name.partition("~")[0] for name in ids(at_once.next_batch(total))] == stream
+
+
+@given(SETS, st.integers(1, 40))
+def test_ids_are_unique_within_a_batch(sets: list[Dataset], size: int) -> None:
+    batch = ids(Sampler(sets, seed=0).next_batch(size))
+    assert len(set(batch)) == size
+
+
+def test_a_repeated_example_keeps_everything_but_its_id() -> None:
+    data = dataset("a", 1)
+    first, second, third = Sampler([data], seed=0).next_batch(3)
+    assert ids([first, second, third]) == ["a/0", "a/0~2", "a/0~3"]
+    assert second.token_ids is first.token_ids
+    shown = Dataset("a", 1.0, (Demonstration(first, np.array([5])),), data.report)
+    assert [example.prompt.id for example in Sampler([shown], seed=0).next_batch(2)] == ["a/0", "a/0~2"]
+
+
+def test_several_datasets_are_mixed_by_ratio_each_wrapping_on_its_own() -> None:
+    sampler = Sampler([dataset("small", 2, 3.0), dataset("large", 50, 1.0)], seed=0)
+    drawn = [sampler.next_batch(1)[0].id for _ in range(40)]
+    assert Counter(name.split("/")[0] for name in drawn) == {"small": 30, "large": 10}
+    assert Counter(name for name in drawn if "small" in name) == {"small/0": 15, "small/1": 15}
+    assert len({name for name in drawn if "large" in name}) == 10
+    assert sampler.epochs == {"small": 15.0, "large": 0.2}
+
+
+def test_seed_epoch_and_dataset_change_the_order() -> None:
+    def order(seed: int, name: str = "a", skip: int = 0) -> list[str]:
+        sampler = Sampler([dataset(name, 20)], seed=seed)
+        for _ in range(skip):
+            sampler.next_batch(20)
+        return [prompt_id.split("/")[1] for prompt_id in ids(sampler.next_batch(20))]
+
+    assert order(0) == order(0)
+    assert len({tuple(o) for o in (order(0), order(1), order(0, "b"), order(0, skip=1))}) == 4
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """Recorded once; a change here breaks resuming of every run that exists."""
+    assert ids(Sampler([dataset("a", 6)], seed=0).next_batch(6)) == RECORDED
+
+
+RECORDED = ["?"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ([dataset("a", 6), dataset("b", 4)], ["number of datasets: 1", "2 now"]),
+        ([dataset("a", 5)], ["size of dataset 'a': 6 in the checkpoint, 5 now"]),
+        ([dataset("a", 6, first_token=7)], ["fingerprint of dataset 'a'"]),
+        ([dataset("a", 6, weight=2.0)], ["weight of dataset 'a': 1.0 in the checkpoint, 2.0 now"]),
+        ([dataset("c", 6)], ["'a' in the checkpoint, 'c' now"]),
+    ],
+)
+def test_a_state_of_other_data_is_refused(changed: list[Dataset], words: list[str]) -> None:
+    state = Sampler([dataset("a", 6)], seed=0).state_dict()
+    sampler = Sampler(changed, seed=0)
+    with pytest.raises(CheckpointError) as caught:
+        sampler.load_state_dict(state)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(drawn == 0 for drawn in sampler.epochs.values())
+
+
+def test_a_state_of_another_seed_or_order_is_refused() -> None:
+    state = Sampler([dataset("a", 6)], seed=0).state_dict()
+    with pytest.raises(CheckpointError, match="seed: 0 in the checkpoint, 1 now"):
+        Sampler([dataset("a", 6)], seed=1).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="shuffle: True in the checkpoint, False now"):
+        Sampler([dataset("a", 6)], seed=0, shuffle=False).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"datasets": 3}, {"datasets": [{}], "version": 1, "seed": 0, "shuffle": True}])
+def test_a_damaged_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        Sampler([dataset("a", 6)], seed=0).load_state_dict(state)

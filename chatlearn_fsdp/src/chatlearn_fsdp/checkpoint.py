@@ -1,0 +1,225 @@
+"""Resumable checkpoints of one trainer.
+
+One rank writes ``weights.safetensors`` and ``optimizer.pt`` (optimizer state by parameter name, random state). Several
+ranks write their shards with torch's distributed checkpoint under ``shards/`` and their random states beside it. Either
+can be read by any number of ranks. ``trainer.json`` comes last and says which it is, so a checkpoint without it is
+incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from chatlearn_core.exceptions import CheckpointError
+from chatlearn_hf.checkpoint_names import CheckpointLayout
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from chatlearn_fsdp.optimizer import allocate_state, optimizer_tensors
+from chatlearn_fsdp.sharding import RankGroup
+
+FORMAT = 1
+WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "optimizer.pt", "shards", "trainer.json"
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What is saved and loaded; ``load`` writes into the live tensors and sets ``updates``."""
+
+    model: PreTrainedModel
+    layout: CheckpointLayout
+    optimizer: torch.optim.AdamW | None
+    head: str
+    updates: int
+    device: torch.device
+    ranks: RankGroup | None
+    rank: int
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live tensors by the model's own names, tied ones once."""
+        state = self.model.state_dict()
+        return {entry.key: state[entry.key].detach() for entry in self.layout.tensors}
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Live optimizer state by parameter name."""
+        return optimizer_tensors(self.optimizer, self.model) if self.optimizer is not None else {}
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree between a checkpoint and the trainer that loads it."""
+        return {
+            "format": FORMAT,
+            "architecture": self.model.config.model_type,
+            "head": self.head,
+            "parameters": sum(torch.Size(entry.shape).numel() for entry in self.layout.tensors),
+        }
+
+
+def save(directory: Path, state: TrainerState) -> None:
+    """Write a checkpoint. Collective. Atomic replacement of an older one is the caller's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if state.ranks is None:
+        weights = {name: tensor.contiguous() for name, tensor in state.weights().items()}
+        save_file(weights, directory / WEIGHTS_FILE)
+        torch.save({"optimizer": state.moments(), "random": _random_state(state.device)}, directory / OPTIMIZER_FILE)
+    else:
+        save_sharded(
+            _sharded_content(state, with_optimizer=state.updates > 0),
+            checkpoint_id=directory / SHARDS,
+            process_group=state.ranks.mesh.get_group(),
+        )
+        torch.save(_random_state(state.device), directory / _random_file(state.rank))
+        state.ranks.barrier()
+    if state.rank == 0:
+        record = state.identity() | {
+            "updates": state.updates,
+            "trainable": state.optimizer is not None,
+            "world_size": state.ranks.size if state.ranks is not None else 1,
+            "sharded": state.ranks is not None,
+        }
+        (directory / TRAINER_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if state.ranks is not None:
+        state.ranks.barrier()
+
+
+def load(directory: Path, state: TrainerState) -> None:
+    """Read a checkpoint into the live tensors. Collective.
+
+    The random state is restored where this rank's was saved (the same number of ranks); otherwise it stays.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, or of another model.
+    """
+    record = _read_record(directory / TRAINER_FILE, state)
+    state.updates = int(record["updates"])
+    has_moments = bool(record["trainable"]) and state.updates > 0
+    if state.optimizer is not None:
+        state.optimizer.state.clear()
+        if has_moments:
+            allocate_state(state.optimizer, state.model)
+    if record["sharded"]:
+        _load_sharded(directory, state, has_moments)
+    else:
+        _load_single(directory, state, has_moments)
+
+
+def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> None:
+    file = directory / WEIGHTS_FILE
+    try:
+        saved = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from error
+    _copy_all(saved, state.weights(), file)
+    file = directory / OPTIMIZER_FILE
+    content = _read_pickle(file)
+    if state.optimizer is not None and has_moments:
+        live = state.moments()
+        if content["optimizer"].keys() != live.keys():
+            raise CheckpointError(f"{file} holds the optimizer state of other parameters than this model has")
+        for name, entry in content["optimizer"].items():
+            _copy_all(entry, live[name], file)
+    if state.ranks is None:
+        _set_random_state(content["random"], state.device)
+
+
+def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> None:
+    content = _sharded_content(state, with_optimizer=has_moments and state.optimizer is not None)
+    shards = directory / SHARDS
+    try:
+        load_sharded(
+            content,
+            checkpoint_id=shards,
+            process_group=state.ranks.mesh.get_group() if state.ranks is not None else None,
+            no_dist=state.ranks is None,
+        )
+    except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise _unreadable(shards, error) from error
+    random_file = directory / _random_file(state.rank)
+    if random_file.exists():
+        _set_random_state(_read_pickle(random_file), state.device)
+
+
+def _sharded_content(state: TrainerState, *, with_optimizer: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"model": state.weights()}
+    if with_optimizer and state.optimizer is not None:
+        content["optimizer"] = state.moments()
+    return content
+
+
+def _copy_all(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], file: Path) -> None:
+    if saved.keys() != live.keys():
+        odd = sorted(saved.keys() ^ live.keys())[:4]
+        raise CheckpointError(f"{file} is of another model: tensors {', '.join(odd)} are in one of the two only")
+    for name, tensor in live.items():
+        source = saved[name]
+        if source.shape != tensor.shape:
+            raise CheckpointError(
+                f"{file} is of another model: {name} has shape {list(source.shape)}, this model's {list(tensor.shape)}"
+            )
+        if isinstance(tensor, DTensor):
+            whole = source.to(device=tensor.device, dtype=tensor.dtype)
+            # Every rank has read the file: each keeps its part, nothing is sent.
+            part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        else:
+            tensor.copy_(source)
+
+
+def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} is not a complete trainer checkpoint: {file.name} is missing")
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        different = {key: record[key] for key, value in state.identity().items() if record[key] != value}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(file, error) from error
+    if different:
+        own = state.identity()
+        lines = ", ".join(f"{key} {value!r} (this trainer: {own[key]!r})" for key, value in different.items())
+        raise CheckpointError(f"{file.parent} is a checkpoint of another model or version: {lines}")
+    return record
+
+
+def _read_pickle(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise _unreadable(file, error) from error
+    return content
+
+
+def _unreadable(file: Path, error: BaseException) -> CheckpointError:
+    reason = str(error).splitlines()[0] if str(error) else "no details"
+    return CheckpointError(
+        f"cannot read {file}: {type(error).__name__}: {reason}. It is missing, cut short or damaged; use an earlier"
+        " checkpoint."
+    )
+
+
+def _random_file(rank: int) -> str:
+    return f"random_{rank}.pt"
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,26 @@
+"""What this distribution registers. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import TrainerSpec
+
+
+@hookimpl
+def chatlearn_trainers() -> Iterable[TrainerSpec]:
+    """The trainer ``fsdp``."""
+    return [
+        TrainerSpec(
+            name="fsdp",
+            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, micro-batches by token budget",
+            factory="chatlearn_fsdp.trainer:FSDPTrainer",
+            options="chatlearn_fsdp.options:FSDPOptions",
+            requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
+            heads=frozenset({"lm", "value", "reward"}),
+            outputs=frozenset({"logprobs", "entropy", "values", "scores", "hidden_states"}),
+            exports=frozenset({"full_tensors", "boxes"}),
+            payloads=frozenset({"full"}),
+        )
+    ]

@@ -1,0 +1,151 @@
+"""The ranks of one trainer: process group, device mesh and fully sharded modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types import Box
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """The data-parallel ranks of a trainer, one process each."""
+
+    mesh: DeviceMesh
+    owns_process_group: bool
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce over the ranks, in place."""
+        dist.all_reduce(values, operation, group=self.mesh.get_group())
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self.mesh.get_group())
+
+    def close(self) -> None:
+        """Leave the process group if this trainer made it. Twice is fine."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_process_group = False
+
+
+def join_ranks(context: RoleContext) -> RankGroup:
+    """Meet the other ranks at ``context.rendezvous``; a single rank needs none.
+
+    A process group of the same size that already exists is shared.
+
+    Raises:
+        BackendError: no rendezvous, another process group is in the way, or a rank did not come.
+    """
+    device = torch.device(context.device)
+    owns = not dist.is_initialized()
+    if owns:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        where: dict[str, object] = {"init_method": context.rendezvous}
+        if context.rendezvous is None:
+            if context.world_size > 1:
+                raise BackendError(
+                    f"role {context.role!r} rank {context.rank} of {context.world_size} got no rendezvous; the runtime"
+                    " must give every rank the same tcp://host:port"
+                )
+            where = {"store": HashStore()}
+        try:
+            dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, **where)  # type: ignore[arg-type]  # one of two argument sets
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"role {context.role!r} rank {context.rank} of {context.world_size} could not meet the others at"
+                f" {context.rendezvous}: {error}"
+            ) from error
+    elif dist.get_world_size() != context.world_size or dist.get_rank() != context.rank:
+        raise BackendError(
+            f"role {context.role!r} is rank {context.rank} of {context.world_size}, but this process already belongs to"
+            f" a process group as rank {dist.get_rank()} of {dist.get_world_size()}"
+        )
+    mesh = init_device_mesh(device.type, (context.world_size,), mesh_dim_names=("dp",))
+    return RankGroup(mesh, owns)
+
+
+def shard_model(
+    root: nn.Module,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype | None,
+    cpu_offload: bool,
+) -> None:
+    """Shard ``root`` in place, each layer a unit of its own, so that gradients are *summed* over ranks.
+
+    Args:
+        root: what the trainer calls.
+        layers: modules inside it that are gathered one at a time.
+        mesh: one-dimensional.
+        compute_dtype: gather and compute in this dtype, reduce gradients in float32; None computes in the parameters'.
+        cpu_offload: keep the shards in host memory.
+    """
+    precision = (
+        MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        if compute_dtype is not None
+        else MixedPrecisionPolicy()
+    )
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    for module in [*layers, root]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        assert isinstance(module, FSDPModule)
+        # FSDP averages by default; every loss here is a part of a global sum. gloo has no pre-multiplied sum, so the
+        # collective itself must be a plain one.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor; collective for a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a tensor sharded along its first dimension, and the index of the first of them."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    per_rank = -(-tensor.shape[0] // size)
+    local = tensor.to_local()
+    start = min(rank * per_rank, tensor.shape[0])
+    assert local.shape[0] == min(per_rank, tensor.shape[0] - start), "FSDP shards along dimension 0, like torch.chunk"
+    return local, start
+
+
+def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:
+    """Which rows of ``view`` lie inside rows [start, stop) of the contiguous tensor it is a view of.
+
+    Args:
+        view: a view of the whole tensor (``meta`` will do).
+        rows: [start, stop) of the whole tensor's first dimension.
+        row_elements: elements of one such row.
+
+    Returns:
+        [start, stop) in the view's first dimension; empty if none does.
+    """
+    first, last = rows[0] * row_elements, rows[1] * row_elements
+    offset, step = view.storage_offset(), view.stride(0)
+    extent = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride()[1:], strict=True))
+    inside = [i for i in range(view.shape[0]) if offset + i * step >= first and offset + i * step + extent <= last]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The box that covers a tensor."""
+    return tuple((0, size) for size in shape)

@@ -1,0 +1,395 @@
+"""The trainer ``fsdp``: one object a rank, a plain model in one process and FSDP2 over several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from chatlearn_core.batching import micro_batches
+from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.plugins.records import Export
+from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
+from chatlearn_core.types import (
+    Metric,
+    Metrics,
+    OutputRequest,
+    Outputs,
+    TrainBatch,
+    WeightManifest,
+    WeightShard,
+    merge_metrics,
+)
+from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_hf.heads import load_model
+from chatlearn_hf.packed_forward import PackedModel, decoder_layers
+from chatlearn_hf.varlen_attention import PackedLayout
+from torch import Tensor
+
+from chatlearn_fsdp import checkpoint
+from chatlearn_fsdp.memory import OffloadedPart, live_bytes, own_storage
+from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.schedule import check_schedule, learning_rate
+from chatlearn_fsdp.sharding import RankGroup, join_ranks, shard_model, whole
+from chatlearn_fsdp.timing import PhaseTimer
+from chatlearn_fsdp.weight_stream import export_model, stream_boxes, stream_full
+
+HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
+RESERVED_ARGUMENTS = frozenset(
+    {"dtype", "torch_dtype", "device", "device_map", "attn_implementation", "num_labels", "trust_remote_code"}
+)
+"""Arguments of ``from_pretrained`` that cannot come from ``context.engine_arguments``."""
+NAMED_SAMPLES = 16
+"""How many sample ids an error lists."""
+
+
+class FSDPTrainer:
+    """Implements ``chatlearn_core.protocols.Trainer``.
+
+    With one rank there is no process group and the model is a plain module. With several, parameters, gradients and
+    optimizer state are sharded by FSDP2 over ``context.rendezvous``, and every rank takes its own slice of a batch.
+    """
+
+    def __init__(self, options: FSDPOptions, context: RoleContext) -> None:
+        if context.model is None:
+            raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
+        taken = sorted(RESERVED_ARGUMENTS & context.engine_arguments.keys())
+        if taken:
+            raise ConfigError(
+                f"roles.{context.role}.engine sets {', '.join(taken)}, which the trainer itself passes to"
+                " from_pretrained; use the role's options (attention, master_dtype, ...) instead"
+            )
+        if context.trainable:
+            check_schedule(options, context.total_updates, context.role)
+        self.options = options
+        self.context = context
+        self._source: ModelSource = context.model
+        self._device = torch.device(context.device)
+        self._compute_dtype: torch.dtype = getattr(torch, options.param_dtype)
+        self._master_dtype: torch.dtype = getattr(torch, options.master_dtype)
+        self._ranks: RankGroup | None = None
+        self._model: PackedModel | None = None
+        self._layout: CheckpointLayout | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._parts: dict[MemoryPart, OffloadedPart] = {part: OffloadedPart() for part in HELD_PARTS}
+        self._updates = 0
+        self._broken: str | None = None
+
+    # Lifecycle
+
+    def setup(self) -> None:
+        """Load the model, shard it over the ranks, make the optimizer."""
+        options, context = self.options, self.context
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        torch.manual_seed(context.seed + context.rank)
+        model = load_model(
+            self._source.path,
+            self._source.head,
+            dtype=self._master_dtype,
+            device=self._device,
+            attention=options.attention,
+            seed=context.seed,
+            trust_remote_code=self._source.trust_remote_code,
+            **context.engine_arguments,
+        )
+        model.requires_grad_(context.trainable)
+        if options.gradient_checkpointing and context.trainable:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._layout = checkpoint_layout(model)
+        packed = PackedModel(model, self._source.head, options.logits_chunk_tokens)
+        for parameter in model.parameters():
+            own_storage(parameter)
+        if context.world_size > 1 or options.cpu_offload:
+            self._ranks = join_ranks(context)
+            shard_model(
+                packed,
+                decoder_layers(model),
+                self._ranks.mesh,
+                compute_dtype=self._compute_dtype if self._compute_dtype != self._master_dtype else None,
+                cpu_offload=options.cpu_offload,
+            )
+        self._model = packed
+        if context.trainable:
+            self._optimizer = build_optimizer(packed, options)
+
+    def health(self) -> str | None:
+        if self._model is None:
+            return "not set up, or closed"
+        return self._broken
+
+    def offload(self, parts: Collection[MemoryPart]) -> None:
+        for name in parts:
+            if name in self._parts:
+                self._parts[name].offload(self._part_tensors(name))
+
+    def onload(self, parts: Collection[MemoryPart]) -> None:
+        for name in parts:
+            if name in self._parts:
+                self._parts[name].onload()
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        """Memory that a part occupies on the device now, bytes."""
+        return live_bytes(self._part_tensors(part)) if self._model is not None else 0
+
+    def close(self) -> None:
+        self._model = None
+        self._optimizer = None
+        self._layout = None
+        for part in self._parts.values():
+            part.discard()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    # Trainer
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.context.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.context.world_size
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps made so far, those before a resume included."""
+        return self._updates
+
+    def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
+        """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S]."""
+        model = self._ready("weights")
+        model.eval()
+        cuts = self._cut(batch)
+        pieces: list[Outputs] = []
+        with torch.no_grad():
+            for micro in self._micro(batch, cuts):
+                outputs = self._forward(model, micro, request)
+                pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
+        return _in_batch_order(pieces, cuts, batch)
+
+    def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
+        """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and ``perf/micro_batches|tokens``."""
+        model = self._ready("weights", "gradients", "optimizer")
+        optimizer = self._require_optimizer()
+        model.train()
+        timer = PhaseTimer(self._device)
+        cuts = self._cut(batch)
+        totals: list[Tensor] = []
+        parts: list[Metrics] = []
+        for micro in self._micro(batch, cuts):
+            result_total, metrics = self._accumulate(model, micro, loss, timer)
+            totals.append(result_total)
+            parts.append(metrics)
+        with timer.phase("optimizer"):
+            parameters = self._trainable(model)
+            norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            values = torch.stack([*totals, norm.to(totals[0].device, totals[0].dtype)]).tolist()
+        grad_norm = values.pop()
+        if not self._all_finite([*values, grad_norm]):
+            self._refuse_step(model, batch, cuts, loss, values, grad_norm)
+        with timer.phase("optimizer"):
+            rate = learning_rate(self.options, self._updates, self.context.total_updates)
+            set_learning_rate(optimizer, rate)
+            if self.options.grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.options.grad_clip, norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        own: Metrics = {
+            "loss": Metric(math.fsum(values), 1.0, "sum"),
+            "perf/micro_batches": Metric(float(sum(1 for cut in cuts if cut)), 1.0, "sum"),
+            "perf/tokens": Metric(float(batch.num_tokens), 1.0, "sum"),
+        }
+        if self.data_parallel_rank == 0:
+            own |= {"grad_norm": Metric(grad_norm), "lr": Metric(rate)} | timer.metrics()
+        return merge_metrics(*parts) | own
+
+    def save(self, directory: Path) -> None:
+        model = self._ready("weights", "optimizer")
+        checkpoint.save(directory, self._state(model))
+
+    def load(self, directory: Path) -> None:
+        model = self._ready("weights", "optimizer")
+        state = self._state(model)
+        checkpoint.load(directory, state)
+        self._updates = state.updates
+
+    def export_model(self, directory: Path) -> None:
+        model = self._ready("weights")
+        export_model(model.model, self._checkpoint_layout(), self._source, directory, self.context.rank)
+        if self._ranks is not None:
+            self._ranks.barrier()
+
+    def manifest(self) -> WeightManifest:
+        return self._checkpoint_layout().manifest()
+
+    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
+        """Stream the weights in checkpoint names, tied ones once. Collective.
+
+        ``full_tensors``: every rank gathers every tensor in the same order and yields it whole with owner rank 0; ranks
+        other than the owner have nothing to send. ``boxes``: every rank yields what it holds, without communication.
+        """
+        model = self._ready("weights")
+        layout = self._checkpoint_layout()
+        if export == "boxes":
+            return stream_boxes(model.model, layout, self.context.rank)
+        return stream_full(model.model, layout)
+
+    # Inside
+
+    def _ready(self, *parts: MemoryPart) -> PackedModel:
+        if self._model is None:
+            raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
+        away = [part for part in parts if self._parts[part].is_offloaded]
+        if away:
+            raise BackendError(
+                f"trainer role {self.context.role!r} rank {self.context.rank} was asked to work while its"
+                f" {' and '.join(away)} {'are' if away != ['optimizer'] else 'is'} offloaded; onload them first"
+            )
+        return self._model
+
+    def _require_optimizer(self) -> torch.optim.AdamW:
+        if self._optimizer is None:
+            raise BackendError(
+                f"trainer role {self.context.role!r} does not learn (the algorithm has no loss for it), so it has no"
+                " optimizer and cannot update"
+            )
+        return self._optimizer
+
+    def _checkpoint_layout(self) -> CheckpointLayout:
+        if self._layout is None:
+            raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
+        return self._layout
+
+    def _trainable(self, model: PackedModel) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def _part_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
+        if self._model is None:
+            return []
+        if part == "weights":
+            return [*self._model.parameters(), *self._model.buffers()]
+        if part == "gradients":
+            return [p.grad for p in self._model.parameters() if p.grad is not None]
+        if self._optimizer is None:
+            return []
+        state = optimizer_tensors(self._optimizer, self._model)
+        return [tensor for entry in state.values() for tensor in entry.values()]
+
+    def _state(self, model: PackedModel) -> checkpoint.TrainerState:
+        return checkpoint.TrainerState(
+            model=model.model,
+            layout=self._checkpoint_layout(),
+            optimizer=self._optimizer,
+            head=self._source.head,
+            updates=self._updates,
+            device=self._device,
+            ranks=self._ranks if self.context.world_size > 1 else None,
+            rank=self.context.rank,
+        )
+
+    def _cut(self, batch: TrainBatch) -> list[list[int]]:
+        """Micro-batches as lists of sequence indices; the same number on every rank, at least one."""
+        lengths, units, budget = batch.lengths, batch.unit_index.tolist(), self.options.max_tokens_per_micro_batch
+        cuts = micro_batches(lengths, units, budget, at_least=1)
+        if self._ranks is not None and self._ranks.size > 1:
+            count = torch.tensor(len(cuts), device=self._device)
+            agreed = int(self._ranks.all_reduce(count, dist.ReduceOp.MAX))
+            if agreed > len(cuts):
+                cuts = micro_batches(lengths, units, budget, at_least=agreed)
+        return cuts
+
+    def _micro(self, batch: TrainBatch, cuts: Sequence[Sequence[int]]) -> Iterator[TrainBatch]:
+        for indices in cuts:
+            is_whole = len(cuts) == 1 and len(indices) == batch.num_sequences
+            micro = batch if is_whole else batch.select(indices)
+            yield micro.to(self._device)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        # Sharded modules cast by their own precision policy.
+        if self._ranks is not None or self._compute_dtype == self._master_dtype:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._compute_dtype)
+
+    def _forward(self, model: PackedModel, micro: TrainBatch, request: OutputRequest) -> Outputs:
+        layout = PackedLayout(micro.lengths, self._device)
+        with self._autocast():
+            outputs: Outputs = model(micro.token_ids, layout, request.names, request.temperature)
+        return outputs
+
+    def _accumulate(
+        self, model: PackedModel, micro: TrainBatch, loss: Loss, timer: PhaseTimer
+    ) -> tuple[Tensor, Metrics]:
+        """Forward and backward of one micro-batch; its detached loss and the loss's metrics."""
+        with timer.phase("forward"):
+            outputs = self._forward(model, micro, loss.needs)
+        # The loss itself is the algorithm's time, not the model's.
+        result = loss(outputs, micro)
+        total = result.total
+        if not total.requires_grad:
+            # A constant loss (an empty micro-batch, everything masked): the graph must run all the same, since other
+            # ranks wait in its collectives.
+            total = total + sum((output.sum() for output in outputs.values()), start=total.new_zeros(())) * 0.0
+        with timer.phase("backward"):
+            total.backward()  # type: ignore[no-untyped-call]  # torch
+        return result.total.detach().float(), result.metrics
+
+    def _all_finite(self, values: Sequence[float]) -> bool:
+        """Whether the numbers are finite, on every rank."""
+        finite = all(math.isfinite(value) for value in values)
+        if self._ranks is not None and self._ranks.size > 1:
+            flag = torch.tensor(int(finite), device=self._device)
+            finite = bool(self._ranks.all_reduce(flag, dist.ReduceOp.MIN))
+        return finite
+
+    def _refuse_step(
+        self,
+        model: PackedModel,
+        batch: TrainBatch,
+        cuts: Sequence[Sequence[int]],
+        loss: Loss,
+        totals: Sequence[float],
+        grad_norm: float,
+    ) -> None:
+        """Drop the gradients, find the micro-batch they came from by computing each alone, and raise."""
+        culprits: list[str] = []
+        timer = PhaseTimer(self._device)
+        for micro, total in zip(self._micro(batch, cuts), totals, strict=True):
+            model.zero_grad(set_to_none=True)
+            self._accumulate(model, micro, loss, timer)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
+            if not math.isfinite(total) or (self.data_parallel_size == 1 and not math.isfinite(norm)):
+                culprits.extend(micro.sample_ids)
+        model.zero_grad(set_to_none=True)
+        named = ", ".join(culprits[:NAMED_SAMPLES]) + (", ..." if len(culprits) > NAMED_SAMPLES else "")
+        where = f"in the micro-batch of samples {named}" if culprits else "on another rank, or only in their sum"
+        raise BackendError(
+            f"trainer role {self.context.role!r} rank {self.context.rank}: the loss ({math.fsum(totals)}) or the"
+            f" gradient norm ({grad_norm}) of optimizer step {self._updates} is not finite, {where}. The weights are"
+            " unchanged. Look at these samples' rewards and logprobs; a lower learning_rate or param_dtype: float32 may"
+            " help."
+        )
+
+
+def _in_batch_order(pieces: Sequence[Outputs], cuts: Sequence[Sequence[int]], batch: TrainBatch) -> Outputs:
+    """Put the micro-batches' outputs back into the batch's order."""
+    order = [index for cut in cuts for index in cut]
+    if len(pieces) == 1 and order == list(range(batch.num_sequences)):
+        return pieces[0]
+    bounds = batch.cu_seqlens.tolist()
+    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in order]) if order else torch.zeros(0).long()
+    restored: Outputs = {}
+    for name in pieces[0]:
+        values = torch.cat([piece[name] for piece in pieces])
+        places = torch.as_tensor(order) if name == "scores" else tokens
+        restored[name] = torch.empty_like(values).index_copy_(0, places, values)
+    return restored

@@ -1,0 +1,80 @@
+"""Options of GRPO and Dr.GRPO."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# The names repeat those of chatlearn_core.losses, which imports torch; a test holds the two lists together.
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
+]
+KLName = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
+Level = Literal["token", "sequence", "sequence_geometric"]
+AdvantageStd = Literal["population", "sample", "none"]
+
+
+class GRPOOptions(BaseModel):
+    """Group relative policy optimization (arXiv 2402.03300)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group_size: int = Field(8, ge=2, description="Completions sampled for one prompt.")
+    advantage_std: AdvantageStd = Field(
+        "population", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
+    )
+    epsilon: float = Field(1e-5, gt=0, description="Added to the standard deviation.")
+    drop_zero_spread_groups: bool = Field(
+        False, description="Exclude groups whose rewards are all equal (DAPO): they carry no signal, only weight."
+    )
+    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="For negative advantages the loss is at most -advantage * dual_clip; off by default."
+    )
+    aggregation: Aggregation = Field("seq_mean_token_mean", description="How token losses become one number.")
+    constant_length: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that seq_mean_token_sum_norm divides by; the longest completion allowed by default.",
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the role 'reference' in the loss; 0: no KL.")
+    kl_estimator: KLName = "k3"
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
+    log_entropy: bool = Field(True, description="Measure the policy's entropy even without a bonus.")
+    recompute_old_logprobs: bool = Field(
+        True,
+        description="Ratios are against logprobs that the trainer computes before its first update; false: against the "
+        "generator's own, which saves one forward pass and needs top_p=1, top_k=0.",
+    )
+    importance_correction: Literal["none", "truncate", "mask"] = Field(
+        "none", description="Correct for the gap between the trainer's and the generator's logprobs."
+    )
+    importance_level: Level = Field("token", description="Whose ratio the correction weighs by.")
+    importance_threshold: float = Field(
+        2.0, ge=1, description="truncate: weights above it become it; mask: weights outside [1/it, it] become 0."
+    )
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> GRPOOptions:
+        if self.constant_length is not None and self.aggregation != "seq_mean_token_sum_norm":
+            raise ValueError(
+                f"constant_length={self.constant_length} has no meaning for aggregation={self.aggregation}: remove it, "
+                f"or set aggregation: seq_mean_token_sum_norm"
+            )
+        if self.importance_correction != "none" and not self.recompute_old_logprobs:
+            raise ValueError(
+                f"importance_correction={self.importance_correction} weighs by exp(old - generator), which is 1 with "
+                f"recompute_old_logprobs=false: set recompute_old_logprobs: true, or importance_correction: none"
+            )
+        return self
+
+
+class DrGRPOOptions(GRPOOptions):
+    """Dr.GRPO (arXiv 2503.20783): advantages without a standard deviation, token sums over a constant length."""
+
+    advantage_std: AdvantageStd = Field(
+        "none", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
+    )
+    aggregation: Aggregation = Field("seq_mean_token_sum_norm", description="How token losses become one number.")

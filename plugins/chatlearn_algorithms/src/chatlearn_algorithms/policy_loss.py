@@ -1,0 +1,162 @@
+"""The clipped policy-gradient loss with its optional parts: KL, entropy bonus, importance correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from chatlearn_core.exceptions import FlowError
+from chatlearn_core.losses import (
+    AggregationMode,
+    CorrectionLevel,
+    CorrectionMode,
+    KLEstimator,
+    aggregation_weights,
+    clipped_policy_loss,
+    importance_weights,
+    kl_estimate,
+    masked_log_ratio,
+    mismatch_metrics,
+)
+from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.types import Metric, Metrics, OutputName, OutputRequest, Outputs, TrainBatch
+from torch import Tensor
+
+OldLogprobs = Literal["trainer_logprobs", "generator_logprobs"]
+
+
+@dataclass(slots=True, frozen=True)
+class ImportanceCorrection:
+    """Settings of ``chatlearn_core.losses.importance_weights``."""
+
+    mode: CorrectionMode
+    level: CorrectionLevel
+    threshold: float
+
+
+@dataclass(slots=True, frozen=True)
+class PolicyLoss:
+    """Σ w (f·clip(ρ, A) + β·KL − η·H) over the masked tokens.
+
+    w are the aggregation weights of the global mini-batch, ρ = exp(π − old), f the detached importance weights
+    exp(old − generator), limited (1 without a correction), H the entropy. Reads ``token_data``: ``advantages``, the old
+    logprobs, and ``reference_logprobs`` and ``generator_logprobs`` where KL and correction need them.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: AggregationMode = "seq_mean_token_mean"
+    constant_length: int | None = None
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+    log_entropy: bool = True
+    correction: ImportanceCorrection | None = None
+    old_logprobs: OldLogprobs = "trainer_logprobs"
+    temperature: float = 1.0
+    """Of the distribution whose logprobs are compared: the sampling temperature."""
+
+    @property
+    def needs(self) -> OutputRequest:
+        names: set[OutputName] = {"logprobs"}
+        if self._wants_entropy:
+            names.add("entropy")
+        return OutputRequest(frozenset(names), self.temperature)
+
+    @property
+    def unit(self) -> Unit:
+        return "sequence"
+
+    def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """Add ``loss_weight`` and, with a correction, ``importance_weight`` and ``importance_limited``, [T] each.
+
+        Raises:
+            FlowError: a per-token array that the loss reads is missing.
+        """
+        token_data = dict(batch.token_data)
+        if batch.num_sequences:
+            self._check_complete(batch)
+        token_data["loss_weight"] = aggregation_weights(batch, self.aggregation, constant_length=self.constant_length)
+        if self.correction is not None and batch.num_sequences:
+            corrected = importance_weights(
+                batch.token_data[self.old_logprobs],
+                batch.token_data["generator_logprobs"],
+                batch,
+                mode=self.correction.mode,
+                level=self.correction.level,
+                threshold=self.correction.threshold,
+            )
+            token_data["importance_weight"] = corrected.weights
+            token_data["importance_limited"] = corrected.limited
+        return replace(batch, token_data=token_data)
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        """The loss of one micro-batch and its metrics, per-token means by sum and count over the loss mask."""
+        logprobs = outputs["logprobs"]
+        if not batch.num_sequences:
+            return LossOutput(logprobs.sum())
+        mask, weight = batch.loss_mask, batch.token_data["loss_weight"]
+        old = batch.token_data[self.old_logprobs]
+
+        log_ratio = masked_log_ratio(logprobs, old, mask)
+        clip = clipped_policy_loss(
+            log_ratio.exp(),
+            batch.token_data["advantages"],
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        per_token = clip.per_token
+        means: dict[str, Tensor] = {"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": clip.clipped}
+        if self.dual_clip is not None:
+            means["actor/pg_clipfrac_lower"] = clip.dual_clipped
+        if self.correction is not None:
+            per_token = per_token * batch.token_data["importance_weight"]
+            means["actor/importance_weight"] = batch.token_data["importance_weight"]
+            means["actor/importance_clipfrac"] = batch.token_data["importance_limited"]
+        total = pg_loss = (weight * per_token).sum()
+
+        if self.kl_coef:
+            zero = logprobs.new_zeros(())
+            reference = torch.where(mask, batch.token_data["reference_logprobs"], zero)
+            kl = kl_estimate(torch.where(mask, logprobs, zero), reference, self.kl_estimator)
+            total = total + self.kl_coef * (weight * kl).sum()
+            means["actor/kl_loss"] = kl
+        if self._wants_entropy:
+            entropy = outputs["entropy"]
+            if self.entropy_coef:
+                bonus = torch.where(mask, entropy, entropy.new_zeros(()))
+                total = total - self.entropy_coef * (weight * bonus).sum()
+            means["actor/entropy"] = entropy
+
+        # One transfer to the host for all of them.
+        sums = [torch.where(mask, values.detach(), 0).sum(dtype=torch.float64) for values in means.values()]
+        pg_total, count, *totals = torch.stack([pg_loss.detach().double(), mask.sum().double(), *sums]).tolist()
+        metrics: Metrics = {"actor/pg_loss": Metric(pg_total, reducer="sum")}
+        metrics |= {name: Metric(value, count) for name, value in zip(means, totals, strict=True)}
+        if self.old_logprobs == "generator_logprobs":
+            # Nobody else has trainer logprobs to compare with. From a step's second update on, what the updates
+            # changed is part of the difference.
+            metrics |= mismatch_metrics(logprobs, old, mask)
+        return LossOutput(total, metrics)
+
+    @property
+    def _wants_entropy(self) -> bool:
+        return self.log_entropy or self.entropy_coef != 0.0
+
+    def _check_complete(self, batch: TrainBatch) -> None:
+        needed = {"advantages", self.old_logprobs}
+        if self.kl_coef:
+            needed.add("reference_logprobs")
+        if self.correction is not None:
+            needed.add("generator_logprobs")
+        missing = sorted(needed - batch.token_data.keys())
+        if missing:
+            raise FlowError(
+                f"The policy loss reads {', '.join(missing)}, which not every sample of the mini-batch carries "
+                f"(samples {batch.sample_ids[0]} ... {batch.sample_ids[-1]}; it has: "
+                f"{', '.join(sorted(batch.token_data)) or 'nothing'}). A flow must join the outputs of every role that "
+                f"the options ask for: <role>.logprobs(samples) gives <role>_logprobs."
+            )

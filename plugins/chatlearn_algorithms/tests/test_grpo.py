@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from chatlearn_algorithms.grpo import GRPO
+from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.types import LogprobBasis, pack_samples
+
+
+@dataclass
+class Role:
+    name: str
+    calls: list[str]
+
+    def __getattr__(self, method):
+        def call(value):
+            self.calls.append(f"{self.name}.{method}({value})")
+            return f"{self.name}_{method}"
+
+        return call
+
+
+@dataclass
+class Roles:
+    """Stands for the tracer: writes down what a flow calls."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name):
+        return Role(name, self.calls)
+
+    def join(self, *parts):
+        return parts
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, ["reward_score", "trainer_logprobs"]),
+        ({"recompute_old_logprobs": False}, ["reward_score"]),
+        ({"kl_coef": 0.1}, ["reward_score", "reference_logprobs", "trainer_logprobs"]),
+    ],
+)
+def test_flow_asks_for_what_the_options_need(make_context, options, parts):
+    algorithm = GRPO(GRPOOptions(**options), make_context(reference="trainer"))
+    roles = Roles()
+    assert algorithm.flow("prompts", roles) == ("generator_generate", *parts)
+    assert roles.calls[0] == "generator.generate(prompts)"
+    assert all(call.endswith("(generator_generate)") for call in roles.calls[1:])
+    assert (algorithm.input, algorithm.group_size) == ("prompts", 8)
+
+
+def test_loss_has_the_options(make_context):
+    options = GRPOOptions(
+        clip_low=0.1,
+        clip_high=0.3,
+        dual_clip=3.0,
+        aggregation="token_mean",
+        kl_coef=0.2,
+        kl_estimator="k2",
+        entropy_coef=0.01,
+        log_entropy=False,
+        importance_correction="mask",
+        importance_level="sequence",
+        importance_threshold=4.0,
+    )
+    (loss,) = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).losses().values()
+    for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "kl_coef", "kl_estimator", "entropy_coef"):
+        assert getattr(loss, name) == getattr(options, name)
+    assert (loss.temperature, loss.log_entropy, loss.old_logprobs) == (0.7, False, "trainer_logprobs")
+    assert (loss.correction.mode, loss.correction.level, loss.correction.threshold) == ("mask", "sequence", 4.0)
+
+
+def test_generator_logprobs_as_old(make_context):
+    loss = GRPO(GRPOOptions(recompute_old_logprobs=False), make_context()).losses()["trainer"]
+    assert loss.old_logprobs == "generator_logprobs"
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, 16), (50, 50)])
+def test_dr_grpo_constant_length(make_context, given, used):
+    loss = GRPO(DrGRPOOptions(constant_length=given), make_context()).losses()["trainer"]
+    assert (loss.aggregation, loss.constant_length) == ("seq_mean_token_sum_norm", used)
+
+
+def test_dr_grpo_closed_form(make_context, make_group):
+    """On policy the loss is −Σ_i A_i·|o_i| / (S·L) with A = r − mean: rewards 1, 0, 0, 1 and lengths 2, 3, 4, 5."""
+    algorithm = GRPO(DrGRPOOptions(group_size=4), make_context(max_completion_tokens=10))
+    samples = make_group("a", [1.0, 0.0, 0.0, 1.0], [2, 3, 4, 5])
+    algorithm.prepare_samples(samples)
+    for sample in samples:
+        sample.token_data["trainer_logprobs"] = sample.token_data["generator_logprobs"]
+    loss = algorithm.losses()["trainer"]
+    batch = loss.prepare(pack_samples(samples))
+    logprobs = batch.token_data["trainer_logprobs"].clone().requires_grad_()
+    total = loss({"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}, batch).total
+    assert total.item() == pytest.approx(-(0.5 * 2 - 0.5 * 3 - 0.5 * 4 + 0.5 * 5) / (4 * 10), abs=1e-7)
+    total.backward()
+    expected = torch.where(batch.loss_mask, -batch.token_data["advantages"] / 40, 0.0)
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+@pytest.mark.parametrize("roles", [{}, {"reference": "generator"}])
+def test_kl_without_a_reference_is_refused(make_context, roles):
+    with pytest.raises(ConfigError, match=r"kl_coef is 0\.1, which needs a role 'reference' of kind trainer"):
+        GRPO(GRPOOptions(kl_coef=0.1), make_context(**roles))
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute_old_logprobs": False}, {"importance_correction": "truncate"}], ids=lambda o: next(iter(o))
+)
+@pytest.mark.parametrize("basis", [LogprobBasis(0.7, top_p=0.9), LogprobBasis(1.0, top_k=20)], ids=str)
+def test_ratios_between_different_bases_are_refused(make_context, options, basis):
+    with pytest.raises(
+        ConfigError, match=f"{next(iter(options))}=.* compares trainer_logprobs with generator_logprobs"
+    ):
+        GRPO(GRPOOptions(**options), make_context(basis))
+
+
+def test_a_cut_basis_is_fine_where_the_trainer_recomputes(make_context, make_group):
+    algorithm = GRPO(GRPOOptions(), make_context(LogprobBasis(0.7, top_p=0.9)))
+    samples = make_group("a", [1.0, 0.0])
+    for sample in samples:
+        sample.token_data["trainer_logprobs"] = sample.token_data["generator_logprobs"]
+    assert not [name for name in algorithm.prepare_samples(samples) if name.startswith("mismatch/")]
+
+
+def test_prepare_samples_measures_rewards_and_mismatch(make_context, make_group):
+    algorithm = GRPO(GRPOOptions(), make_context())
+    samples = make_group("a", [1.0, 0.0, None])
+    for sample in samples[:2]:
+        generated = sample.token_data["generator_logprobs"]
+        sample.token_data["trainer_logprobs"] = np.where(sample.loss_mask, generated + 0.25, 0).astype(np.float32)
+    metrics = algorithm.prepare_samples(samples)
+    assert metrics["reward"].value == 0.5
+    assert metrics["mismatch/logprob_diff_mean"].value == pytest.approx(0.25, rel=1e-5)
+    assert metrics["mismatch/logprob_diff_mean"].count == samples[0].loss_mask.sum() + samples[1].loss_mask.sum()
+    assert "advantages" in samples[0].token_data

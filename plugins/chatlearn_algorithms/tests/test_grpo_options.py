@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
+from pydantic import ValidationError
+
+
+def test_dr_grpo_differs_in_two_defaults():
+    assert issubclass(DrGRPOOptions, GRPOOptions)
+    ours, theirs = DrGRPOOptions().model_dump(), GRPOOptions().model_dump()
+    assert {name: ours[name] for name in ours if ours[name] != theirs[name]} == {
+        "advantage_std": "none",
+        "aggregation": "seq_mean_token_sum_norm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 1}, "greater than or equal to 2"),
+        ({"epsilon": 0.0}, "greater than 0"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"clip_low": 1.0}, "less than 1"),
+        ({"clip_hi": 0.3}, "Extra inputs are not permitted"),
+        ({"constant_length": 100}, "constant_length=100 has no meaning for aggregation=seq_mean_token_mean"),
+        (
+            {"importance_correction": "mask", "recompute_old_logprobs": False},
+            "importance_correction=mask weighs by .* set recompute_old_logprobs: true",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        GRPOOptions(**settings)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
+from chatlearn_core.exceptions import FlowError
+from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+VOCABULARY = 9
+LENGTHS = [4, 1, 6, 3, 2]
+ADVANTAGES = [1.2, -0.7, 0.4, -1.5, 0.6]
+
+
+class TinyPolicy:
+    """Logits for every token from a table by the preceding token: enough to have shared gradients."""
+
+    def __init__(self) -> None:
+        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
+        self.table = self.table.double().requires_grad_()
+
+    def outputs(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        log_probs = self.table.log_softmax(-1)[batch.token_ids.roll(1)]
+        logprobs = log_probs.gather(-1, batch.token_ids[:, None]).squeeze(-1)
+        return {"logprobs": logprobs, "entropy": -(log_probs.exp() * log_probs).sum(-1)}
+
+
+@pytest.fixture
+def samples(make_group) -> list[Sample]:
+    """Two groups; trainer, generator and reference are near enough to the policy for every clip to matter."""
+    group = [*make_group("a", [0.0] * 3, LENGTHS[:3]), *make_group("bb", [0.0] * 2, LENGTHS[3:])]
+    generator = np.random.default_rng(0)
+    for sample, advantage in zip(group, ADVANTAGES, strict=True):
+        current = TinyPolicy().outputs(pack_samples([sample]))["logprobs"].detach().numpy()
+        for role in ("trainer", "generator", "reference"):
+            other = current + generator.normal(0, 0.5, len(current))
+            sample.token_data[f"{role}_logprobs"] = np.where(sample.loss_mask, other, 0).astype(np.float32)
+        sample.token_data["advantages"] = np.where(sample.loss_mask, advantage, 0).astype(np.float32)
+    return group
+
+
+SETTINGS = {
+    "plain": {},
+    "asymmetric dual clip": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5, "aggregation": "token_mean"},
+    "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1, "aggregation": "seq_mean_token_sum"},
+    "straight-through kl": {"kl_coef": 0.3, "kl_estimator": "k1_straight_through", "aggregation": "prompt_mean"},
+    "dr_grpo": {"aggregation": "seq_mean_token_sum_norm", "constant_length": 16},
+    "truncated": {"correction": ImportanceCorrection("truncate", "token", 1.2)},
+    "masked sequences": {"correction": ImportanceCorrection("mask", "sequence_geometric", 1.3)},
+    "generator as old": {"old_logprobs": "generator_logprobs"},
+}
+
+
+def loop_loss(policy: TinyPolicy, samples: list[Sample], loss: PolicyLoss) -> torch.Tensor:
+    """The same objective written token by token from the formulas, on unpacked sequences."""
+    log_probs = policy.table.log_softmax(-1)
+    groups: dict[str, int] = {}
+    for sample in samples:
+        groups[sample.group_id] = groups.get(sample.group_id, 0) + int(sample.loss_mask.sum())
+    num_tokens = sum(groups.values())
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        masked = [t for t in range(len(sample.token_ids)) if sample.loss_mask[t]]
+        data = {name: [float(x) for x in values] for name, values in sample.token_data.items()}
+        old, generated = data[loss.old_logprobs], data["generator_logprobs"]
+        gaps = {t: old[t] - generated[t] for t in masked}
+        for t in masked:
+            row = log_probs[int(sample.token_ids[t - 1])]
+            new = row[int(sample.token_ids[t])]
+            ratio, advantage = torch.exp(new - old[t]), data["advantages"][t]
+            clipped = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+            term = -torch.min(ratio * advantage, clipped * advantage)
+            if loss.dual_clip is not None and advantage < 0:
+                term = torch.min(term, torch.tensor(-advantage * loss.dual_clip, dtype=torch.float64))
+            if loss.correction is not None:
+                gap = gaps[t] if loss.correction.level == "token" else sum(gaps.values()) / len(gaps)
+                weight, limit = math.exp(gap), loss.correction.threshold
+                if loss.correction.mode == "truncate":
+                    term = term * min(weight, limit)
+                else:
+                    term = term * (weight if 1 / limit <= weight <= limit else 0.0)
+            if loss.kl_coef:
+                x = data["reference_logprobs"][t] - new
+                if loss.kl_estimator == "k3":
+                    kl = torch.exp(x) - x - 1
+                else:  # value of k1, gradient of k2
+                    kl = (-x).detach() + (x * x / 2) - (x * x / 2).detach()
+                term = term + loss.kl_coef * kl
+            if loss.entropy_coef:
+                term = term + loss.entropy_coef * (row.exp() * row).sum()
+            denominator = {
+                "token_mean": num_tokens,
+                "seq_mean_token_mean": len(samples) * len(masked),
+                "seq_mean_token_sum": len(samples),
+                "seq_mean_token_sum_norm": len(samples) * (loss.constant_length or 0),
+                "prompt_mean": len(groups) * groups[sample.group_id],
+            }[loss.aggregation]
+            total = total + term / denominator
+    return total
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_value_and_gradient_equal_the_loop(samples, settings):
+    policy, loss = TinyPolicy(), PolicyLoss(**settings)
+    batch = loss.prepare(pack_samples(samples))
+    total = loss(policy.outputs(batch), batch).total
+    expected = loop_loss(policy, samples, loss)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(total, policy.table)
+    (expected_gradient,) = torch.autograd.grad(expected, policy.table)
+    assert expected_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_the_settings_reach_every_clip(samples):
+    """Otherwise the comparison above would not see a wrong clip."""
+    loss = PolicyLoss(**SETTINGS["asymmetric dual clip"])
+    batch = loss.prepare(pack_samples(samples))
+    metrics = loss(TinyPolicy().outputs(batch), batch).metrics
+    assert metrics["actor/pg_clipfrac"].total >= 1
+    assert metrics["actor/pg_clipfrac_lower"].total >= 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)  # nothing is changed
+@given(data=st.data())
+def test_splits_and_order_change_nothing(samples, settings, data):
+    """Prepared once, then spread over two ranks of two micro-batches in any order (empty ones included)."""
+    policy, loss = TinyPolicy(), PolicyLoss(**settings)
+    batch = loss.prepare(pack_samples(samples))
+    whole = loss(policy.outputs(batch), batch)
+    (gradient,) = torch.autograd.grad(whole.total, policy.table)
+
+    order = data.draw(st.permutations(range(len(samples))))
+    place = data.draw(st.lists(st.integers(0, 3), min_size=len(samples), max_size=len(samples)))
+    parts, summed = [], torch.zeros_like(gradient)
+    for k in range(4):
+        part = batch.select([i for i in order if place[i] == k])
+        result = loss(policy.outputs(part), part)
+        parts.append(result)
+        summed += torch.autograd.grad(result.total, policy.table)[0]
+    assert sum(part.total.item() for part in parts) == pytest.approx(whole.total.item(), rel=1e-6, abs=1e-9)
+    torch.testing.assert_close(summed, gradient, rtol=1e-6, atol=1e-9)
+    merged = merge_metrics(*(part.metrics for part in parts))
+    assert {name: metric.value for name, metric in merged.items()} == pytest.approx(
+        {name: metric.value for name, metric in whole.metrics.items()}, rel=1e-6, abs=1e-9
+    )
+
+
+def test_on_policy_gradient_is_reinforce(samples):
+    """At ratio 1 the gradient is that of −A·log π, and nothing is clipped."""
+    policy, loss = TinyPolicy(), PolicyLoss(aggregation="token_mean")
+    batch = pack_samples(samples)
+    outputs = policy.outputs(batch)
+    batch.token_data["trainer_logprobs"] = outputs["logprobs"].detach()
+    batch = loss.prepare(batch)
+    result = loss(outputs, batch)
+    mask = batch.loss_mask
+    reinforce = -(batch.token_data["advantages"][mask] * outputs["logprobs"][mask]).sum() / mask.sum()
+    (gradient,) = torch.autograd.grad(result.total, policy.table, retain_graph=True)
+    (expected,) = torch.autograd.grad(reinforce, policy.table)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
+    assert result.metrics["actor/pg_clipfrac"].value == 0
+    assert result.metrics["actor/ppo_kl"].value == 0
+
+
+def test_metrics_are_token_means(samples):
+    loss = PolicyLoss(kl_coef=0.5, kl_estimator="k1", correction=ImportanceCorrection("truncate", "token", 1.2))
+    batch = loss.prepare(pack_samples(samples))
+    outputs = TinyPolicy().outputs(batch)
+    metrics = loss(outputs, batch).metrics
+    mask, data = batch.loss_mask, batch.token_data
+    new, old = outputs["logprobs"].detach()[mask], data["trainer_logprobs"][mask]
+    weights = (old - data["generator_logprobs"][mask]).exp()
+    expected = {
+        "actor/ppo_kl": (old - new).mean(),
+        "actor/entropy": outputs["entropy"].detach()[mask].mean(),
+        "actor/kl_loss": (new - data["reference_logprobs"][mask]).mean(),
+        "actor/importance_weight": weights.clamp(max=1.2).mean(),
+        "actor/importance_clipfrac": (weights > 1.2).double().mean(),
+    }
+    assert {name: metrics[name].value for name in expected} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, rel=1e-5
+    )
+    assert {metrics[name].count for name in expected} == {sum(LENGTHS)}
+    assert metrics["actor/pg_loss"].reducer == "sum"
+
+
+def test_mismatch_is_measured_where_the_generator_is_old(samples):
+    loss = PolicyLoss(old_logprobs="generator_logprobs")
+    batch = loss.prepare(pack_samples(samples))
+    outputs = TinyPolicy().outputs(batch)
+    difference = (outputs["logprobs"] - batch.token_data["generator_logprobs"]).abs()[batch.loss_mask].mean().item()
+    assert loss(outputs, batch).metrics["mismatch/logprob_diff_mean"].value == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, {"logprobs", "entropy"}),
+        ({"log_entropy": False}, {"logprobs"}),
+        ({"log_entropy": False, "entropy_coef": 0.01}, {"logprobs", "entropy"}),
+    ],
+)
+def test_asks_only_for_what_it_reads(settings, names):
+    request = PolicyLoss(temperature=0.7, **settings).needs
+    assert (request.names, request.temperature) == (names, 0.7)
+
+
+def test_values_outside_the_mask_do_not_matter(samples):
+    policy, loss = TinyPolicy(), PolicyLoss(kl_coef=0.2, entropy_coef=0.1)
+    batch = loss.prepare(pack_samples(samples))
+    outputs = policy.outputs(batch)
+    expected = loss(outputs, batch)
+    mask = batch.loss_mask
+    for values in (*outputs.values(), batch.token_data["trainer_logprobs"], batch.token_data["reference_logprobs"]):
+        values.data[~mask] = -torch.inf
+    result = loss(outputs, batch)
+    assert result.total.item() == expected.total.item()
+    assert result.metrics == expected.metrics
+
+
+def test_prepare_leaves_its_argument_alone(samples):
+    batch = pack_samples(samples)
+    names = set(batch.token_data)
+    prepared = PolicyLoss().prepare(batch)
+    assert set(batch.token_data) == names
+    assert set(prepared.token_data) == names | {"loss_weight"}
+
+
+def test_an_empty_mini_batch():
+    policy, loss = TinyPolicy(), PolicyLoss(correction=ImportanceCorrection("mask", "token", 2.0))
+    batch = loss.prepare(pack_samples([]))
+    result = loss(policy.outputs(batch), batch)
+    result.total.backward()
+    assert result.total.item() == 0
+    assert policy.table.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["trainer_logprobs", "reference_logprobs", "generator_logprobs", "advantages"])
+def test_missing_arrays_are_named(samples, name):
+    batch = pack_samples(samples)
+    del batch.token_data[name]
+    loss = PolicyLoss(kl_coef=0.1, correction=ImportanceCorrection("mask", "token", 2.0))
+    with pytest.raises(FlowError, match=f"reads {name}, which not every sample"):
+        loss.prepare(batch)
+
+
+def test_travels_to_other_processes():
+    loss = PolicyLoss(correction=ImportanceCorrection("mask", "token", 2.0))
+    assert pickle.loads(pickle.dumps(loss)) == loss

@@ -1,0 +1,228 @@
+r"""Arithmetic word problems from a seed, so that nothing needs to be downloaded.
+
+A problem is an operation and two operands; its text is one of many wordings. Splits are disjoint in the problems
+themselves, so held-out accuracy measures arithmetic, not memory: ``a + b`` and ``b + a`` are one problem. Every text
+is made of the pieces that ``vocabulary`` lists, a whole number being one piece, so that a tokenizer with a few hundred
+tokens covers it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from chatlearn_core.exceptions import DataError
+
+Operation = Literal["add", "subtract"]
+AnswerStyle = Literal["boxed", "hash"]
+
+OPERATIONS: tuple[Operation, ...] = ("add", "subtract")
+PIECE = re.compile(r"\\boxed\{|####|\d+|[A-Za-z]+|[^\w\s]")
+"""One piece of a text, as ``vocabulary`` lists them: a word-level tokenizer splits by this pattern."""
+
+_SYMBOLS: dict[Operation, str] = {"add": "+", "subtract": "-"}
+_NAMES = {
+    "he": ("Tom", "Sam", "Ben", "Max", "Leo", "Omar", "Ivan", "Paul"),
+    "she": ("Mia", "Ana", "Eva", "Zoe", "Lily", "Rosa", "Nina", "Jane"),
+}
+_THINGS = ("apples", "books", "coins", "marbles", "pencils", "shells", "stamps", "cards", "cookies", "stones")
+_TEMPLATES: dict[Operation, tuple[str, ...]] = {
+    "add": (
+        "{name} has {left} {things}. {Pronoun} finds {right} more. How many {things} does {name} have now?",
+        "{name} has {left} {things} and {other} has {right} {things}. How many {things} do they have together?",
+        "There are {left} {things} in a box. {name} puts in {right} more. How many {things} are in the box now?",
+        "{name} buys {left} {things} on Monday and {right} {things} on Friday. How many {things} does {pronoun} buy?",
+        "{other} gives {name} {right} {things}. {name} had {left} {things} before. How many {things} does {name} have?",
+    ),
+    "subtract": (
+        "{name} has {left} {things}. {Pronoun} loses {right}. How many {things} does {name} have now?",
+        "{name} has {left} {things} and gives {right} to {other}. How many {things} are left?",
+        "There are {left} {things} in a box. {name} takes out {right}. How many {things} are in the box now?",
+        "{name} has {left} {things} and {other} has {right} {things}. How many more {things} does {name} have?",
+        "{name} needs {left} {things} and has {right}. How many more {things} does {pronoun} need?",
+    ),
+}
+_FILLINGS = re.compile(r"\{\w+\}")
+
+
+@dataclass(slots=True, frozen=True, order=True)
+class Problem:
+    """``left`` plus or minus ``right``."""
+
+    operation: Operation
+    left: int
+    right: int
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right if self.operation == "add" else self.left - self.right
+
+    @property
+    def key(self) -> tuple[Operation, int, int]:
+        """What makes two problems the same: for addition the order of the operands does not matter."""
+        if self.operation == "add":
+            return (self.operation, min(self.left, self.right), max(self.left, self.right))
+        return (self.operation, self.left, self.right)
+
+
+@dataclass(slots=True, frozen=True)
+class Splits:
+    """Problems for training, for choosing settings, and for the final measure; each problem in one of them only."""
+
+    train: tuple[Problem, ...]
+    validation: tuple[Problem, ...]
+    heldout: tuple[Problem, ...]
+
+
+def problems(operations: Sequence[str] = OPERATIONS, max_operand: int = 50) -> list[Problem]:
+    """Every problem once: operands from 1 to ``max_operand``, no negative answer, sums with the smaller number first.
+
+    Raises:
+        DataError: an unknown operation or no operand.
+    """
+    unknown = [operation for operation in operations if operation not in OPERATIONS]
+    if unknown or not operations:
+        raise DataError(f"operations are {', '.join(OPERATIONS)}, not {', '.join(unknown) or 'none at all'}")
+    if max_operand < 1:
+        raise DataError(f"max_operand is {max_operand}; it must be at least 1")
+    pairs = [(small, large) for large in range(1, max_operand + 1) for small in range(1, large + 1)]
+    return [
+        Problem(operation, *((small, large) if operation == "add" else (large, small)))
+        for operation in OPERATIONS
+        if operation in operations
+        for small, large in pairs
+    ]
+
+
+def split_problems(all_problems: Sequence[Problem], *, validation: int, heldout: int, seed: int) -> Splits:
+    """Set ``heldout`` and ``validation`` problems aside; the others are for training.
+
+    The same seed and ``heldout`` give the same held-out problems whatever ``validation`` is.
+
+    Raises:
+        DataError: not enough problems for that.
+    """
+    shuffled = sorted(all_problems)
+    random.Random(f"split/{seed}").shuffle(shuffled)
+    if heldout + validation >= len(shuffled):
+        raise DataError(
+            f"{heldout} held-out and {validation} validation problems leave none of {len(shuffled)} to train on; "
+            "ask for fewer, or raise max_operand"
+        )
+    rest = shuffled[heldout:]
+    splits = Splits(tuple(rest[validation:]), tuple(rest[:validation]), tuple(shuffled[:heldout]))
+    check_disjoint({"train": splits.train, "validation": splits.validation, "heldout": splits.heldout})
+    return splits
+
+
+def check_disjoint(splits: Mapping[str, Iterable[Problem]]) -> None:
+    """Make sure that no two splits share a problem, whatever its wording and, for sums, its order.
+
+    Raises:
+        DataError: naming a shared problem and both splits.
+    """
+    seen: dict[tuple[Operation, int, int], str] = {}
+    for name, members in splits.items():
+        for problem in members:
+            other = seen.setdefault(problem.key, name)
+            if other != name:
+                operation, left, right = problem.key
+                raise DataError(f"{left} {_SYMBOLS[operation]} {right} is in the splits '{other}' and '{name}'")
+
+
+def render(problem: Problem, rng: random.Random) -> str:
+    """The problem in words: a wording, names and things drawn from ``rng``."""
+    pronoun = rng.choice(sorted(_NAMES))
+    name = rng.choice(_NAMES[pronoun])
+    other = rng.choice([n for names in _NAMES.values() for n in names if n != name])
+    return rng.choice(_TEMPLATES[problem.operation]).format(
+        name=name,
+        other=other,
+        pronoun=pronoun,
+        Pronoun=pronoun.capitalize(),
+        things=rng.choice(_THINGS),
+        left=problem.left,
+        right=problem.right,
+    )
+
+
+def solution(problem: Problem, style: AnswerStyle = "boxed") -> str:
+    r"""A short worked answer: ``12 + 7 = 19. \boxed{19}`` or ``12 + 7 = 19. #### 19``."""
+    answer = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
+    return f"{problem.left} {_SYMBOLS[problem.operation]} {problem.right} = {problem.answer}. {answer}"
+
+
+def vocabulary(max_operand: int = 50) -> list[str]:
+    """Every piece that ``render`` and ``solution`` can write, sorted; numbers up to the largest sum."""
+    words = {piece for templates in _TEMPLATES.values() for t in templates for piece in PIECE.findall(_blank(t))}
+    words |= {name for names in _NAMES.values() for name in names} | set(_THINGS)
+    words |= {form for pronoun in _NAMES for form in (pronoun, pronoun.capitalize())}
+    words |= {*_SYMBOLS.values(), "=", ".", "\\boxed{", "}", "####"}
+    return sorted(words) + [str(number) for number in range(2 * max_operand + 1)]
+
+
+def _blank(template: str) -> str:
+    return _FILLINGS.sub(" ", template)
+
+
+def prompt_records(members: Sequence[Problem], split: str, num: int, seed: int) -> Iterator[dict[str, Any]]:
+    """``num`` rows in the format ``verifiable``: all problems in turn, in new wordings each time round.
+
+    The order of a sum's operands is drawn as well.
+    """
+    for index, problem, text in _worded(members, split, num, seed):
+        yield {
+            "id": f"arithmetic/{split}/{index}",
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": text}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+            "extra_info": _extra_info(problem, split, index),
+        }
+
+
+def demonstration_records(
+    members: Sequence[Problem], split: str, num: int, seed: int, style: AnswerStyle = "boxed"
+) -> Iterator[dict[str, Any]]:
+    """``num`` rows in the format ``sft``: worked answers to imitate."""
+    for index, problem, text in _worded(members, split, num, seed):
+        yield {
+            "id": f"arithmetic/{split}/{index}",
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": text}],
+            "completion": solution(problem, style),
+            "ground_truth": str(problem.answer),
+            "extra_info": _extra_info(problem, split, index),
+        }
+
+
+def problem_of(record: Mapping[str, Any]) -> Problem:
+    """The problem that a row was made from; also takes the ``columns`` of a ``Prompt``."""
+    info = record["extra_info"]
+    return Problem(info["operation"], int(info["left"]), int(info["right"]))
+
+
+def _worded(members: Sequence[Problem], split: str, num: int, seed: int) -> Iterator[tuple[int, Problem, str]]:
+    rng = random.Random(f"{split}/{seed}")
+    order: list[Problem] = []
+    for index in range(num):
+        if not order:
+            order = list(members)
+            rng.shuffle(order)
+        problem = order.pop()
+        if problem.operation == "add" and rng.random() < 0.5:
+            problem = Problem("add", problem.right, problem.left)
+        yield index, problem, render(problem, rng)
+
+
+def _extra_info(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    return {
+        "split": split,
+        "index": index,
+        "operation": problem.operation,
+        "left": problem.left,
+        "right": problem.right,
+    }

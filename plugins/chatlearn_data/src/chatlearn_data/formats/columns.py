@@ -1,0 +1,106 @@
+"""Reading columns out of rows, with reasons that a user understands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from chatlearn_core.data.format import Message, Row
+from chatlearn_core.exceptions import DataError
+
+
+def required(row: Row, column: str) -> Any:
+    """Value of ``column``; a dotted name reaches into objects.
+
+    Raises:
+        DataError: the row has no such column, or it is null.
+    """
+    value = optional(row, column)
+    if value is None:
+        state = "is null" if column in row else "is missing"
+        raise DataError(f"column '{column}' {state}; the row has {', '.join(map(repr, row)) or 'no columns'}")
+    return value
+
+
+def optional(row: Row, column: str) -> Any:
+    """Value of ``column``, None where it is missing; a dotted name reaches into objects."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def text(row: Row, column: str) -> str:
+    """A text column that may not be missing.
+
+    Raises:
+        DataError: it is missing, null or no text.
+    """
+    return _as_text(required(row, column), column)
+
+
+def optional_text(row: Row, column: str) -> str | None:
+    """A text column that may be missing.
+
+    Raises:
+        DataError: it is there, but no text.
+    """
+    value = optional(row, column)
+    return None if value is None else _as_text(value, column)
+
+
+def identifier(row: Row, column: str) -> str | None:
+    """An id column, text or number, that may be missing.
+
+    Raises:
+        DataError: it is there, but empty, or neither text nor a whole number.
+    """
+    value = optional(row, column)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"column '{column}' must be text or a whole number, not {value!r:.60}")
+    return str(value)
+
+
+def prompt(row: Row, column: str) -> str | Sequence[Message]:
+    """A prompt: text or a list of chat messages (which the pipeline checks).
+
+    Raises:
+        DataError: it is missing, or neither.
+    """
+    value = required(row, column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
+        return [_without_nulls(message) for message in value]
+    raise DataError(f"column '{column}' must be text or a list of messages, not {value!r:.60}")
+
+
+def first_answer(row: Row, columns: Iterable[str]) -> Any:
+    """The first of ``columns`` that holds an answer; None if none does. Blank text is no answer."""
+    for column in columns:
+        value = optional(row, column)
+        if value is not None and not (isinstance(value, str) and not value.strip()):
+            return value
+    return None
+
+
+def rest(row: Row, used: Iterable[str]) -> dict[str, Any]:
+    """The columns that are not ``used``."""
+    return {column: value for column, value in row.items() if column not in set(used)}
+
+
+def _without_nulls(message: Message) -> Message:
+    """Parquet gives every message every key that any message has; null stands for absent."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _as_text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"column '{column}' must be text, not {type(value).__name__}: {value!r:.60}")
+    return value

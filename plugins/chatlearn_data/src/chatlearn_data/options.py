@@ -1,0 +1,42 @@
+"""Options of the dataset formats."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoOptions(_Options):
+    """Options of what has none."""
+
+
+class AnswerOptions(_Options):
+    """Options of formats whose rows may lack an answer."""
+
+    answer: Literal["required", "optional"] = Field(
+        "required", description="optional: rows without an answer are fine, because no reward needs one."
+    )
+
+
+class KeysOptions(AnswerOptions):
+    """Which column is what. A dotted name reaches into an object: ``reward_model.ground_truth``."""
+
+    input_key: str = Field("prompt", description="Prompt: text, or a list of chat messages.")
+    label_key: str | None = Field("label", description="Answer; null if there is none.")
+    completion_key: str | None = Field(None, description="Completion to imitate.")
+    id_key: str | None = Field(None, description="Unique id of a row.")
+    data_source_key: str | None = Field(None, description="Name by which rewards are routed.")
+
+
+class InstructionOptions(_Options):
+    """Options of raw published files, whose questions do not say how to answer."""
+
+    instruction: str | None = Field(
+        None,
+        description="Put after the question, on a line of its own; the format's usual one by default, '' for none.",
+    )

@@ -1,0 +1,87 @@
+"""What chatlearn-data registers: dataset formats, row readers, and ``chatlearn data``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import CliCommandSpec, DatasetSpec
+
+_OPTIONS = "chatlearn_data.options:"
+_FORMATS = "chatlearn_data.formats."
+_READERS = "chatlearn_data.readers."
+
+
+@hookimpl
+def chatlearn_datasets() -> Iterable[DatasetSpec]:
+    """Formats by columns or name; readers for what the core cannot read itself."""
+    return [
+        DatasetSpec(
+            name="verifiable",
+            summary="prompt (chat) and reward_model.ground_truth; what `chatlearn data prepare` writes.",
+            factory=_FORMATS + "verifiable:VerifiableFormat",
+            options=_OPTIONS + "AnswerOptions",
+            columns=frozenset({"prompt", "reward_model"}),
+        ),
+        DatasetSpec(
+            name="prompt",
+            summary="prompt (text or chat) and any columns; the answer in answer, solution, ground_truth or label.",
+            factory=_FORMATS + "prompt:PromptFormat",
+            options=_OPTIONS + "AnswerOptions",
+            columns=frozenset({"prompt"}),
+        ),
+        DatasetSpec(
+            name="keys",
+            summary="Columns named in options: input_key, label_key, completion_key, ...",
+            factory=_FORMATS + "keys:KeysFormat",
+            options=_OPTIONS + "KeysOptions",
+        ),
+        DatasetSpec(
+            name="sft",
+            summary="prompt with completion or response, to imitate.",
+            factory=_FORMATS + "sft:SftFormat",
+            options=_OPTIONS + "NoOptions",
+            columns=frozenset({"prompt", "completion"}),
+        ),
+        DatasetSpec(
+            name="messages",
+            summary="messages whose last turn is the assistant's, to imitate.",
+            factory=_FORMATS + "sft:MessagesFormat",
+            options=_OPTIONS + "NoOptions",
+            columns=frozenset({"messages"}),
+        ),
+        DatasetSpec(
+            name="gsm8k",
+            summary="GSM8K as published: question, answer ending in `#### NUMBER`.",
+            factory=_FORMATS + "gsm8k:Gsm8kFormat",
+            options=_OPTIONS + "InstructionOptions",
+            columns=frozenset({"question", "answer"}),
+        ),
+        DatasetSpec(
+            name="math",
+            summary="MATH as published: problem, solution with \\boxed{}, perhaps answer.",
+            factory=_FORMATS + "math:MathFormat",
+            options=_OPTIONS + "InstructionOptions",
+            columns=frozenset({"problem", "solution"}),
+        ),
+        DatasetSpec(
+            name="parquet",
+            summary="Reads rows of .parquet files.",
+            factory=_READERS + "parquet:ParquetReader",
+            options=_OPTIONS + "NoOptions",
+            reads=frozenset({".parquet"}),
+        ),
+        DatasetSpec(
+            name="hub",
+            summary="Reads rows of hub datasets by id, where there is a network or a cache.",
+            factory=_READERS + "hub:HubReader",
+            options=_OPTIONS + "NoOptions",
+            reads=frozenset({"hub"}),
+        ),
+    ]
+
+
+@hookimpl
+def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
+    """``chatlearn data prepare`` and ``chatlearn data show``."""
+    return [CliCommandSpec(name="data", app="chatlearn_data.cli:app", help="Prepare and look at datasets.")]

@@ -1,0 +1,1 @@
+"""Row readers for what the core cannot read with the standard library: one file a kind."""

@@ -1,0 +1,49 @@
+"""The model family ``transformers``: tokenizer and limits of a model directory, without its weights."""
+
+from __future__ import annotations
+
+from chatlearn_core.exceptions import ModelError
+from chatlearn_core.protocols import ModelSource
+from chatlearn_core.protocols.model_family import ModelFacts
+from transformers import PreTrainedTokenizerBase
+
+from chatlearn_hf.model_directory import check_model_directory, check_tokenizer_fits, load_config, load_tokenizer
+from chatlearn_hf.model_directory import max_length as config_max_length
+from chatlearn_hf.options import TransformersFamilyOptions
+
+
+class TransformersFamily:
+    """Reads Hugging Face model directories."""
+
+    def __init__(self, options: TransformersFamilyOptions) -> None:
+        self.options = options
+
+    def load_tokenizer(self, source: ModelSource) -> PreTrainedTokenizerBase:
+        """The tokenizer, checked against the model's vocabulary.
+
+        Raises:
+            ModelError: none there, or one that does not belong to the model.
+        """
+        tokenizer = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
+        config = load_config(source.path, trust_remote_code=source.trust_remote_code)
+        check_tokenizer_fits(tokenizer, config, source.path)
+        return tokenizer
+
+    def facts(self, source: ModelSource) -> ModelFacts:
+        """Type, longest sequence and vocabulary size.
+
+        Raises:
+            ModelError: the directory cannot be used.
+        """
+        check_model_directory(source.path, tokenizer_path=source.tokenizer_path)
+        config = load_config(source.path, trust_remote_code=source.trust_remote_code)
+        length = config_max_length(config)
+        if length is None and source.max_length is None:
+            raise ModelError(
+                f"the configuration of {source.path} does not say how long sequences may be: set model.max_length"
+            )
+        return ModelFacts(
+            model_type=config.model_type,
+            max_length=length or source.max_length or 0,
+            vocab_size=config.get_text_config().vocab_size,
+        )

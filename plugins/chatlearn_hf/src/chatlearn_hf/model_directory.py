@@ -1,0 +1,276 @@
+"""Model directories: checked with words a user understands, then loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from chatlearn_core.exceptions import ModelError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def attention_implementation(attention: str) -> str:
+    """transformers' name of an ``attention`` option: ``varlen`` is ours, others pass through."""
+    if attention != "varlen":
+        return attention
+    register_varlen_attention()
+    return VARLEN_ATTENTION
+
+
+def check_model_directory(path: str, *, tokenizer_path: str | None = None) -> Path | None:
+    """Check that ``path`` holds configuration, readable safetensors and a tokenizer that fits, without loading them.
+
+    Args:
+        path: a directory, or a hub id.
+        tokenizer_path: where the tokenizer is; None checks the one in ``path`` if there is one.
+
+    Returns:
+        The directory, or None for a hub id, which only loading can check.
+
+    Raises:
+        ModelError: says what is missing or wrong, and what to do.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        if _could_be_hub_id(path):
+            return None
+        raise ModelError(
+            f"model path {path!r} is not a directory. Give a Hugging Face model directory"
+            f" ({CONFIG_FILE}, {WEIGHTS_FILE}, tokenizer files), or a hub id such as 'Qwen/Qwen3-0.6B'."
+        )
+    config = read_config_file(directory)
+    for file in weight_files(directory):
+        _open_header(file)
+    tokens_from = Path(tokenizer_path or path).expanduser()
+    if tokens_from.is_dir() and any((tokens_from / name).exists() for name in TOKENIZER_FILES):
+        check_tokenizer_fits(load_tokenizer(str(tokens_from)), config, str(directory))
+    return directory
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Raises:
+        ModelError: missing or not JSON.
+    """
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise ModelError(f"model directory {directory} has no {CONFIG_FILE}; save_pretrained writes one.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, by its index where it has one.
+
+    Raises:
+        ModelError: there are none, or the index names one that is missing.
+    """
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{index} names files that are not there: {', '.join(missing)}. Copy them, or export again."
+            )
+        return [directory / name for name in names]
+    if (directory / WEIGHTS_FILE).is_file():
+        return [directory / WEIGHTS_FILE]
+    found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:12]) or "nothing"
+    raise ModelError(
+        f"model directory {directory} has no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}; it holds {found}."
+        " (Pickled .bin weights are not read: convert them with save_pretrained.)"
+    )
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """transformers' configuration object of a model directory or hub id.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable("configuration", path, error) from error
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub id.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir() and not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(f"{directory} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory) if directory.is_dir() else path, trust_remote_code=trust_remote_code
+        )
+    # Tokenizer files are parsed by several libraries, the Rust one raising bare Exception.
+    except Exception as error:
+        raise _not_loadable("tokenizer", path, error) from error
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attention: str = "varlen",
+    trust_remote_code: bool = False,
+    **extra: Any,
+) -> PreTrainedModel:
+    """Load a causal language model, every tensor from the checkpoint, in evaluation mode.
+
+    Args:
+        path: model directory or hub id.
+        dtype: of the parameters.
+        device: where they go.
+        attention: ``varlen`` (packed rows), or a name transformers knows (``sdpa``, ``eager``).
+        trust_remote_code: run modelling code from the model directory.
+        **extra: further arguments of ``from_pretrained``.
+
+    Raises:
+        ModelError: the directory cannot be used, or its tensors are not those of its configuration.
+    """
+    model, _ = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+        **extra,
+    )
+    return model
+
+
+def load_pretrained(
+    auto_class: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    attention: str,
+    may_be_missing: tuple[str, ...] = (),
+    **extra: Any,
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """``auto_class.from_pretrained``, refusing what transformers only warns of: missing or misshapen tensors.
+
+    Args:
+        auto_class: an ``AutoModelFor...`` class.
+        path: model directory or hub id.
+        dtype: of the parameters.
+        device: where they go.
+        attention: see ``load_causal_lm``.
+        may_be_missing: names that the checkpoint need not hold (a new head).
+        **extra: further arguments of ``from_pretrained``.
+
+    Returns:
+        The model in evaluation mode, and which of ``may_be_missing`` the checkpoint did not hold.
+
+    Raises:
+        ModelError: see ``load_causal_lm``.
+    """
+    directory = Path(path).expanduser()
+    is_directory = check_model_directory(path) is not None
+    try:
+        model, report = auto_class.from_pretrained(
+            str(directory) if is_directory else path,
+            dtype=dtype,
+            attn_implementation=attention_implementation(attention),
+            output_loading_info=True,
+            **extra,
+        )
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _not_loadable("model", path, error) from error
+    missing = sorted(set(report["missing_keys"]) - set(may_be_missing))
+    misshapen = sorted(str(entry) for entry in report["mismatched_keys"])
+    if missing or misshapen:
+        parts = [f"missing {_first(missing)}"] if missing else []
+        parts += [f"of another shape {_first(misshapen)}"] if misshapen else []
+        raise ModelError(
+            f"the weights of {path} are not those its {CONFIG_FILE} describes: {'; '.join(parts)}."
+            " Was the configuration edited, or the model saved by halves? Export it again."
+        )
+    return model.to(device).eval(), frozenset(report["missing_keys"])
+
+
+def max_length(config: Any) -> int | None:
+    """Longest sequence a model was built for, tokens; None if its configuration does not say."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(length) if length is not None else None
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model: str) -> None:
+    """Refuse a tokenizer that can produce ids the model has no embedding for.
+
+    Args:
+        tokenizer: the tokenizer.
+        config: the model's configuration, as an object or the content of ``config.json``.
+        model: path, for the message.
+
+    Raises:
+        ModelError: names the largest id and the vocabulary size.
+    """
+    if isinstance(config, dict):
+        vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    else:
+        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and largest >= int(vocab_size):
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path!r} does not belong to the model {model!r}: its largest token id is"
+            f" {largest}, the model's vocabulary has {vocab_size} entries. Use the tokenizer saved with the model."
+        )
+
+
+def _could_be_hub_id(path: str) -> bool:
+    """Whether loading may still find ``path`` on the hub or in its cache: ``owner/name``, nothing like a file path."""
+    parts = path.split("/")
+    return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and os.sep + os.sep not in path
+
+
+def _open_header(file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            handle.keys()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is cut short or not a safetensors file: {error}. Copy or export it again.") from error
+
+
+def _not_loadable(what: str, path: str, error: Exception) -> ModelError:
+    if Path(path).expanduser().is_dir():
+        return ModelError(f"cannot load the {what} in {path}: {type(error).__name__}: {error}")
+    return ModelError(
+        f"{path!r} is neither a model directory on this machine nor a hub id that can be reached from here"
+        f" ({what}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}."
+        " Download the model where there is a network and give its directory."
+    )
+
+
+def _first(names: list[str], count: int = 4) -> str:
+    rest = len(names) - count
+    return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")

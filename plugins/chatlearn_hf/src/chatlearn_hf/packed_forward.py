@@ -1,0 +1,169 @@
+"""Packed sequences through a transformers model: the outputs that losses and flows ask for, and nothing padded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from chatlearn_core.exceptions import BackendError, ModelError
+from chatlearn_core.losses import token_logprobs_from_hidden
+from chatlearn_core.protocols import Head
+from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from chatlearn_hf.varlen_attention import PackedLayout
+
+HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
+    "lm": frozenset({"logprobs", "entropy", "hidden_states"}),
+    "value": frozenset({"values", "hidden_states"}),
+    "reward": frozenset({"scores", "hidden_states"}),
+}
+"""Which outputs a model with that head provides."""
+
+MAX_LOGITS_ELEMENTS = 1 << 25
+"""Logits (tokens x vocabulary) held at once unless told otherwise, 128 MiB in float32. What fits into one chunk is kept
+for the backward pass; more is recomputed there."""
+
+
+class PackedModel(nn.Module):
+    """A transformers model with a head whose forward pass takes packed tokens and returns aligned outputs.
+
+    It is the unit that a trainer wraps (FSDP, compile): trunk, head and token outputs run inside one ``forward``. The
+    parameters' checkpoint names are those of ``self.model``.
+
+    Args:
+        model: from ``load_model``; its attention must be ``chatlearn_varlen``, ``sdpa``, ``eager`` or a flash
+            attention of transformers.
+        head: which head it carries.
+        logits_chunk_tokens: tokens whose logits are held at once; None keeps them under ``MAX_LOGITS_ELEMENTS``.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: Head = "lm", logits_chunk_tokens: int | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.head: Head = head
+        self.logits_chunk_tokens = logits_chunk_tokens
+
+    def hidden_states(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """[T, H] last hidden states (after the final norm) of packed ``token_ids`` [T]."""
+        output = self.model.base_model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=layout.position_ids.unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            packed_layout=layout,
+        )
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        return hidden
+
+    def forward(
+        self, token_ids: Tensor, layout: PackedLayout, names: Collection[str], temperature: float = 1.0
+    ) -> Outputs:
+        """Outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
+
+        An empty row (T = 0) runs one dummy token through the model and returns empty outputs that stay connected to
+        every parameter's graph, so that a rank without work takes part in the collectives of sharded models.
+
+        Args:
+            token_ids: [T] int64, S sequences end to end.
+            layout: of the same S sequences.
+            names: outputs to compute.
+            temperature: divides the logits.
+
+        Raises:
+            BackendError: the head does not provide an output.
+        """
+        unknown = set(names) - HEAD_OUTPUTS[self.head]
+        if unknown:
+            raise BackendError(
+                f"a model with head {self.head!r} cannot compute {', '.join(sorted(unknown))};"
+                f" it provides {', '.join(sorted(HEAD_OUTPUTS[self.head]))}"
+            )
+        empty = token_ids.shape[0] == 0
+        if empty:
+            layout = PackedLayout([2], token_ids.device)
+            token_ids = token_ids.new_zeros(2)
+        outputs = self._outputs(token_ids, layout, names, temperature)
+        return {name: tensor[:0] for name, tensor in outputs.items()} if empty else outputs
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """[N] float32 from [N, H] through the value or reward head."""
+        score = self.model.get_submodule("score")
+        values: Tensor = score(hidden).squeeze(-1).float()
+        return values
+
+    def _outputs(self, token_ids: Tensor, layout: PackedLayout, names: Collection[str], temperature: float) -> Outputs:
+        hidden = self.hidden_states(token_ids, layout)
+        outputs: Outputs = {}
+        if "hidden_states" in names:
+            outputs["hidden_states"] = hidden
+        if "scores" in names:
+            last = layout.cu_seqlens[1:].long() - 1
+            outputs["scores"] = self._score(hidden[last])
+        if not {"logprobs", "entropy", "values"} & set(names):
+            return outputs
+        # Token t was chosen in the state after token t - 1 of its own sequence; a first token was not chosen.
+        chosen = layout.position_ids.nonzero().squeeze(-1)
+        before = hidden.index_select(0, chosen - 1)
+
+        def aligned(values: Tensor) -> Tensor:
+            return values.new_zeros(token_ids.shape[0]).index_copy(0, chosen, values)
+
+        if "values" in names:
+            outputs["values"] = aligned(self._score(before))
+            return outputs
+        lm_head = output_head(self.model)
+        num_rows, vocab_size = before.shape[0], int(self.model.config.get_text_config().vocab_size)
+        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // vocab_size)
+        scored = token_logprobs_from_hidden(
+            before,
+            lm_head,
+            token_ids.index_select(0, chosen),
+            temperature=temperature,
+            chunk_tokens=min(chunk, max(num_rows, 1)),
+            with_entropy="entropy" in names,
+            recompute=num_rows > chunk,
+        )
+        if "logprobs" in names:
+            outputs["logprobs"] = aligned(scored.logprobs)
+        if scored.entropy is not None:
+            outputs["entropy"] = aligned(scored.entropy)
+        return outputs
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The module that turns hidden states into logits."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers does not annotate it
+    assert isinstance(head, nn.Module), f"{type(model).__name__} has no language-model head"
+    return head
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the trunk, first to last: the units of sharding and recomputation.
+
+    Raises:
+        ModelError: the architecture does not keep them in ``layers``.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers under {model.base_model_prefix}.layers")
+    return list(layers)
+
+
+def packed_outputs(model: PackedModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
+    """The requested outputs of a whole batch in one forward pass, on the batch's device."""
+    layout = PackedLayout(batch.lengths, batch.token_ids.device)
+    outputs: Outputs = model(batch.token_ids, layout, request.names, request.temperature)
+    return outputs
+
+
+def packed_hidden_states(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """[T, H] last hidden states of a batch."""
+    layout = PackedLayout(batch.lengths, batch.token_ids.device)
+    return PackedModel(model).hidden_states(batch.token_ids, layout)
+
+
+def packed_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """[T, V] logits after each token. For inspection and small vocabularies; training never holds them whole."""
+    logits: Tensor = output_head(model)(packed_hidden_states(model, batch))
+    return logits

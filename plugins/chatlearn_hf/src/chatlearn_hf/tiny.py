@@ -1,0 +1,142 @@
+"""Small random models with a tokenizer, as ordinary Hugging Face directories: for tests, demos and benchmarks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PAD_TOKEN, START_TOKEN, END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [PAD_TOKEN, START_TOKEN, END_TOKEN]
+
+
+def build_tiny_tokenizer(
+    vocab_size: int = 512, corpus: Sequence[str] | None = None, *, extra_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ChatML template, end-of-sequence ``<|im_end|>`` and padding ``<|endoftext|>``.
+
+    Every byte has a token, so any text round-trips.
+
+    Args:
+        vocab_size: upper bound on the vocabulary, special tokens included; at least 259 + ``extra_tokens``.
+        corpus: texts the merges are learned from; None takes sums in words and digits.
+        extra_tokens: strings that become single tokens (numbers, for example), whatever the merges.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(extra_tokens),
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus if corpus is not None else _default_corpus(), trainer)
+    tokenizer.add_tokens(list(extra_tokens))
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers does not annotate it
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_tiny_model(
+    directory: str | Path,
+    family: Family = "qwen3",
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 128,
+    experts: int = 4,
+    max_length: int = 512,
+    tie: bool = True,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    initializer_range: float = 0.1,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a random float32 causal language model and its tokenizer to ``directory``.
+
+    The weights are drawn so that layers matter: norms vary around 1 and biases around 0, so that a mistake in either
+    shows.
+
+    Args:
+        directory: made if missing.
+        family: architecture.
+        hidden: width; ``hidden / heads`` is the size of an attention head.
+        layers: number of decoder layers.
+        heads: query heads.
+        kv_heads: key and value heads.
+        intermediate: width of the MLP; of each expert half of it.
+        experts: number of experts of ``qwen3_moe``, two of them active.
+        max_length: ``max_position_embeddings``, tokens.
+        tie: whether the head shares the embedding's weight.
+        tokenizer: None builds ``build_tiny_tokenizer()``.
+        initializer_range: standard deviation of the matrices.
+        seed: of the weights; the global random state is left as it was.
+        **config: further configuration fields of the architecture.
+
+    Returns:
+        The directory.
+    """
+    path = Path(directory)
+    tokenizer = tokenizer if tokenizer is not None else build_tiny_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": tie,
+        "initializer_range": initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family != "qwen2":
+        fields["head_dim"] = hidden // heads
+    if family == "qwen3_moe":
+        fields |= {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": intermediate // 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(fields | config)), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                centre = 0.0 if name.endswith("bias") else 1.0
+                torch.nn.init.uniform_(parameter, centre - 0.2, centre + 0.2)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def _default_corpus() -> list[str]:
+    draw = random.Random(0)
+    words = ("sum", "of", "two", "numbers", "plus", "minus", "equals", "answer", "is", "what", "question", "three")
+    return [
+        " ".join(draw.choices(words, k=8)) + f" {draw.randint(0, 99)} + {draw.randint(0, 99)} = ?" for _ in range(1000)
+    ]

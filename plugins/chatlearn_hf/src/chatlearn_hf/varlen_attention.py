@@ -1,0 +1,220 @@
+"""Attention over packed sequences that computes nothing across their borders and builds no [T, T] mask.
+
+It is registered with transformers' ``AttentionInterface`` under ``chatlearn_varlen``; a ``PackedLayout`` travels to it
+through the model's keyword arguments. No mask function is registered for the name on purpose: transformers then
+prepares no mask at all. (A mask of ones, or ``is_causal`` over the packed row, would let sequences see each other
+without any error.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from chatlearn_core.exceptions import ModelError
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+VARLEN_ATTENTION = "chatlearn_varlen"
+"""What to pass as ``attn_implementation``."""
+
+BUCKET_FILL = 0.75
+"""A sequence joins a bucket if it is at least this share of the bucket's longest: bounds the padding inside attention
+to a quarter of a row, and keeps the number of kernel calls logarithmic in the spread of lengths."""
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention variants that change the scores, which this implementation does not compute."""
+
+
+class PackedLayout:
+    """Where the S sequences of a packed row lie, with the index tensors that attention needs, made once a micro-batch.
+
+    A plain class, not a dataclass: FSDP's hooks copy dataclasses among a module's arguments field by field.
+    """
+
+    __slots__ = ("_buckets", "_restore", "cu_seqlens", "lengths", "max_length", "position_ids")
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = list(lengths)
+        self.max_length = max(self.lengths, default=0)
+        sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
+        bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int64)
+        torch.cumsum(sizes, 0, out=bounds[1:])
+        total = int(bounds[-1])
+        starts = torch.repeat_interleave(bounds[:-1], sizes)
+        self.position_ids = (torch.arange(total) - starts).to(device)
+        """[T] int64, restarting at 0 with every sequence."""
+        self.cu_seqlens = bounds.to(torch.int32).to(device)
+        """[S + 1] int32"""
+        self._buckets: list[tuple[int, int, Tensor]] | None = None
+        self._restore: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.position_ids.shape[0])
+
+    def buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
+        """Groups of sequences of similar length, padded to the longest of their group.
+
+        Returns:
+            (n, L, index [n * L]) for each group: ``rows[index]`` gathers its padded rows (padding repeats the
+            sequence's last token, which no real token can see); and ``restore`` [T], which picks the real tokens out
+            of the groups' concatenated outputs.
+        """
+        if self._buckets is None or self._restore is None:
+            self._buckets, self._restore = self._make_buckets()
+        return self._buckets, self._restore
+
+    def _make_buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
+        device = self.position_ids.device
+        sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
+        starts = sizes.cumsum(0) - sizes
+        order = sorted((i for i, n in enumerate(self.lengths) if n), key=lambda i: -self.lengths[i])
+        restore = torch.empty(self.num_tokens, dtype=torch.int64)
+        buckets: list[tuple[int, int, Tensor]] = []
+        first, offset = 0, 0
+        while first < len(order):
+            width = self.lengths[order[first]]
+            last = first
+            while last < len(order) and self.lengths[order[last]] >= BUCKET_FILL * width:
+                last += 1
+            members = torch.as_tensor(order[first:last])
+            column = torch.arange(width)[None, :]
+            source = starts[members, None] + torch.minimum(column, sizes[members, None] - 1)
+            real = column < sizes[members, None]
+            rows = offset + torch.arange(len(members) * width).view(-1, width)
+            restore[source[real]] = rows[real]
+            buckets.append((len(members), width, source.reshape(-1).to(device)))
+            offset += len(members) * width
+            first = last
+        return buckets, restore.to(device)
+
+
+def register_varlen_attention() -> None:
+    """Make ``attn_implementation="chatlearn_varlen"`` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_layout: PackedLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a packed row, by the contract of transformers' attention functions.
+
+    Args:
+        module: the attention layer; only asked whether it trains (dropout).
+        query: [1, Hq, T, D]
+        key: [1, Hkv, T, D], Hkv divides Hq.
+        value: like ``key``.
+        attention_mask: must be None.
+        packed_layout: where the sequences lie.
+        scaling: factor on the scores; None is 1 / sqrt(D).
+        dropout: on the attention probabilities, while training.
+        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all before it.
+        **arguments: what else the layer passes; score-changing ones are refused.
+
+    Returns:
+        [1, T, Hq, D], and None for the probabilities.
+
+    Raises:
+        ModelError: no layout came through, a mask was given, or the layer needs a kind of attention that is not
+            computed here.
+    """
+    if packed_layout is None or attention_mask is not None or query.shape[0] != 1:
+        raise ModelError(
+            f"attention {VARLEN_ATTENTION!r} runs packed rows only: it needs packed_layout, no attention mask and a"
+            f" batch of 1 (got layout={packed_layout is not None}, mask={attention_mask is not None},"
+            f" batch={query.shape[0]}). Call the model through chatlearn_hf.PackedModel, or use attention 'sdpa'."
+        )
+    for name in _UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise ModelError(
+                f"{type(module).__name__} uses {name!r}, which attention {VARLEN_ATTENTION!r} does not compute;"
+                " set attention to 'eager'."
+            )
+    probability = dropout if module.training else 0.0
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if _flash_fits(query, probability):
+        output = _flash_varlen(*rows, packed_layout, scaling, sliding_window)
+    else:
+        output = _padded(*rows, packed_layout, scaling, sliding_window, probability)
+    return output.unsqueeze(0), None
+
+
+def _flash_fits(query: Tensor, dropout: float) -> bool:
+    """Flash attention's kernel takes half precision on CUDA, heads up to 256, and no dropout through this interface."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+        and dropout == 0.0
+    )
+
+
+def _flash_varlen(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
+) -> Tensor:
+    # Imported here: the module probes for CUDA kernels, which a CPU run has no use for.
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = layout.cu_seqlens, layout.max_length
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor), "no auxiliary output was asked for"
+    return output
+
+
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """[T, H, D] rows through SDPA, one call for each bucket of similar lengths."""
+    buckets, restore = layout.buckets()
+    grouped = query.shape[1] != key.shape[1]
+    outputs: list[Tensor] = []
+    for count, width, index in buckets:
+        q, k, v = (
+            rows.index_select(0, index).view(count, width, *rows.shape[1:]).transpose(1, 2)
+            for rows in (query, key, value)
+        )
+        banded = window is not None and width > window
+        mask = _band(width, window, query.device) if banded and window is not None else None
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=not banded, scale=scaling, enable_gqa=grouped
+        )
+        outputs.append(attended.transpose(1, 2).reshape(count * width, query.shape[1], query.shape[2]))
+    if not outputs:
+        return torch.zeros_like(query)
+    return torch.cat(outputs).index_select(0, restore) if len(outputs) > 1 else outputs[0].index_select(0, restore)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """[L, L] bool: causal, at most ``window`` tokens back (the token itself counted)."""
+    position = torch.arange(width, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,32 @@
+"""Reward ``format``: whether a completion matches a regular expression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types import RewardResult, Sample
+
+from chatlearn_rewards.options import FormatOptions
+from chatlearn_rewards.pooled_reward import PooledReward, completion_text
+from chatlearn_rewards.process_pool import Outcome, Task
+
+
+class FormatReward(PooledReward):
+    """Matches in workers, where a pattern that backtracks without end is killed at the time limit."""
+
+    def __init__(self, options: FormatOptions, context: RoleContext) -> None:
+        arguments = {"pattern": options.pattern, "match": options.match, "flags": list(options.flags)}
+        super().__init__("format", Task("chatlearn_rewards.format_matching:build_matcher", arguments), options, context)
+        self._options = options
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Component ``format`` is 1 or 0."""
+        return [self._result(outcome) for outcome in await self._pool.run([completion_text(s) for s in samples])]
+
+    def _result(self, outcome: Outcome) -> RewardResult:
+        if outcome.error is not None:
+            return RewardResult(None, error=outcome.error)
+        return RewardResult(
+            self._options.matched if outcome.value else self._options.unmatched, {"format": float(outcome.value)}
+        )

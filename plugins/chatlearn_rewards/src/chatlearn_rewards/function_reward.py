@@ -1,0 +1,61 @@
+"""Reward ``function``: a plain Python function of the user's, in one of the two common signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types import RewardResult, Sample
+
+from chatlearn_rewards.options import FunctionOptions
+from chatlearn_rewards.pooled_reward import PooledReward, completion_text, result_from_outcome
+from chatlearn_rewards.process_pool import Outcome, Task
+
+
+class FunctionReward(PooledReward):
+    """Calls the function in workers: a crash, a hang or a wrong value marks the samples of that call.
+
+    - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)`` -> number, or dict with ``score``
+    - ``f(prompts, completions, **columns)`` -> list of numbers or None; may be a coroutine
+    """
+
+    def __init__(self, options: FunctionOptions, context: RoleContext) -> None:
+        arguments = {
+            "path": options.path,
+            "signature": options.signature,
+            "conversational": options.conversational,
+            "directory": str(Path.cwd()),
+        }
+        task = Task("chatlearn_rewards.function_calling:build_function_caller", arguments)
+        super().__init__("function", task, options, context)
+        self._options = options
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Components are the other numbers of a returned dict; None from the function is the error "no score"."""
+        size = self._options.batch_size
+        calls = [samples[start : start + size] for start in range(0, len(samples), size)]
+        payloads = [[_row(sample) for sample in call] for call in calls]
+        outcomes = await self._pool.run(payloads, [self._options.timeout_s * len(call) for call in calls])
+        results: list[RewardResult] = []
+        for call, outcome in zip(calls, outcomes, strict=True):
+            if outcome.error is not None:
+                results += [RewardResult(None, error=outcome.error) for _ in call]
+            else:
+                results += [result_from_outcome(Outcome(verdict)) for verdict in outcome.value]
+        return results
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    prompt = sample.prompt
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": completion_text(sample),
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.columns.get("extra_info"),
+        "prompt": prompt.text,
+        "messages": [dict(message) for message in prompt.messages],
+        "columns": dict(prompt.columns),
+        "completion_ids": sample.completion.token_ids.tolist() if sample.completion is not None else [],
+    }

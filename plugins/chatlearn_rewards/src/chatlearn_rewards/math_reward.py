@@ -1,0 +1,51 @@
+"""Reward ``math``: mathematical equivalence, judged by math-verify in killable workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types import RewardResult, Sample
+
+from chatlearn_rewards.options import MathOptions
+from chatlearn_rewards.pooled_reward import PooledReward, completion_text
+from chatlearn_rewards.process_pool import Outcome, Task
+
+
+class MathReward(PooledReward):
+    """The last ``\\boxed{}`` of a completion, or its last expression, against the ground truth."""
+
+    def __init__(self, options: MathOptions, context: RoleContext) -> None:
+        task = Task("chatlearn_rewards.math_grading:build_math_grader", {"require_boxed": options.require_boxed})
+        super().__init__("math", task, options, context)
+        self._options = options
+        self._role = context.role
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """``accuracy`` is 1 or 0; a row without a ground truth is an error that names the prompt."""
+        results: list[RewardResult] = []
+        judged: list[int] = []
+        payloads: list[tuple[str, str]] = []
+        for index, sample in enumerate(samples):
+            truth = "" if sample.prompt.ground_truth is None else str(sample.prompt.ground_truth).strip()
+            results.append(RewardResult(None, error=self._no_truth(sample)))
+            if truth:
+                judged.append(index)
+                payloads.append((completion_text(sample), truth))
+        for index, outcome in zip(judged, await self._pool.run(payloads), strict=True):
+            results[index] = self._result(outcome)
+        return results
+
+    def _result(self, outcome: Outcome) -> RewardResult:
+        if outcome.error is not None:
+            return RewardResult(None, error=outcome.error)
+        right = bool(outcome.value["right"])
+        return RewardResult(
+            self._options.correct if right else self._options.incorrect, {"accuracy": 1.0 if right else 0.0}
+        )
+
+    def _no_truth(self, sample: Sample) -> str:
+        return (
+            f"reward 'math' of role {self._role!r}: prompt {sample.prompt.id!r} has the ground truth "
+            f"{sample.prompt.ground_truth!r}; it must be an expression"
+        )

@@ -1,0 +1,86 @@
+"""What a configuration may set under the options of each reward."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class RewardOptions(BaseModel):
+    """Unknown options are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolOptions(RewardOptions):
+    """Of every reward that runs in worker processes."""
+
+    timeout_s: float = Field(10.0, gt=0, description="Longest time one sample may take; its worker is then killed.")
+    num_workers: int | None = Field(None, ge=1, description="Worker processes; as many as CPUs, at most 4, by default.")
+    worker_memory_mb: int | None = Field(
+        None, ge=256, description="Address space of one worker, MiB; no limit if null."
+    )
+
+
+class MathOptions(PoolOptions):
+    """Options of ``math``."""
+
+    correct: float = Field(1.0, description="Reward of a right answer.")
+    incorrect: float = Field(0.0, description="Reward of a wrong answer, or none.")
+    require_boxed: bool = Field(False, description="Only an answer in \\boxed{} counts.")
+    worker_memory_mb: int | None = Field(4096, ge=256, description="Address space of one worker, MiB.")
+
+
+class Gsm8kOptions(RewardOptions):
+    """Options of ``gsm8k``."""
+
+    correct: float = Field(1.0, description="Reward of a right answer.")
+    incorrect: float = Field(0.0, description="Reward of a wrong answer, or none.")
+    strict: bool = Field(False, description="Only a number after #### counts; otherwise the last number does.")
+
+
+class FormatOptions(PoolOptions):
+    """Options of ``format``."""
+
+    pattern: str = Field(description="Regular expression (Python's re) that a completion is to match.")
+    match: Literal["full", "search"] = Field("full", description="The whole completion, or anywhere in it.")
+    flags: list[Literal["dotall", "ignorecase", "multiline", "verbose", "ascii"]] = Field(
+        default_factory=lambda: ["dotall"], description="Flags of re."
+    )
+    matched: float = Field(1.0, description="Reward of a match.")
+    unmatched: float = Field(0.0, description="Reward otherwise.")
+    timeout_s: float = Field(2.0, gt=0, description="Longest time one sample may take; its worker is then killed.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+
+class FunctionOptions(PoolOptions):
+    """Options of ``function``."""
+
+    path: str = Field(description="package.module:function or path/to/file.py:function.")
+    signature: Literal["auto", "compute_score", "lists"] = Field(
+        "auto",
+        description="compute_score(data_source, solution_str, ground_truth, extra_info), or lists: f(prompts, "
+        "completions, **columns); auto goes by the names of the parameters.",
+    )
+    batch_size: int = Field(
+        1, ge=1, description="lists only: samples a call; a crash or a timeout (timeout_s a sample) marks them all."
+    )
+    conversational: bool = Field(False, description="lists only: chat messages instead of strings.")
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_function(cls, path: str) -> str:
+        location, separator, name = path.rpartition(":")
+        if not separator or not location or not name.isidentifier():
+            raise ValueError(f"path {path!r} must be package.module:function or path/to/file.py:function")
+        return path

@@ -1,0 +1,61 @@
+"""What the rewards that run in worker processes share: the life of their pool, and outcomes made into results."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.types import RewardResult, Sample
+
+from chatlearn_rewards.options import PoolOptions
+from chatlearn_rewards.process_pool import Outcome, ProcessPool, Task
+
+
+class PooledReward:
+    """Owns a process pool from ``setup`` to ``close``; a subclass says what its workers do."""
+
+    def __init__(self, name: str, task: Task, options: PoolOptions, context: RoleContext) -> None:
+        self._pool = ProcessPool(
+            task,
+            name=f"reward {name!r} of role {context.role!r}",
+            timeout_s=options.timeout_s,
+            num_workers=options.num_workers,
+            memory_mb=options.worker_memory_mb,
+        )
+
+    def setup(self) -> None:
+        """Start the workers.
+
+        Raises:
+            ConfigError: the options name nothing that can run.
+            BackendError: no worker starts.
+        """
+        self._pool.start()
+
+    def health(self) -> str | None:
+        return self._pool.health()
+
+    def offload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def onload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def completion_text(sample: Sample) -> str:
+    """The decoded completion; empty for a sample without one."""
+    return sample.completion.text if sample.completion is not None else ""
+
+
+def result_from_outcome(outcome: Outcome) -> RewardResult:
+    """A worker's ``{"value", "components"}`` or ``{"error"}``, or why it gave none."""
+    if outcome.error is not None:
+        return RewardResult(None, error=outcome.error)
+    verdict: Mapping[str, Any] = outcome.value
+    if "error" in verdict:
+        return RewardResult(None, error=verdict["error"])
+    return RewardResult(verdict["value"], dict(verdict.get("components", {})))

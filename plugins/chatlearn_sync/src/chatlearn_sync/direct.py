@@ -1,0 +1,169 @@
+"""Transport ``direct``: trainer and generator share a process, and tensors change hands without a copy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.protocols import Trainer, WeightLoader
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+
+from chatlearn_sync.channel import Channel
+from chatlearn_sync.options import DirectOptions
+from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint
+
+REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'checkpoint', or to 'auto'"
+
+
+@dataclass(slots=True, eq=False)
+class DirectOffer:
+    """The sender's end of the channel. In another process only the description arrives, and is refused there."""
+
+    sender: Endpoint
+    channel: Channel | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DirectOffer, (self.sender, None))
+
+
+class DirectSender:
+    """Streams whole tensors into the channel, a bucket at a time, and holds each until it is acknowledged."""
+
+    def __init__(self, options: DirectOptions, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._channels: dict[str, Channel] = {}
+
+    def offer(self, plan: SyncPlan) -> SyncOffer:
+        """Open the channel.
+
+        Raises:
+            WeightSyncError: a receiver lives in another process.
+        """
+        for receiver in plan.receivers:
+            if (receiver.host, receiver.process) != (self._endpoint.host, self._endpoint.process):
+                raise WeightSyncError(
+                    f"{describe(plan, 'direct')}: sender {describe_endpoint(self._endpoint)} and receiver "
+                    f"{describe_endpoint(receiver)} do not share a process; {REMEDY}"
+                )
+        self.release(plan)
+        channel = Channel(plan, self._endpoint)
+        self._channels[plan.sync_id] = channel
+        return SyncOffer(self._endpoint.rank, DirectOffer(self._endpoint, channel))
+
+    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+        """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
+        channel = self._channels.get(plan.sync_id)
+        if channel is None:
+            raise WeightSyncError(f"{describe(plan, 'direct')}: send was called without an open offer")
+        where = f"{describe(plan, 'direct')}, sender {describe_endpoint(self._endpoint)}"
+        check = StreamCheck(plan.manifest, where)
+        sent = 0
+        try:
+            for bucket in buckets(trainer.weights(), self._endpoint.rank, check, bucket_limit(plan)):
+                channel.put(bucket)
+                sent += sum(tensor.nbytes for _, tensor in bucket)
+            channel.put("end")
+            channel.drain()
+        except BaseException as error:
+            channel.fail(error)
+            raise
+        return sent
+
+    def release(self, plan: SyncPlan) -> None:
+        """Close the channel; a receiver or a send that is still at it raises."""
+        channel = self._channels.pop(plan.sync_id, None)
+        if channel is not None:
+            channel.fail(WeightSyncError("the sync was released"))
+
+    def close(self) -> None:
+        """Close every open channel."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            channel.fail(WeightSyncError("the sender was closed"))
+
+
+class DirectReceiver:
+    """Takes buckets from all sender ranks as they come, so that no rank's stream waits for another's."""
+
+    def __init__(self, options: DirectOptions, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+        """Load every bucket with ``loader.load_tensors``; the event loop stays free while waiting."""
+        open_channels = [self._channel(plan, offer) for offer in offers]
+        where = f"{describe(plan, 'direct')}, receiver {describe_endpoint(self._endpoint)}"
+        check = StreamCheck(plan.manifest, where)
+        finished: list[Channel] = []
+        received = 0
+        news = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        try:
+            for channel in open_channels:
+                channel.attach(self._endpoint, wake)
+            while open_channels:
+                news.clear()
+                progress = False
+                for channel in list(open_channels):
+                    item = channel.poll(self._endpoint)
+                    if item is None:
+                        continue
+                    progress = True
+                    if isinstance(item, str):
+                        open_channels.remove(channel)
+                        finished.append(channel)
+                        continue
+                    for name, tensor in item:
+                        check.admit(name, tensor)
+                    await loader.load_tensors(iter(item))
+                    received += sum(tensor.nbytes for _, tensor in item)
+                    channel.acknowledge(self._endpoint)
+                if not progress:
+                    await self._wait(news, open_channels, plan, where)
+            check.complete()
+            for channel in finished:
+                channel.poll(self._endpoint)  # raises if its sender gave up while another rank's was read
+                channel.acknowledge(self._endpoint)
+                channel.detach(self._endpoint)
+        except BaseException as error:
+            for channel in open_channels + finished:
+                channel.leave(self._endpoint, error)
+            raise
+        return received
+
+    def close(self) -> None:
+        """Nothing is held between syncs."""
+
+    def _channel(self, plan: SyncPlan, offer: SyncOffer) -> Channel:
+        content = offer.content
+        if not isinstance(content, DirectOffer):
+            raise WeightSyncError(
+                f"{describe(plan, 'direct')}: sender rank {offer.sender_rank} offered a {type(content).__name__}, "
+                f"which is not an offer of 'direct'; both ends must be given the same transport"
+            )
+        if content.channel is None:
+            raise WeightSyncError(
+                f"{describe(plan, 'direct')}: sender {describe_endpoint(content.sender)} and receiver "
+                f"{describe_endpoint(self._endpoint)} do not share a process; {REMEDY}"
+            )
+        if content.channel.sync_id != plan.sync_id:
+            raise WeightSyncError(
+                f"{describe(plan, 'direct')}: sender rank {offer.sender_rank} offered sync {content.channel.sync_id!r}"
+            )
+        return content.channel
+
+    async def _wait(self, news: asyncio.Event, channels: list[Channel], plan: SyncPlan, where: str) -> None:
+        try:
+            await asyncio.wait_for(news.wait(), plan.timeout_s)
+        except TimeoutError as error:
+            ranks = sorted(channel.sender.rank for channel in channels)
+            raise BackendTimeoutError(
+                f"{where}: waited {plan.timeout_s:g} s (weight_sync.timeout_s) for sender ranks {ranks} of role "
+                f"{channels[0].sender.role!r}, which sent nothing"
+            ) from error

@@ -1,0 +1,28 @@
+"""What a configuration may set under ``weight_sync.options``."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DirectOptions(BaseModel):
+    """``direct`` has nothing to set: its memory is ``weight_sync.bucket_mb``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CheckpointOptions(BaseModel):
+    """Options of ``checkpoint``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_shard_mb: int = Field(
+        1024, ge=1, description="Largest safetensors file, MiB; weight_sync.bucket_mb bounds it as well."
+    )
+    keep_versions: int = Field(
+        1, ge=1, description="Versions left on the disk after a sync, so that a restarted replica can take the newest."
+    )
+    verify_checksums: bool = Field(
+        True,
+        description="Read every byte back and compare its CRC before the generator loads; sizes are always checked.",
+    )

@@ -1,0 +1,38 @@
+"""Registers the transports of this distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import WeightSyncSpec
+
+
+@hookimpl
+def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
+    """``direct`` and ``checkpoint``."""
+    return [
+        WeightSyncSpec(
+            name="direct",
+            summary="hands tensors over inside one process, without a copy",
+            sender="chatlearn_sync.direct:DirectSender",
+            receiver="chatlearn_sync.direct:DirectReceiver",
+            options="chatlearn_sync.options:DirectOptions",
+            needs_export="full_tensors",
+            channel="tensors",
+            reach="process",
+            speed_rank=10,
+        ),
+        WeightSyncSpec(
+            name="checkpoint",
+            summary="safetensors on a disk that both ends see; checksummed, can be taken again later",
+            sender="chatlearn_sync.checkpoint:CheckpointSender",
+            receiver="chatlearn_sync.checkpoint:CheckpointReceiver",
+            options="chatlearn_sync.options:CheckpointOptions",
+            needs_export="full_tensors",
+            channel="checkpoint",
+            reach="anywhere",
+            replayable=True,
+            speed_rank=90,
+        ),
+    ]

@@ -1,0 +1,116 @@
+"""The trainer's stream of weights, checked against the manifest and cut into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.types import Endpoint, SyncPlan, WeightManifest, WeightShard
+from torch import Tensor
+
+Bucket = tuple[tuple[str, Tensor], ...]
+"""Whole tensors by checkpoint name."""
+
+BUFFERS_IN_FLIGHT = 3
+"""The bucket being loaded, the bucket being filled, and the tensor that the stream has just yielded."""
+
+
+def describe(plan: SyncPlan, transport: str) -> str:
+    """How messages name one sync."""
+    return f"weight sync {plan.sync_id!r} over {transport!r} (policy version {plan.policy_version})"
+
+
+def describe_endpoint(endpoint: Endpoint) -> str:
+    """How messages name one end."""
+    return (
+        f"role {endpoint.role!r} replica {endpoint.replica} rank {endpoint.rank} "
+        f"(host {endpoint.host}, process {endpoint.process})"
+    )
+
+
+def bucket_limit(plan: SyncPlan) -> int:
+    """Bytes of one bucket, so that all that are alive at a time stay under ``plan.bucket_bytes``."""
+    return max(1, plan.bucket_bytes // BUFFERS_IN_FLIGHT)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """torch's name without the prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True)
+class StreamCheck:
+    """Compares what travels with what the plan's manifest promised, tensor by tensor."""
+
+    manifest: WeightManifest
+    where: str
+    """Leads every message."""
+    arrived: set[str] = field(default_factory=set)
+
+    def admit(self, name: str, tensor: Tensor) -> None:
+        """Take note of one tensor.
+
+        Raises:
+            WeightSyncError: the name is unknown or came before, or shape or dtype differ from the manifest's.
+        """
+        spec = self.manifest.tensors.get(self.manifest.aliases.get(name, name))
+        if spec is None:
+            raise WeightSyncError(f"{self.where}: tensor {name!r} is not in the manifest of this sync")
+        if name in self.arrived:
+            raise WeightSyncError(f"{self.where}: tensor {name!r} was streamed twice")
+        if tuple(tensor.shape) != spec.shape:
+            raise WeightSyncError(
+                f"{self.where}: tensor {name!r} has shape {list(tensor.shape)}, the manifest says {list(spec.shape)}"
+            )
+        if dtype_name(tensor) != spec.dtype:
+            raise WeightSyncError(
+                f"{self.where}: tensor {name!r} has dtype {dtype_name(tensor)}, the manifest says {spec.dtype}"
+            )
+        self.arrived.add(name)
+
+    def complete(self) -> None:
+        """Every tensor of the manifest has arrived; its aliases may have, too.
+
+        Raises:
+            WeightSyncError: names those that did not.
+        """
+        missing = sorted(set(self.manifest.tensors) - self.arrived)
+        if missing:
+            raise WeightSyncError(
+                f"{self.where}: {len(missing)} of {len(self.manifest.tensors)} tensors were not "
+                f"streamed: {name_list(missing)}"
+            )
+
+
+def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int) -> Iterator[Bucket]:
+    """This rank's tensors, gathered into buckets of at most ``limit`` bytes; a larger tensor is a bucket of its own.
+
+    Raises:
+        WeightSyncError: a tensor is not whole or not as the manifest says.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for shard in shards:
+        if shard.owner_rank != rank:
+            continue
+        if not shard.is_whole:
+            raise WeightSyncError(
+                f"{check.where}: the trainer streamed the box {shard.box} of tensor {shard.name!r} "
+                f"{list(shard.global_shape)}; this transport takes whole tensors (export 'full_tensors')"
+            )
+        check.admit(shard.name, shard.tensor)
+        size = shard.tensor.nbytes
+        if bucket and held + size > limit:
+            yield tuple(bucket)
+            bucket, held = [], 0
+        bucket.append((shard.name, shard.tensor.detach()))
+        held += size
+    if bucket:
+        yield tuple(bucket)
+
+
+def name_list(names: list[str], most: int = 5) -> str:
+    """A few names and how many more there are."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

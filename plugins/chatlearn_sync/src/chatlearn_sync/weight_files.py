@@ -1,0 +1,244 @@
+"""A directory of safetensors files with an index that says what is in them, byte for byte.
+
+The layout is a Hugging Face checkpoint (``model.safetensors.index.json`` and the files it names), so any engine that
+reads one can load it. ``chatlearn_weights.json`` beside it is written last: it holds the policy version, every
+tensor's shape, dtype and CRC-32, and every file's size and header CRC-32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.types import TensorSpec, WeightManifest
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from chatlearn_sync.stream import Bucket, dtype_name, name_list
+
+INDEX_NAME = "chatlearn_weights.json"
+HUGGING_FACE_INDEX_NAME = "model.safetensors.index.json"
+INDEX_FORMAT = 1
+HEADER_LENGTH_BYTES = 8
+"""A safetensors file starts with the length of its JSON header, little endian."""
+READ_BYTES = 16 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class FileEntry:
+    """One safetensors file."""
+
+    num_bytes: int
+    header_crc32: int
+
+
+@dataclass(slots=True, frozen=True)
+class TensorEntry:
+    """One tensor and the file it is in."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int
+
+
+@dataclass(slots=True, frozen=True)
+class WeightIndex:
+    """Everything one rank, or all ranks together, wrote for one sync."""
+
+    sync_id: str
+    policy_version: int
+    role: str
+    """The trainer role that the weights come from."""
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+    aliases: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def manifest(self) -> WeightManifest:
+        """What the files hold."""
+        specs = {name: TensorSpec(name, entry.shape, entry.dtype) for name, entry in self.tensors.items()}
+        return WeightManifest(specs, self.aliases)
+
+
+def write_shard(path: Path, bucket: Bucket) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Write one safetensors file and flush it to the disk.
+
+    Raises:
+        WeightSyncError: the disk is full, read-only or gone; names the path.
+    """
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in bucket:
+        host = tensor.detach().to("cpu").contiguous()
+        if host.data_ptr() in storages:  # safetensors refuses two names for one memory (a tied alias that was streamed)
+            host = host.clone()
+        storages.add(host.data_ptr())
+        tensors[name] = host
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            header, _ = _read_header(file.read(HEADER_LENGTH_BYTES), file.read, path)
+            num_bytes = os.fstat(file.fileno()).st_size
+    except (OSError, SafetensorError) as error:
+        raise write_error(path, error) from error
+    entries = {
+        name: TensorEntry(path.name, tuple(tensor.shape), dtype_name(tensor), tensor_crc32(tensor))
+        for name, tensor in tensors.items()
+    }
+    return FileEntry(num_bytes, zlib.crc32(header)), entries
+
+
+def tensor_crc32(tensor: Tensor) -> int:
+    """CRC-32 of a contiguous host tensor's bytes."""
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_index(directory: Path, index: WeightIndex, name: str = INDEX_NAME) -> None:
+    """Write the index, all of it or nothing.
+
+    Raises:
+        WeightSyncError: the disk is full, read-only or gone; names the path.
+    """
+    _write_json(directory / name, {"format": INDEX_FORMAT, **asdict(index)})
+
+
+def write_hugging_face_index(directory: Path, index: WeightIndex) -> None:
+    """Write the ``model.safetensors.index.json`` that engines read."""
+    size = sum(_tensor_bytes(entry) for entry in index.tensors.values())
+    content = {"metadata": {"total_size": size}, "weight_map": {n: entry.file for n, entry in index.tensors.items()}}
+    _write_json(directory / HUGGING_FACE_INDEX_NAME, content)
+
+
+def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
+    """Read what ``write_index`` wrote.
+
+    Raises:
+        WeightSyncError: the file is missing, is not an index, or has another format; names the path.
+    """
+    path = directory / name
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content.pop("format") != INDEX_FORMAT:
+            raise WeightSyncError(f"{path}: its format is not {INDEX_FORMAT}; sender and receiver differ in version")
+        content["files"] = {file: FileEntry(**entry) for file, entry in content["files"].items()}
+        content["tensors"] = {
+            name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content["tensors"].items()
+        }
+        return WeightIndex(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightSyncError(f"{path}: not a readable weight index ({type(error).__name__}: {error})") from error
+
+
+def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
+    """Join what the ranks wrote.
+
+    Raises:
+        WeightSyncError: two ranks wrote the same tensor.
+    """
+    first, *rest = parts
+    files, tensors = dict(first.files), dict(first.tensors)
+    for part in rest:
+        twice = sorted(tensors.keys() & part.tensors.keys())
+        if twice:
+            raise WeightSyncError(f"two ranks streamed the same tensors: {name_list(twice)}")
+        files.update(part.files)
+        tensors.update(part.tensors)
+    return WeightIndex(first.sync_id, first.policy_version, first.role, files, tensors, first.aliases)
+
+
+def verify_files(directory: Path, index: WeightIndex, *, checksums: bool) -> None:
+    """Compare the files with the index: sizes always, and every header and tensor byte if ``checksums``.
+
+    Raises:
+        WeightSyncError: names the file, and the tensor whose bytes differ.
+    """
+    for name, entry in index.files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise WeightSyncError(f"{path}: in the index, but cannot be read ({error})") from error
+        if size != entry.num_bytes:
+            word = "cut short" if size < entry.num_bytes else "too long"
+            raise WeightSyncError(f"{path}: {word}: it has {size} bytes, the index says {entry.num_bytes}")
+        if checksums:
+            _verify_file(path, entry, {n: e for n, e in index.tensors.items() if e.file == name})
+
+
+def _verify_file(path: Path, entry: FileEntry, tensors: Mapping[str, TensorEntry]) -> None:
+    try:
+        with path.open("rb") as file:
+            header, layout = _read_header(file.read(HEADER_LENGTH_BYTES), file.read, path)
+            if zlib.crc32(header) != entry.header_crc32:
+                raise WeightSyncError(f"{path}: corrupted: the header's checksum differs from the index")
+            start = HEADER_LENGTH_BYTES + len(header)
+            for name, expected in tensors.items():
+                begin, end = layout[name]["data_offsets"]
+                file.seek(start + begin)
+                checksum, left = 0, end - begin
+                while left:
+                    data = file.read(min(left, READ_BYTES))
+                    if not data:
+                        break
+                    checksum, left = zlib.crc32(data, checksum), left - len(data)
+                if checksum != expected.crc32:
+                    raise WeightSyncError(
+                        f"{path}: corrupted: tensor {name!r} has CRC-32 {checksum:#010x}, the index says "
+                        f"{expected.crc32:#010x}"
+                    )
+    except OSError as error:
+        raise WeightSyncError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_header(length: bytes, read: Any, path: Path) -> tuple[bytes, dict[str, Any]]:
+    header = read(int.from_bytes(length, "little"))
+    try:
+        return header, json.loads(header)
+    except ValueError as error:
+        raise WeightSyncError(f"{path}: corrupted: its safetensors header is not JSON ({error})") from error
+
+
+def _tensor_bytes(entry: TensorEntry) -> int:
+    return int(torch.Size(entry.shape).numel()) * int(getattr(torch, entry.dtype).itemsize)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's own entries to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_error(path: Path, error: Exception) -> WeightSyncError:
+    """What a failed write becomes: the path, the system's words, and what to do."""
+    return WeightSyncError(
+        f"{path}: cannot write weights: {error}. The directory must be writable and have room for "
+        f"weight_sync.options.keep_versions + 1 copies of the model; free space there or move output_dir"
+    )

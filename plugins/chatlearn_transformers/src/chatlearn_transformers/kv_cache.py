@@ -1,0 +1,120 @@
+"""The KV cache of all running sequences: one row a sequence, rows 0..n-1 in use, each with its own length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+LENGTH_STEP = 32
+"""Columns are allocated and read in multiples of this, so that shapes repeat from step to step."""
+
+
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``value``."""
+    return -(-value // step) * step
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values, [rows, heads, columns, head dimension] a layer, preallocated and grown by doubling.
+
+    A forward is announced first (``expect_prefill`` or ``expect_decode``); the model then calls ``update`` once a
+    layer. Prefill starts sequences in fresh rows, several of them from one computed prompt where prompts are equal.
+    Decoding writes one token a row at that row's length and reads all rows up to a common width, so the caller masks
+    what lies beyond a row's length. Buffers are zeroed when made: what a mask hides must still be finite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._capacity = (0, 0)
+        self._row_start = 0
+        self._sources: Tensor | None = None
+        self._num_copies = 0
+        self._columns: Tensor | None = None
+        self._row_index: Tensor | None = None
+        self._width = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated."""
+        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+
+    def reserve(self, num_rows: int, num_columns: int) -> None:
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens; what is there stays."""
+        rows, columns = self._capacity
+        if num_rows <= rows and num_columns <= columns:
+            return
+        if num_columns > columns:
+            columns = max(round_up(num_columns, LENGTH_STEP), 2 * columns if columns else 0)
+        if num_rows > rows:
+            rows = max(num_rows, 2 * rows if rows else 0)
+        self._capacity = (rows, columns)
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):
+                new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                tensors[layer] = new
+
+    def clear(self) -> None:
+        """Release the memory and forget everything."""
+        self._keys.clear()
+        self._values.clear()
+        self._capacity = (0, 0)
+
+    def expect_prefill(self, row_start: int, sources: Tensor | None, num_rows: int) -> None:
+        """The next forward computes whole prompts, to be kept in rows [row_start, row_start + num_rows).
+
+        Args:
+            sources: [num_rows] which computed prompt each row takes; None: one each, in order.
+        """
+        self._row_start, self._sources, self._num_copies = row_start, sources, num_rows
+        self._columns = None
+
+    def expect_decode(self, columns: Tensor, row_index: Tensor, width: int) -> None:
+        """The next forward computes one token of each of the first N rows.
+
+        Args:
+            columns: [N] column each row writes, which is its length before this token.
+            row_index: [N] 0..N-1
+            width: columns read, above every entry of ``columns``.
+        """
+        self._columns, self._row_index, self._width = columns, row_index, width
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's attention: take the new tokens, return what they attend to."""
+        if layer_idx == len(self._keys):
+            rows, columns = self._capacity
+            for tensors, states in ((self._keys, key_states), (self._values, value_states)):
+                tensors.append(states.new_zeros(rows, states.shape[1], columns, states.shape[3]))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if self._columns is None:
+            rows_taken = slice(self._row_start, self._row_start + self._num_copies)
+            length = key_states.shape[2]
+            for buffer, states in ((keys, key_states), (values, value_states)):
+                buffer[rows_taken, :, :length] = states if self._sources is None else states[self._sources]
+            return key_states, value_states
+        num_rows = self._columns.shape[0]
+        keys[self._row_index, :, self._columns] = key_states[:, :, 0]
+        values[self._row_index, :, self._columns] = value_states[:, :, 0]
+        return keys[:num_rows, :, : self._width], values[:num_rows, :, : self._width]
+
+    def move(self, sources: Tensor, targets: Tensor, width: int) -> None:
+        """Copy rows ``sources`` [M] over rows ``targets`` [M], the first ``width`` columns."""
+        for buffer in (*self._keys, *self._values):
+            buffer[targets, :, :width] = buffer[sources, :, :width]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: positions and masks are the caller's, no model may derive them from here."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of what ``update`` returns."""
+        return (query_length if self._columns is None else self._width), 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Always 0, as ``get_seq_length``."""
+        return 0

@@ -1,0 +1,42 @@
+"""Moving a model's weights out of device memory and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class WeightStore:
+    """Holds the weights of an offloaded model in host memory, apart from the model.
+
+    While they are held, every parameter and buffer of the model has size zero. On a CPU nothing is copied, the storage
+    changes hands. Tied parameters are one object and stay tied.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._held: dict[int, tuple[Tensor, Tensor, torch.device]] = {}
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the model is offloaded."""
+        return bool(self._held)
+
+    def offload(self) -> None:
+        """Take the weights; twice is fine."""
+        if self._held:
+            return
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._held.setdefault(id(tensor), (tensor, tensor.data.to("cpu"), tensor.device))
+        for tensor, data, device in self._held.values():
+            tensor.data = torch.empty(0, dtype=data.dtype, device=device)
+        if any(device.type == "cuda" for _, _, device in self._held.values()):
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Give the weights back, values unchanged; twice is fine."""
+        for tensor, data, device in self._held.values():
+            tensor.data = data.to(device)
+        self._held.clear()

@@ -1,0 +1,28 @@
+"""Registers the generator ``transformers``. Imports nothing heavy: listing plugins never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import GeneratorSpec
+
+
+@hookimpl
+def chatlearn_generators() -> Iterable[GeneratorSpec]:
+    """The embedded default generator."""
+    return [
+        GeneratorSpec(
+            name="transformers",
+            summary="Continuous batching on a Hugging Face model in this process; CPU or one GPU.",
+            factory="chatlearn_transformers.generator:TransformersGenerator",
+            options="chatlearn_transformers.options:TransformersGeneratorOptions",
+            channels=frozenset({"tensors", "checkpoint"}),
+            payloads=frozenset({"full"}),
+            pause_modes=frozenset({"keep", "abort", "wait"}),
+            bases=frozenset({"raw", "processed"}),
+            streaming=True,
+            resumable=True,
+            seeded=True,
+        )
+    ]

@@ -1,0 +1,201 @@
+"""Sampling one token for each sequence of a batch, vectorised, from random numbers that a batch cannot influence.
+
+Every draw takes one uniform number that depends on (request seed, token index) and nothing else, and inverts the
+distribution function of the processed distribution in vocabulary order. The same request therefore gives the same
+tokens whatever it is batched with, up to floating-point noise in its logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_UNIFORM_BITS = 48
+"""Few enough that ``u * total`` is below ``total`` in float64 for every u drawn, so a draw never falls off the end."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Logits that are worked on at once: bounds the float64 distribution function to 128 MiB."""
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words with full avalanche."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def seed_word(seed: int) -> int:
+    """A request's seed as an unsigned 64-bit word; any integer is allowed."""
+    return seed & _MASK
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position) pair.
+
+    Args:
+        seeds: [N]
+        positions: [N] index of the token within its completion.
+    """
+    words = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    numbers: npt.NDArray[np.float64] = (words >> np.uint64(64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
+    return numbers
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class SamplingPlan:
+    """How each of N sequences is sampled, on the device, remade only when the batch's composition changes.
+
+    Fields that no sequence needs are None, so that the usual case (temperature 1, no cut) costs nothing extra.
+    """
+
+    all_greedy: bool
+    greedy: Tensor | None
+    """[N] bool"""
+    temperature: Tensor | None
+    """[N, 1] float32; 1 where greedy"""
+    cut_rows: Tensor | None
+    """[M] int64: the sequences with a top-k or top-p"""
+    top_k: Tensor | None
+    """[M] int64: ranks kept; the vocabulary's size where off"""
+    top_p: Tensor | None
+    """[M, 1] float32"""
+    max_top_k: int = 0
+    """Largest ``top_k`` where all M have one, else 0: then a partial sort is enough."""
+
+    @classmethod
+    def build(
+        cls,
+        temperature: npt.NDArray[np.float32],
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingPlan:
+        """Args are [N] each, as in ``SamplingParams`` (temperature 0 is greedy, top_k 0 is off)."""
+        greedy = temperature == 0.0
+        cut = np.flatnonzero(~greedy & ((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size))))
+        ranks = np.where((top_k[cut] > 0) & (top_k[cut] < vocab_size), top_k[cut], vocab_size)
+        tempered = np.where(greedy, np.float32(1.0), temperature)
+        largest = int(ranks.max(initial=0))
+        return cls(
+            all_greedy=bool(greedy.all()),
+            greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
+            temperature=torch.from_numpy(tempered[:, None]).to(device) if (tempered != 1.0).any() else None,
+            cut_rows=torch.from_numpy(cut).to(device) if cut.size else None,
+            top_k=torch.from_numpy(ranks).to(device) if cut.size else None,
+            top_p=torch.from_numpy(top_p[cut][:, None]).to(device) if cut.size else None,
+            max_top_k=largest if largest < vocab_size else 0,
+        )
+
+    def rows(self, start: int, stop: int) -> SamplingPlan:
+        """The plan of sequences [start, stop)."""
+        part = slice(start, stop)
+        inside = None if self.cut_rows is None else (self.cut_rows >= start) & (self.cut_rows < stop)
+        return SamplingPlan(
+            all_greedy=self.all_greedy,
+            greedy=None if self.greedy is None else self.greedy[part],
+            temperature=None if self.temperature is None else self.temperature[part],
+            cut_rows=None if self.cut_rows is None else self.cut_rows[inside] - start,
+            top_k=None if self.top_k is None else self.top_k[inside],
+            top_p=None if self.top_p is None else self.top_p[inside],
+            max_top_k=self.max_top_k,
+        )
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Sampled:
+    """One token for each of N sequences."""
+
+    token_ids: Tensor
+    """[N] int64"""
+    logprobs: Tensor
+    """[N] float32, of the distribution that was sampled from (raw where greedy)"""
+    raw_logprobs: Tensor
+    """[N] float32, of the model's logits at temperature 1; not finite where the logits are not"""
+
+
+def sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
+    """Draw one token a row.
+
+    Args:
+        logits: [N, V], any floating type; worked on in float32.
+        plan: of the same N sequences.
+        numbers: [N] float64 uniform numbers.
+    """
+    num_rows, vocab_size = logits.shape
+    chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
+    if num_rows <= chunk:
+        return _sample(logits, plan, numbers)
+    parts = [
+        _sample(logits[i : i + chunk], plan.rows(i, min(i + chunk, num_rows)), numbers[i : i + chunk])
+        for i in range(0, num_rows, chunk)
+    ]
+    return Sampled(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.raw_logprobs for part in parts]),
+    )
+
+
+def _sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
+    raw = logits.float()
+    raw_normaliser = raw.logsumexp(-1, keepdim=True)
+    if plan.all_greedy:
+        token = raw.argmax(-1, keepdim=True)
+        logprob = (raw.gather(-1, token) - raw_normaliser).squeeze(-1)
+        return Sampled(token.squeeze(-1), logprob, logprob)
+
+    scaled, normaliser = raw, raw_normaliser
+    if plan.temperature is not None:
+        scaled = raw / plan.temperature
+        normaliser = scaled.logsumexp(-1, keepdim=True)
+    if plan.cut_rows is not None and plan.top_k is not None and plan.top_p is not None and plan.cut_rows.numel():
+        cut = keep_top(scaled[plan.cut_rows], plan.top_k, plan.top_p, plan.max_top_k)
+        scaled = scaled.index_copy(0, plan.cut_rows, cut)
+        normaliser = scaled.logsumexp(-1, keepdim=True)
+
+    distribution = (scaled - normaliser).exp_().cumsum(-1, dtype=torch.float64)
+    # The first token whose cumulative probability exceeds the target: its own probability is above zero.
+    token = torch.searchsorted(distribution, numbers[:, None] * distribution[:, -1:], right=True)
+    token.clamp_(max=raw.shape[-1] - 1)  # only logits that are not finite reach beyond; their logprob shows it
+    if plan.greedy is not None:
+        token = torch.where(plan.greedy[:, None], raw.argmax(-1, keepdim=True), token)
+    raw_logprob = (raw.gather(-1, token) - raw_normaliser).squeeze(-1)
+    logprob = raw_logprob if scaled is raw else (scaled.gather(-1, token) - normaliser).squeeze(-1)
+    if plan.greedy is not None:
+        logprob = torch.where(plan.greedy, raw_logprob, logprob)
+    return Sampled(token.squeeze(-1), logprob, raw_logprob)
+
+
+def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:
+    """Set logits outside top-k, then outside top-p of what is left, to minus infinity.
+
+    Both cuts are thresholds on the logit, so tokens that tie with the last one kept are kept too: the result does not
+    depend on the order in which a sort leaves equal values. At least the most likely token stays.
+
+    Args:
+        scaled: [M, V] logits after temperature.
+        top_k: [M] ranks to keep.
+        top_p: [M, 1] keep the smallest set of most likely tokens whose probability reaches this.
+        max_top_k: largest of ``top_k`` if all are below V, else 0.
+    """
+    if max_top_k:
+        ranked = scaled.topk(max_top_k, dim=-1).values
+    else:
+        ranked = scaled.sort(dim=-1, descending=True).values
+    lowest = ranked.gather(-1, top_k[:, None] - 1)
+    kept = scaled.masked_fill(scaled < lowest, -torch.inf)
+    if bool((top_p < 1.0).any()):
+        probabilities = (ranked.masked_fill(ranked < lowest, -torch.inf) - kept.logsumexp(-1, keepdim=True)).exp()
+        before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
+        inside = (before < top_p) & (probabilities > 0)
+        inside[:, 0] = True
+        last = inside.sum(-1, keepdim=True) - 1
+        kept = kept.masked_fill(kept < ranked.gather(-1, last), -torch.inf)
+    return kept

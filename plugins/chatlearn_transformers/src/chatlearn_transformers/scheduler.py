@@ -1,0 +1,377 @@
+"""The decode loop, one step at a time: admit, prefill or decode, sample, retire.
+
+A step is a deterministic function of what was submitted before it, in the order of submission. It either starts waiting
+sequences (prefill) or gives every running one a token (decode). Per token, nothing is done for each sequence apart in
+Python except where it ends, streams, or watches for stop strings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types import Completion, FinishReason
+from chatlearn_transformers.decoder import Decoder, Ids
+from chatlearn_transformers.sampling import SamplingPlan, sample, seed_word, uniforms
+from chatlearn_transformers.slots import SlotTable
+from chatlearn_transformers.stopping import StopStrings, token_table
+from chatlearn_transformers.ticket import Ticket
+
+_MAX_PADDING = 0.75
+"""A prompt joins a prefill batch if it is at least this share of the batch's longest..."""
+_SMALL_PREFILL = 1024
+"""...or while the batch has fewer tokens than this, where another forward would cost more than the padding."""
+_ADMIT_FRACTION = 8
+"""Waiting sequences are admitted once 1/8 of the slots are free: one prefill for many, not one for each."""
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What bounds a step."""
+
+    max_num_sequences: int
+    max_prefill_tokens: int
+    max_kv_bytes: float = float("inf")
+    share_prefixes: bool = True
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a step did."""
+
+    finished: list[tuple[Ticket, Completion]] = field(default_factory=list)
+    partials: list[tuple[Ticket, Completion]] = field(default_factory=list)
+    """What sequences have that stream and grew by a token, finish reason ``abort``."""
+
+
+class Scheduler:
+    """Waiting and running sequences of one replica. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        eos_ids: Collection[int],
+        decode_text: Callable[[Sequence[Sequence[int]], bool], list[str]],
+    ) -> None:
+        """Args: decode_text: (batch of token ids, whether to skip special tokens) -> texts."""
+        self.policy_version = 0
+        self._decoder = decoder
+        self._limits = limits
+        self._is_eos = token_table(eos_ids, decoder.vocab_size)
+        self._decode_text = decode_text
+        self._waiting: deque[Ticket] = deque()
+        self._running: list[Ticket] = []
+        self._slots = SlotTable()
+        self._kv_valid = True
+        self._plan: SamplingPlan | None = None
+        self._observed: list[int] = []
+        """Rows that stream or watch for stop strings."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would do something."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, tickets: Iterable[Ticket]) -> None:
+        """Queue, in order."""
+        for ticket in tickets:
+            if ticket.request.sampling.stop:
+                ticket.watcher = StopStrings(
+                    ticket.request.sampling.stop, lambda ids: self._decode_text([ids], False)[0]
+                )
+                if ticket.prior is not None:
+                    for token_id in ticket.prior.token_ids.tolist():
+                        ticket.watcher.feed(token_id)
+            self._waiting.append(ticket)
+
+    def step(self) -> StepReport:
+        """Advance: one batch of prefills if any may start, otherwise one token for every running sequence."""
+        report = StepReport()
+        if not self._kv_valid:
+            self._recompute()
+        admitted = self._admit()
+        if admitted:
+            self._start(admitted, report)
+        elif self._running:
+            self._advance(report)
+        return report
+
+    def take_out(self, tickets: Collection[Ticket] | None = None) -> list[tuple[Ticket, Completion]]:
+        """Remove sequences, waiting or running (None: all), and return what each has, finish reason ``abort``."""
+        out: list[tuple[Ticket, Completion]] = []
+        wanted = None if tickets is None else set(tickets)
+        rows = [row for row, ticket in enumerate(self._running) if wanted is None or ticket in wanted]
+        self._retire(rows, dict.fromkeys(rows, "abort"), out)
+        staying: deque[Ticket] = deque()
+        for ticket in self._waiting:
+            if wanted is None or ticket in wanted:
+                out.append((ticket, self._unstarted(ticket)))
+            else:
+                staying.append(ticket)
+        self._waiting = staying
+        return out
+
+    def set_version(self, version: int, *, recompute: bool) -> None:
+        """From now on ``version`` samples; ``recompute``: the KV cache of running sequences is of other weights."""
+        if version != self.policy_version:
+            for row, ticket in enumerate(self._running):
+                ticket.spans.append((int(self._slots.counts[row]), version))
+        self.policy_version = version
+        if recompute:
+            self.drop_kv_cache()
+
+    def drop_kv_cache(self) -> None:
+        """Free the KV cache; running sequences compute theirs again before their next token."""
+        self._decoder.cache.clear()
+        self._kv_valid = not self._running
+
+    def _admit(self) -> list[Ticket]:
+        """Take from the head of the queue what fits, if enough slots are free."""
+        limits = self._limits
+        free = limits.max_num_sequences - len(self._running)
+        enough = min(len(self._waiting), max(1, limits.max_num_sequences // _ADMIT_FRACTION))
+        if not self._waiting or free < enough:
+            return []
+        admitted: list[Ticket] = []
+        seen: set[bytes] = set()
+        tokens = 0
+        longest = max((ticket.max_length for ticket in self._running), default=0)
+        while self._waiting and len(admitted) < free:
+            ticket = self._waiting[0]
+            context = ticket.context()
+            key = context.tobytes()
+            new_tokens = 0 if key in seen and limits.share_prefixes else len(context)
+            longest = max(longest, ticket.max_length)
+            num_after = len(self._running) + len(admitted) + 1
+            too_big = num_after * longest * self._decoder.kv_bytes_per_token > limits.max_kv_bytes and num_after > 1
+            if too_big or (admitted and tokens + new_tokens > limits.max_prefill_tokens):
+                break
+            seen.add(key)
+            tokens += new_tokens
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _start(self, admitted: list[Ticket], report: StepReport) -> None:
+        """Give slots to sequences, compute their contexts, and sample the first token of each."""
+        first = len(self._running)
+        # Stable, so equal lengths stay in the order of submission.
+        admitted = sorted(admitted, key=lambda ticket: -len(ticket.request.prompt_ids) - ticket.num_prior)
+        contexts = [ticket.context() for ticket in admitted]
+        self._seat(admitted, contexts)
+        logits = self._prefill(contexts, first)
+        for index, ticket in enumerate(admitted):
+            ticket.spans = [(ticket.num_prior, self.policy_version)]
+            self._slots.lengths[first + index] = len(contexts[index])
+        self._take_tokens(logits, first, report)
+
+    def _seat(self, admitted: list[Ticket], contexts: list[Ids]) -> None:
+        slots, first = self._slots, len(self._running)
+        slots.reserve(
+            first + len(admitted),
+            max(ticket.request.sampling.max_tokens for ticket in admitted),
+            max(len(ticket.request.sampling.stop_token_ids) for ticket in admitted),
+        )
+        self._decoder.cache.reserve(first + len(admitted), max(len(context) for context in contexts) + 1)
+        rows = slice(first, first + len(admitted))
+        sampling = [ticket.request.sampling for ticket in admitted]
+        slots.counts[rows] = [ticket.num_prior for ticket in admitted]
+        slots.limits[rows] = [params.max_tokens for params in sampling]
+        slots.seeds[rows] = np.array([seed_word(params.seed) for params in sampling], dtype=np.uint64)
+        slots.temperature[rows] = [params.temperature for params in sampling]
+        slots.top_p[rows] = [params.top_p for params in sampling]
+        slots.top_k[rows] = [params.top_k for params in sampling]
+        slots.stops_at_eos[rows] = [not params.ignore_eos for params in sampling]
+        slots.stop_ids[rows] = -1
+        for row, ticket in enumerate(admitted, start=first):
+            extra = ticket.request.sampling.stop_token_ids
+            slots.stop_ids[row, : len(extra)] = extra
+            if ticket.prior is not None:
+                slots.token_ids[row, : ticket.num_prior] = ticket.prior.token_ids
+                slots.logprobs[row, : ticket.num_prior] = ticket.prior.logprobs
+                if ticket.prior.raw_logprobs is not None:
+                    slots.raw_logprobs[row, : ticket.num_prior] = ticket.prior.raw_logprobs
+        self._running.extend(admitted)
+        self._composition_changed()
+
+    def _prefill(self, contexts: list[Ids], first: int) -> torch.Tensor:
+        """Compute contexts, longest first, into rows from ``first`` on; [R, V] logits after each."""
+        logits: list[torch.Tensor] = []
+        start = 0
+        while start < len(contexts):
+            unique: list[Ids] = []
+            index_of: dict[bytes, int] = {}
+            sources: list[int] = []
+            longest = len(contexts[start])
+            for offset, context in enumerate(contexts[start:]):
+                key = context.tobytes()
+                known = index_of.get(key) if self._limits.share_prefixes else None
+                if known is None:
+                    num_tokens = (len(unique) + 1) * longest
+                    padded_much = len(context) < _MAX_PADDING * longest and num_tokens > _SMALL_PREFILL
+                    if unique and (padded_much or num_tokens > self._limits.max_prefill_tokens):
+                        break
+                    known = index_of[key] = len(unique)
+                    unique.append(context)
+                else:
+                    ticket = self._running[first + start + offset]
+                    ticket.num_cached_tokens = len(ticket.request.prompt_ids)
+                sources.append(known)
+            logits.append(self._decoder.prefill(unique, np.array(sources), first + start))
+            start += len(sources)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _recompute(self) -> None:
+        """Compute the KV cache of every running sequence again: all its tokens but the last, which comes next."""
+        if self._running:
+            slots = self._slots
+            contexts = [
+                np.concatenate([ticket.request.prompt_ids, slots.token_ids[row, : slots.counts[row] - 1]])
+                for row, ticket in enumerate(self._running)
+            ]
+            self._decoder.cache.reserve(len(contexts), int(slots.lengths[: len(contexts)].max()) + 1)
+            order = sorted(range(len(contexts)), key=lambda row: -len(contexts[row]))
+            self._reorder(np.array(order))
+            cached = [ticket.num_cached_tokens for ticket in self._running]
+            self._prefill([contexts[row] for row in order], 0)
+            for ticket, before in zip(self._running, cached, strict=True):
+                ticket.num_cached_tokens = before
+        self._kv_valid = True
+
+    def _advance(self, report: StepReport) -> None:
+        """One token for every running sequence."""
+        slots, count = self._slots, len(self._running)
+        last = slots.token_ids[np.arange(count), slots.counts[:count] - 1]
+        logits = self._decoder.decode(last, slots.lengths[:count])
+        slots.lengths[:count] += 1
+        self._take_tokens(logits, 0, report)
+
+    def _take_tokens(self, logits: torch.Tensor, first: int, report: StepReport) -> None:
+        """Sample one token for rows ``first``.. from their logits, record it, and retire what has ended."""
+        slots, stop = self._slots, len(self._running)
+        rows = np.arange(first, stop)
+        counts = slots.counts[first:stop]
+        numbers = torch.from_numpy(uniforms(slots.seeds[first:stop], counts)).to(logits.device)
+        with torch.inference_mode():
+            drawn = sample(logits, self._sampling_plan(first), numbers)
+        tokens = drawn.token_ids.cpu().numpy()
+        logprobs, raw_logprobs = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
+        if not (np.isfinite(logprobs).all() and np.isfinite(raw_logprobs).all()):
+            bad = [self._running[row].request.id for row in rows[~np.isfinite(logprobs + raw_logprobs)][:3]]
+            raise BackendError(
+                f"the model's logits are not finite for {', '.join(map(repr, bad))} (policy version "
+                f"{self.policy_version}); its weights have overflowed or are damaged"
+            )
+        slots.token_ids[rows, counts] = tokens
+        slots.logprobs[rows, counts] = logprobs
+        slots.raw_logprobs[rows, counts] = raw_logprobs
+        slots.counts[first:stop] += 1
+
+        stopped = self._is_eos[tokens] & slots.stops_at_eos[first:stop]
+        if slots.stop_ids.shape[1]:
+            stopped |= (slots.stop_ids[first:stop] == tokens[:, None]).any(axis=1)
+        for row in self._observed:
+            if row >= first:
+                self._observe(row, int(tokens[row - first]), stopped, first, report)
+        full = slots.counts[first:stop] >= slots.limits[first:stop]
+        ended = np.flatnonzero(stopped | full)
+        if ended.size:
+            reasons: dict[int, FinishReason] = {
+                int(index) + first: "stop" if stopped[index] else "length" for index in ended
+            }
+            self._retire(sorted(reasons), reasons, report.finished)
+
+    def _observe(self, row: int, token_id: int, stopped: np.ndarray, first: int, report: StepReport) -> None:
+        ticket = self._running[row]
+        if ticket.on_tokens is not None or ticket.on_partial is not None:
+            report.partials.extend(self._completions([row], {row: "abort"}))
+        if ticket.watcher is not None and ticket.watcher.feed(token_id):
+            stopped[row - first] = True
+
+    def _retire(self, rows: list[int], reasons: dict[int, FinishReason], out: list[tuple[Ticket, Completion]]) -> None:
+        """Take rows out and close the gaps with the last rows, so that running rows stay 0..n-1."""
+        if not rows:
+            return
+        slots = self._slots
+        out.extend(self._completions(rows, reasons))
+        gone = set(rows)
+        remaining = len(self._running) - len(rows)
+        targets = [row for row in rows if row < remaining]
+        sources = [row for row in range(remaining, len(self._running)) if row not in gone]
+        if targets:
+            source_rows, target_rows = np.array(sources), np.array(targets)
+            if self._kv_valid:
+                self._decoder.move_rows(source_rows, target_rows, int(slots.lengths[source_rows].max()))
+            slots.move(source_rows, target_rows)
+            for source, target in zip(sources, targets, strict=True):
+                self._running[target] = self._running[source]
+        del self._running[remaining:]
+        self._kv_valid = self._kv_valid or not self._running
+        self._composition_changed()
+
+    def _completions(self, rows: list[int], reasons: dict[int, FinishReason]) -> list[tuple[Ticket, Completion]]:
+        """What these rows hold, copied out."""
+        slots = self._slots
+        histories = [slots.token_ids[row, : slots.counts[row]].copy() for row in rows]
+        texts = self._decode_text([token_ids.tolist() for token_ids in histories], True)
+        found: list[tuple[Ticket, Completion]] = []
+        for row, token_ids, text in zip(rows, histories, texts, strict=True):
+            count = len(token_ids)
+            logprobs = slots.logprobs[row, :count].copy()
+            raw_logprobs = slots.raw_logprobs[row, :count].copy()
+            ticket = self._running[row]
+            found.append((ticket, ticket.completion(token_ids, logprobs, raw_logprobs, reasons[row], text)))
+        return found
+
+    def _reorder(self, order: Ids) -> None:
+        """Put row ``order[i]`` at i in everything but the KV cache."""
+        self._slots.move(order, np.arange(len(order)))
+        self._running = [self._running[row] for row in order]
+        self._composition_changed()
+
+    def _composition_changed(self) -> None:
+        self._plan = None
+        self._observed = [
+            row
+            for row, ticket in enumerate(self._running)
+            if ticket.watcher is not None or ticket.on_tokens is not None or ticket.on_partial is not None
+        ]
+
+    def _sampling_plan(self, first: int) -> SamplingPlan:
+        """Of rows ``first``..; kept from step to step while all rows decode."""
+        if first == 0 and self._plan is not None:
+            return self._plan
+        slots, stop = self._slots, len(self._running)
+        plan = SamplingPlan.build(
+            slots.temperature[first:stop],
+            slots.top_p[first:stop],
+            slots.top_k[first:stop],
+            self._decoder.vocab_size,
+            self._decoder.device,
+        )
+        if first == 0:
+            self._plan = plan
+        return plan
+
+    def _unstarted(self, ticket: Ticket) -> Completion:
+        prior = ticket.prior
+        if prior is None:
+            empty = np.zeros(0, dtype=np.float32)
+            return ticket.completion(np.zeros(0, dtype=np.int64), empty, empty, "abort", "")
+        raw = prior.raw_logprobs if prior.raw_logprobs is not None else np.zeros(0, dtype=np.float32)
+        return ticket.completion(prior.token_ids, prior.logprobs, raw, "abort", prior.text)

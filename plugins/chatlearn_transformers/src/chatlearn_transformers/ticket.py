@@ -1,0 +1,133 @@
+"""One request on its way through the generator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols.generator import OnTokens
+from chatlearn_core.types import Completion, FinishReason, Floats, GenerateRequest, TokenIds, VersionSpan
+from chatlearn_transformers.stopping import StopStrings
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request, whoever waits for it, and what a row of the slot table does not hold."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Completion]
+    on_tokens: OnTokens | None = None
+    on_partial: Callable[[Completion], None] | None = None
+    watcher: StopStrings | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, version): from that token on, that version sampled."""
+    num_cached_tokens: int = 0
+
+    @property
+    def prior(self) -> Completion | None:
+        """What is resumed."""
+        return self.request.resume_from
+
+    @property
+    def num_prior(self) -> int:
+        """Tokens of what is resumed."""
+        return 0 if self.prior is None else len(self.prior.token_ids)
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and completion at their longest."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    def context(self) -> npt.NDArray[np.int64]:
+        """[P + prior] tokens to compute before the first one is sampled."""
+        prompt = np.asarray(self.request.prompt_ids, dtype=np.int64)
+        return prompt if self.prior is None else np.concatenate([prompt, self.prior.token_ids])
+
+    def version_spans(self, count: int) -> tuple[VersionSpan, ...]:
+        """Spans over [0, count), those of the resumed completion first."""
+        spans = list(self.prior.version_spans) if self.prior is not None else []
+        bounds = [*(start for start, _ in self.spans[1:]), count]
+        for (start, version), stop in zip(self.spans, bounds, strict=False):
+            if start >= stop:
+                continue
+            if spans and spans[-1].version == version:
+                spans[-1] = VersionSpan(spans[-1].start, stop, version)
+            else:
+                spans.append(VersionSpan(start, stop, version))
+        return tuple(spans)
+
+    def completion(
+        self, token_ids: TokenIds, logprobs: Floats, raw_logprobs: Floats, reason: FinishReason, text: str
+    ) -> Completion:
+        """The answer; arrays are [C], resumed tokens included."""
+        without_raw = self.prior is not None and self.prior.raw_logprobs is None and self.num_prior > 0
+        return Completion(
+            request_id=self.request.id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            basis=self.request.sampling.basis,
+            finish_reason=reason,
+            sampling=self.request.sampling,
+            version_spans=self.version_spans(len(token_ids)),
+            raw_logprobs=None if without_raw else raw_logprobs,
+            text=text,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def fail(self, error: BackendError) -> None:
+        """Let the waiter raise ``error``, if it still waits."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def check_request(request: GenerateRequest, role: str, model_length: int, vocab_size: int) -> None:
+    """Refuse what cannot be sampled.
+
+    Raises:
+        BackendError: names the request, the numbers and the remedy.
+    """
+
+    def refuse(problem: str) -> BackendError:
+        return BackendError(f"generator role {role!r} (transformers), request {request.id!r}: {problem}")
+
+    prompt_length = len(request.prompt_ids)
+    sampling = request.sampling
+    if prompt_length == 0:
+        raise refuse("the prompt is empty; give at least one token")
+    largest, smallest = int(np.max(request.prompt_ids)), int(np.min(request.prompt_ids))
+    if smallest < 0 or largest >= vocab_size:
+        raise refuse(
+            f"prompt token {smallest if smallest < 0 else largest} is outside the model's vocabulary of {vocab_size} "
+            "tokens; use the tokenizer that belongs to the model"
+        )
+    if prompt_length >= model_length:
+        raise refuse(
+            f"the prompt has {prompt_length} tokens and the model takes {model_length}, completion included; "
+            "lower data.max_prompt_tokens so that such prompts are filtered out"
+        )
+    if prompt_length + sampling.max_tokens > model_length:
+        raise refuse(
+            f"the prompt's {prompt_length} tokens and max_tokens {sampling.max_tokens} make "
+            f"{prompt_length + sampling.max_tokens}, the model takes {model_length}; lower sampling.max_tokens to "
+            f"{model_length - prompt_length} or less, or data.max_prompt_tokens"
+        )
+    prior: Any = request.resume_from
+    if prior is not None:
+        if prior.basis != sampling.basis:
+            raise refuse(
+                f"it resumes logprobs of basis {prior.basis} with sampling of basis {sampling.basis}; resume with the "
+                "temperature, top_p and top_k it began with"
+            )
+        if prior.finish_reason == "stop":
+            raise refuse("it resumes a completion that has ended (finish reason 'stop')")
+        if len(prior.token_ids) > sampling.max_tokens:
+            raise refuse(
+                f"it resumes a completion of {len(prior.token_ids)} tokens under max_tokens {sampling.max_tokens}, "
+                "which bounds the whole"
+            )
