@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -296,69 +297,19 @@ def test_no_bytes_raise_anything_else(data: bytes, tmp_path: Path, registry: Plu
         load_config(path, (), registry)
 
 
+TOKENS = re.findall(
+    r"\S+",
+    r"""
+model data train roles algorithm options name path kind backend parts trainer reward ${name} ${ ${a.b} ${oc.env:X}
+${oc.decode:'['} ${.x} \\${ ??? !!int !!binary !x &a *a << : : : - ? | > [ ] { }
+, # ' " @ % --- ... 1 1e9 0x 0b .nan -.inf
+null ~ true 99999999999999999999999 é
+""",
+)
+
 YAML_PIECES = st.lists(
     st.one_of(
-        st.sampled_from(
-            [
-                "model",
-                "data",
-                "train",
-                "roles",
-                "algorithm",
-                "options",
-                "name",
-                "path",
-                "kind",
-                "backend",
-                "parts",
-                "trainer",
-                "reward",
-                "${name}",
-                "${",
-                "${a.b}",
-                "${oc.env:X}",
-                "${oc.decode:'['}",
-                "${.x}",
-                "\\${",
-                "???",
-                "!!int",
-                "!!binary",
-                "!x",
-                "&a",
-                "*a",
-                "<<",
-                ":",
-                ":",
-                ":",
-                "-",
-                "?",
-                "|",
-                ">",
-                "[",
-                "]",
-                "{",
-                "}",
-                ",",
-                "#",
-                "'",
-                '"',
-                "@",
-                "%",
-                "---",
-                "...",
-                "1",
-                "1e9",
-                "0x",
-                "0b",
-                ".nan",
-                "-.inf",
-                "null",
-                "~",
-                "true",
-                "99999999999999999999999",
-                "é",
-            ]
-        ),
+        st.sampled_from(TOKENS),
         st.sampled_from(["\n", "\n  ", "\n    ", "\n- ", ": ", " "]),
         st.text(max_size=5),
     ),

@@ -43,7 +43,7 @@ def test_a_key_that_is_not_written_is_located_by_its_section() -> None:
 
 def test_long_values_are_cut() -> None:
     line = render(Problem(("a",), "too long", "x" * 1000), MARKS)
-    assert line == f"run.yaml:2: a: too long (got 'xxxxx{'x' * 71}...)"
+    assert line == f"run.yaml:2: a: too long (got 'xxxxx{'x' * 91}...)"
 
 
 def test_unknown_key_names_the_nearest_and_all_valid_keys() -> None:

@@ -113,7 +113,7 @@ BAD_ROWS = [
     ("{broken", "not valid JSON"),
     ({"prompt": "x"}, r"no answer \(looked in: answer\)"),
     ({"prompt": "  ", "answer": 1}, "the prompt is empty"),
-    ({"prompt": [], "answer": 1}, "non-empty list"),
+    ({"prompt": [], "answer": 1}, "the prompt must be a string or a non-empty list"),
     ({"answer": 1, "text": "x"}, "the format raised KeyError: 'prompt'"),
     ({"prompt": "x", "answer": 1, "kind": "odd"}, "odd rows are refused"),
     ({"prompt": "x", "answer": 1, "id": "a"}, "id 'a' was already given to .*train.jsonl line 1"),

@@ -8,21 +8,21 @@ from chatlearn_core.losses.mismatch import mismatch_metrics
 from chatlearn_core.types import merge_metrics
 
 TRAINER = torch.tensor([0.0, math.log(0.5), math.log(0.2), -3.0])
-GENERATOR = torch.tensor([-9.0, math.log(0.4), math.log(0.25), -9.0])
+GENERATOR = torch.tensor([-9.0, math.log(0.4), math.log(0.35), -9.0])
 MASK = torch.tensor([False, True, True, False])
 
 
 def test_by_hand():
     values = {name: metric.value for name, metric in mismatch_metrics(TRAINER, GENERATOR, MASK).items()}
-    first, second = math.log(0.5 / 0.4), math.log(0.2 / 0.25)
+    first, second = math.log(0.5 / 0.4), math.log(0.2 / 0.35)
     assert values == pytest.approx(
         {
-            "mismatch/prob_diff_mean": 0.075,
-            "mismatch/prob_diff_max": 0.1,
+            "mismatch/prob_diff_mean": 0.125,
+            "mismatch/prob_diff_max": 0.15,
             "mismatch/logprob_diff_mean": (abs(first) + abs(second)) / 2,
             "mismatch/logprob_diff_max": max(abs(first), abs(second)),
             # k3 with x = log(trainer / generator), since the generator sampled: ratio - 1 - x.
-            "mismatch/kl": ((0.5 / 0.4 - 1 - first) + (0.2 / 0.25 - 1 - second)) / 2,
+            "mismatch/kl": ((0.5 / 0.4 - 1 - first) + (0.2 / 0.35 - 1 - second)) / 2,
             "mismatch/kl_k1": -(first + second) / 2,
         },
         rel=1e-5,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-from itertools import count
+
+from chatlearn_core.batching.partition import partition
 
 Cost = Callable[[int], float]
 """Sequence length (tokens) -> what computing it costs, in any unit."""
-
-
-_Bins = list[tuple[float, list[int]]]
-"""(sum of costs, items) of each bin."""
 
 
 def token_cost(length: int) -> float:
@@ -33,8 +29,8 @@ def balance(
 ) -> list[list[int]]:
     """Assign every sequence to one rank so that the costliest rank costs as little as possible.
 
-    Karmarkar-Karp's largest differencing method on whole units; at most 4/3 of the optimum and usually far closer.
-    The result is a function of the arguments alone.
+    Whole units, by ``partition``: at most 4/3 of the optimum and usually within a few percent. The result is a function
+    of the arguments alone.
 
     Args:
         lengths: tokens of each sequence.
@@ -58,36 +54,3 @@ def units_in_order(unit_index: Sequence[int]) -> list[list[int]]:
     for index, unit in enumerate(unit_index):
         members.setdefault(int(unit), []).append(index)
     return list(members.values())
-
-
-def partition(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Karmarkar-Karp: split item indices into ``num_bins`` lists with sums as equal as it can make them.
-
-    Every item starts as a partition of its own (itself in one bin, nothing in the others). The two partitions whose
-    fullest and emptiest bins differ most are merged, full bins against empty ones, until one is left.
-    """
-    assert num_bins >= 1, f"num_bins is {num_bins}"
-    # A partition is its filled bins, fullest first; the empty ones are implied. Ties in spread are broken by age, never
-    # by comparing bins, so that the result depends on the input alone.
-    age = count()
-    heap: list[tuple[float, int, _Bins]] = [
-        (-float(cost) if num_bins > 1 else 0.0, next(age), [(float(cost), [item])]) for item, cost in enumerate(costs)
-    ]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        merged = _merge(heapq.heappop(heap)[2], heapq.heappop(heap)[2], num_bins)
-        emptiest = merged[-1][0] if len(merged) == num_bins else 0.0
-        heapq.heappush(heap, (emptiest - merged[0][0], next(age), merged))
-    filled = [items for _, items in heap[0][2]] if heap else []
-    return filled + [[] for _ in range(num_bins - len(filled))]
-
-
-def _merge(first: _Bins, second: _Bins, num_bins: int) -> _Bins:
-    """Lay two partitions over each other, the fullest bin of one on the emptiest of the other."""
-    overlap = max(0, len(first) + len(second) - num_bins)
-    apart = len(first) - overlap
-    merged = first[:apart] + second[: len(second) - overlap]
-    for (a, items), (b, others) in zip(first[apart:], reversed(second[len(second) - overlap :]), strict=True):
-        merged.append((a + b, items + others))
-    merged.sort(key=lambda entry: entry[0], reverse=True)
-    return merged

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from chatlearn_core.batching.balance import partition, units_in_order
+from chatlearn_core.batching.balance import units_in_order
+from chatlearn_core.batching.partition import best_fit_decreasing, partition
 
 
 def micro_batches(
@@ -33,28 +33,14 @@ def micro_batches(
     oversized = [[unit] for unit, size in enumerate(sizes) if size > max_tokens]
     fitting = [unit for unit, size in enumerate(sizes) if size <= max_tokens]
 
-    bins = _best_fit_decreasing(fitting, sizes, max_tokens)
+    fitting_sizes = [sizes[unit] for unit in fitting]
+    bins = best_fit_decreasing(fitting_sizes, max_tokens)
     wanted = min(max(len(bins), at_least - len(oversized)), len(fitting))
     if wanted:
-        even = [[fitting[k] for k in bin_] for bin_ in partition([sizes[unit] for unit in fitting], wanted)]
-        if max(sum(sizes[unit] for unit in bin_) for bin_ in even) <= max_tokens:
+        even = partition(fitting_sizes, wanted)
+        if max(sum(fitting_sizes[k] for k in bin_) for bin_ in even) <= max_tokens:
             bins = even
-    cut = [sorted(i for unit in bin_ for i in members[unit]) for bin_ in (*oversized, *bins) if bin_]
+    filled = [*oversized, *([fitting[k] for k in bin_] for bin_ in bins if bin_)]
+    cut = [sorted(i for unit in bin_ for i in members[unit]) for bin_ in filled]
     cut.sort(key=lambda indices: (-sum(batch_lengths[i] for i in indices), indices[0]))
     return cut + [[] for _ in range(at_least - len(cut))]
-
-
-def _best_fit_decreasing(units: Sequence[int], sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Largest unit first, each into the fullest bin that still has room for it."""
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for unit in sorted(units, key=lambda unit: (-sizes[unit], unit)):
-        at = bisect_left(room, (sizes[unit], -1))
-        if at == len(room):
-            bins.append([unit])
-            insort(room, (max_tokens - sizes[unit], len(bins) - 1))
-        else:
-            left, bin_ = room.pop(at)
-            bins[bin_].append(unit)
-            insort(room, (left - sizes[unit], bin_))
-    return bins

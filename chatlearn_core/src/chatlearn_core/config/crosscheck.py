@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from chatlearn_core.config.choices import Choices
 from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
+from chatlearn_core.plugins.compatibility import mismatches
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord, TrainerSpec, WeightSyncSpec
 
 
@@ -23,6 +24,8 @@ class Checked:
     config: RunConfig
     choices: Choices
     """A plugin that could not be selected is absent, and rules about it say nothing."""
+    transports: tuple[WeightSyncSpec, ...] = ()
+    """All that are installed: what ``weight_sync.backend: auto`` can pick from."""
 
     def roles(self, kind: str) -> Iterator[tuple[str, RoleConfig]]:
         """The roles of one kind."""
@@ -36,6 +39,8 @@ class Checked:
 
 Rule = Callable[[Checked], Iterator[Problem]]
 Related = tuple[tuple[KeyPath, Any], ...]
+POLICY = "trainer"
+"""The role whose weights the generators serve."""
 RecordT = TypeVar("RecordT", bound=PluginRecord)
 
 
@@ -109,10 +114,9 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         if role.parts and role.kind == "reward":
             for key in ("options", "engine"):
                 if getattr(role, key):
-                    rule = f"{key} belong to a backend, and this role combines parts"
-                    yield Problem(
-                        ("roles", name, key), rule, getattr(role, key), "move them to the parts they are meant for"
-                    )
+                    rule = f"{key} is for the one backend of a role, and this role combines parts"
+                    remedy = "set the options of each part instead (parts.0.options)"
+                    yield Problem(("roles", name, key), rule, getattr(role, key), remedy)
 
 
 def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
@@ -139,7 +143,7 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
         algorithm: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
         if role is None:
             guess = nearest(name, list(checked.config.roles))
-            hint = f"did you mean it by '{guess}'? " if guess else ""
+            hint = f"is '{guess}' meant? " if guess else ""
             rule = f"the algorithm needs a role '{name}' of kind {kind}"
             yield Problem(("roles", name), rule, remedy=f"{hint}add roles.{name} with kind: {kind}", related=algorithm)
         elif role.kind != kind:
@@ -148,41 +152,45 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
 
 
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
-    """A named transport suits the trainer named 'trainer' and every generator; 'auto' takes no options."""
+    """The transport suits the policy's trainer and every generator that samples from it; under 'auto', one does.
+
+    The ends are taken to be as near as can be: how far apart they really are is known once the runtime has placed them.
+    """
     sync = checked.config.weight_sync
+    path: KeyPath = ("weight_sync", "backend")
     if sync.backend == "auto" and sync.options:
         rule = "options belong to a named transport, and backend is 'auto'"
-        related: Related = ((("weight_sync", "backend"), "auto"),)
+        related: Related = ((path, "auto"),)
         yield Problem(("weight_sync", "options"), rule, sync.options, "name the backend, or remove options", related)
+    trainer = _record(checked, f"roles.{POLICY}", TrainerSpec)
     transport = _record(checked, "weight_sync", WeightSyncSpec)
-    if transport is None:
-        return
-    path: KeyPath = ("weight_sync", "backend")
-    trainer = _record(checked, "roles.trainer", TrainerSpec)
-    remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
-    if trainer is not None and transport.needs_export not in trainer.exports:
-        rule = (
-            f"transport '{transport.name}' needs a trainer that exports {transport.needs_export}; "
-            f"'{trainer.name}' exports: {', '.join(sorted(trainer.exports))}"
-        )
-        yield Problem(path, rule, sync.backend, remedy, ((("roles", "trainer", "backend"), trainer.name),))
-    for name, _ in checked.roles("generator"):
+    for name in _policy_generators(checked):
         generator = _record(checked, f"roles.{name}", GeneratorSpec)
-        if generator is None:
+        if trainer is None or generator is None:
             continue
-        backend: Related = ((("roles", name, "backend"), generator.name),)
-        if transport.channel not in generator.channels:
-            rule = (
-                f"transport '{transport.name}' delivers through the channel {transport.channel}; "
-                f"'{generator.name}' accepts: {', '.join(sorted(generator.channels))}"
-            )
-            yield Problem(path, rule, sync.backend, remedy, backend)
-        elif not transport.payloads & generator.payloads:
-            rule = (
-                f"transport '{transport.name}' carries {', '.join(sorted(transport.payloads))}; "
-                f"'{generator.name}' takes: {', '.join(sorted(generator.payloads))}"
-            )
-            yield Problem(path, rule, sync.backend, remedy, backend)
+        ends: Related = (
+            (("roles", POLICY, "backend"), trainer.name),
+            (("roles", name, "backend"), generator.name),
+        )
+        if transport is not None:
+            remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
+            reasons = mismatches(trainer, generator, transport, placement="process")
+        elif sync.backend == "auto":
+            remedy = "install a transport that fits, or choose another backend (chatlearn plugins matrix)"
+            offers = [mismatches(trainer, generator, one, placement="process") for one in checked.transports]
+            fits = any(not offer for offer in offers)
+            reasons = [] if fits else ["no installed transport fits", *(line for offer in offers for line in offer)]
+        else:
+            continue
+        if reasons:
+            yield Problem(path, "\n".join(reasons), sync.backend, remedy, ends)
+
+
+def _policy_generators(checked: Checked) -> list[str]:
+    """The generators that sample from the policy: those the algorithm calls; where it calls none, the usual one."""
+    record = _record(checked, "algorithm", AlgorithmSpec)
+    called = [name for name, kind in record.roles if kind == "generator"] if record else []
+    return called or ["generator"]
 
 
 def evaluation_has_data(checked: Checked) -> Iterator[Problem]:

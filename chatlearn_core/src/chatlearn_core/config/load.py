@@ -77,12 +77,13 @@ def load_config(
     tainted += document.unreadable
 
     config, invalid = _validate(resolved, tainted)
-    choices = choose(resolved, discover_plugins() if registry is None else registry, document.marks)
+    registry = discover_plugins() if registry is None else registry
+    choices = choose(resolved, registry, document.marks)
     problems += _explained(invalid, choices.models)
     problems += [problem for problem in choices.problems if not _is_tainted(problem, tainted)]
     tainted += [problem.path for problem in choices.problems]
     if config is not None:
-        conflicts = crosscheck(Checked(config, choices))
+        conflicts = crosscheck(Checked(config, choices, registry.records("weight_sync")))
         problems += [problem for problem in conflicts if not _is_tainted(problem, tainted)]
     if problems:
         raise InvalidConfigError(source, problems, document.marks)

@@ -21,7 +21,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     mapping or list replaces what was there.
     """
     for override in overrides:
-        mark = Mark(f"override {override!r}")
+        mark = Mark(f"override {show_value(override)}")
         try:
             if override.startswith("~"):
                 _delete(document, _split(override[1:]))

@@ -12,7 +12,7 @@ from chatlearn_core.exceptions import ConfigError
 KeyPath = tuple[str | int, ...]
 """Where a value sits: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
 
-_LONGEST_VALUE = 80
+_LONGEST_VALUE = 100
 """Longer values are cut in messages: a message names the value, it does not repeat a prompt."""
 
 

@@ -49,6 +49,7 @@ def find_resume_point(
     planned_steps: int,
     *,
     has_metrics: bool,
+    is_complete: bool,
 ) -> ResumePoint:
     """Decide where the run starts.
 
@@ -59,6 +60,7 @@ def find_resume_point(
         config: the resolved configuration now.
         planned_steps: ``train.steps``.
         has_metrics: whether the directory holds the metrics of a run.
+        is_complete: whether that run ended well, its model exported.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings.
@@ -86,7 +88,7 @@ def find_resume_point(
             f"{checkpoint.path} belongs to a run with other settings and cannot be continued: {listed}. Restore them, "
             "or start a new run with another output_dir"
         )
-    if checkpoint.step >= planned_steps:
+    if checkpoint.step >= planned_steps and is_complete:
         raise ConfigError(
             f"the run in {store.directory.parent} is complete: it made {checkpoint.step} of {planned_steps} steps. "
             "Raise train.steps to go on, or choose another output_dir"

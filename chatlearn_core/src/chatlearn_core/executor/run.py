@@ -81,6 +81,7 @@ class Run:
                 self._settings,
                 self.config.train.steps,
                 has_metrics=self.directory.metrics_file.exists(),
+                is_complete=self._ended_well(),
             )
             for note in point.notes:
                 self.listener.message(note)
@@ -105,6 +106,11 @@ class Run:
                 for logger in self._loggers:
                     logger.close()
                 await self.runtime.close()
+
+    def _ended_well(self) -> bool:
+        """Whether the directory holds this very run, finished: its last steps made and its model exported."""
+        earlier = self.directory.read_summary()
+        return earlier.get("status") == "complete" and earlier.get("planned_steps") == self.config.train.steps
 
     def _write_static_files(self) -> None:
         self.directory.write_text("config.yaml", yaml.safe_dump(self._settings, sort_keys=False))
@@ -152,7 +158,8 @@ class Run:
         if checkpoint is not None:
             state = checkpoint.state
             self.sampler.load_state_dict(state["sampler"])
-            self._before, self._totals = dict(state["eval_before"]), dict(state["totals"])
+            self._before, self._after = dict(state["eval_before"]), dict(state["eval_after"])
+            self._totals = dict(state["totals"])
             for role in self.assembly.algorithm.losses():
                 await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
             self._saved_step = step
@@ -255,6 +262,7 @@ class Run:
             "policy_version": self.step,
             "totals": self._totals,
             "eval_before": self._before,
+            "eval_after": self._after,
             "metric": line.get(self.config.checkpoint.metric),
         }
         with self.store.write(self.step, state) as directory:

@@ -56,6 +56,11 @@ class RunDirectory:
         """All whole lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
         return [record for record, _ in _whole_lines(self.metrics_file)]
 
+    def read_summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``; empty before the run ended for the first time."""
+        file = self.path / "summary.json"
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
     def rewind(self, step: int) -> None:
         """Forget what was written after ``step``: a resumed run writes it again."""
         kept = [text for record, text in _whole_lines(self.metrics_file) if record["step"] <= step]

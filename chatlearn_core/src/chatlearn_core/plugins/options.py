@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import formatannotation
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -23,7 +24,7 @@ class OptionRow:
 
     name: str
     type: str
-    """With its bounds: ``int >= 1``."""
+    """With its bounds: ``int >= 1 | null``."""
     default: str
     """``required`` if there is none."""
     description: str
@@ -42,21 +43,45 @@ def option_rows(model: type[BaseModel], prefix: str = "") -> list[OptionRow]:
 
 
 def type_text(field: FieldInfo) -> str:
-    """The annotation as a user would write it, with its bounds."""
-    if field.annotation is None:
-        return "any"
-    return " ".join([formatannotation(field.annotation, base_module="builtins"), *bounds(field.metadata)])
+    """What a user may write, with its bounds: ``int >= 1 | null``."""
+    return annotation_text(field.annotation, field.metadata)
+
+
+def annotation_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """An annotation in the words of a configuration file; bounds belong to its first alternative."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return annotation_text(arguments[0], [*arguments[1:], *metadata])
+    if get_origin(annotation) in (Union, UnionType):
+        first, *others = arguments
+        return " | ".join([annotation_text(first, metadata), *map(annotation_text, others)])
+    if get_origin(annotation) is Literal:
+        text = " | ".join(map(str, arguments))
+    elif annotation in (None, NoneType):
+        text = "null"
+    else:
+        text = formatannotation(annotation, base_module=getattr(annotation, "__module__", None))
+    return " ".join([text, *bounds(metadata)])
 
 
 def bounds(metadata: Sequence[Any]) -> Iterator[str]:
     """Bounds of a value as text: ``>= 1``."""
-    for constraint in metadata:
+    for constraint in flatten(metadata):
         for attribute, sign in BOUNDS.items():
             if (bound := getattr(constraint, attribute, None)) is not None:
                 yield f"{sign} {bound}"
         for attribute, words in LENGTHS.items():
             if (length := getattr(constraint, attribute, None)) is not None:
                 yield f"({words} {length} long)"
+
+
+def flatten(metadata: Sequence[Any]) -> Iterator[Any]:
+    """Constraints, those inside a nested ``Field(...)`` included."""
+    for constraint in metadata:
+        if isinstance(constraint, FieldInfo):
+            yield from flatten(constraint.metadata)
+        else:
+            yield constraint
 
 
 def default_text(field: FieldInfo) -> str:

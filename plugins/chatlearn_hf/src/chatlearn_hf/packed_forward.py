@@ -84,7 +84,7 @@ class PackedModel(nn.Module):
             layout = PackedLayout([2], token_ids.device)
             token_ids = token_ids.new_zeros(2)
         outputs = self._outputs(token_ids, layout, names, temperature)
-        return {name: tensor[:0] for name, tensor in outputs.items()} if empty else outputs
+        return {name: tensor[:0].clone() for name, tensor in outputs.items()} if empty else outputs
 
     def _score(self, hidden: Tensor) -> Tensor:
         """[N] float32 from [N, H] through the value or reward head."""

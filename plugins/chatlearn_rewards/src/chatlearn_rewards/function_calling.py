@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,12 @@ def build_function_caller(
     def finished(result: Any) -> Any:
         return loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
+    def score_row(row: Mapping[str, Any]) -> Any:
+        return finished(_call_compute_score(function, parameters, row))
+
     def call(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         if style == "compute_score":
-            return [_guarded(lambda row=row: finished(_call_compute_score(function, parameters, row))) for row in rows]
+            return [_guarded(partial(score_row, row)) for row in rows]
         scores = finished(_call_with_lists(function, parameters, rows, conversational))
         return check_list(scores, len(rows))
 
@@ -100,8 +104,8 @@ def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> 
         return "compute_score"
     raise TaskConfigError(
         f"path {path!r}: cannot tell how to call a function of ({', '.join(parameters)}). Expected "
-        f"compute_score(data_source, solution_str, ground_truth, extra_info=None) or f(prompts, completions, **columns); "
-        f"rename the parameters or set the option 'signature' to compute_score or lists"
+        f"compute_score(data_source, solution_str, ground_truth, extra_info=None) or f(prompts, completions, "
+        f"**columns); rename the parameters or set the option 'signature' to compute_score or lists"
     )
 
 

@@ -81,7 +81,7 @@ def answered_number(text: str, *, strict: bool) -> Decimal | None:
 
 
 def true_number(ground_truth: Any) -> Decimal | None:
-    """The number of a ground truth: itself, or in its text the one after ``####``, or the only one."""
+    """The number of a ground truth: itself, or in its text the one after ``####``, or the last one."""
     if isinstance(ground_truth, bool):
         return None
     if isinstance(ground_truth, str):

@@ -14,7 +14,10 @@ TAIL_CHARACTERS = 4000
 """Where the final expression is looked for when nothing is boxed."""
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-SPACING = re.compile(r"\\[!,;: ]|\\quad|\\left|\\right|[\s$~]")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SPACING = re.compile(r"\\[!,;: ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
+IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
+"""Between two word characters a space means something: 3 1/2 is not 31/2."""
 
 # math-verify's own time limits use SIGALRM; the pool's limit is a hard kill instead.
 NO_LIMIT = None
@@ -37,13 +40,19 @@ def build_math_grader(require_boxed: bool) -> Callable[[tuple[str, str]], Mappin
 def is_right(completion: str, truth: str, *, require_boxed: bool = False) -> bool:
     """Whether the final answer of ``completion`` equals ``truth``.
 
-    The final answer is what the last ``\\boxed{}`` holds; without one, unless ``require_boxed``, the last expression.
+    The final answer is what the last ``\\boxed{}`` holds; without one, unless ``require_boxed``, what the last
+    ``<answer>`` tag holds, and without that the last expression.
     """
     gold = last_boxed(truth) or truth
     answer = last_boxed(completion)
+    if answer is None and not require_boxed:
+        tagged = ANSWER_TAG.findall(completion)
+        answer = tagged[-1] if tagged else None
     if answer is None:
         if require_boxed:
             return False
+        if _plain(completion) == _plain(gold):
+            return True
         answered = parse(completion[-TAIL_CHARACTERS:], EXTRACTION, parsing_timeout=NO_LIMIT)
     elif _plain(answer) == _plain(gold):
         return True
@@ -79,4 +88,4 @@ def _parse_answer(answer: str) -> tuple[Any, ...]:
 def _plain(answer: str) -> str:
     """An answer without what does not change its meaning; two that are equal then need no algebra."""
     answer = TEXT_COMMAND.sub(r"\1", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return SPACING.sub("", answer).rstrip(".")
+    return IDLE_SPACE.sub("", SPACING.sub(" ", answer)).rstrip(".")

@@ -46,8 +46,8 @@ class FormatOptions(PoolOptions):
 
     pattern: str = Field(description="Regular expression (Python's re) that a completion is to match.")
     match: Literal["full", "search"] = Field("full", description="The whole completion, or anywhere in it.")
-    flags: list[Literal["dotall", "ignorecase", "multiline", "verbose", "ascii"]] = Field(
-        default_factory=lambda: ["dotall"], description="Flags of re."
+    flags: tuple[Literal["dotall", "ignorecase", "multiline", "verbose", "ascii"], ...] = Field(
+        ("dotall",), description="Flags of re."
     )
     matched: float = Field(1.0, description="Reward of a match.")
     unmatched: float = Field(0.0, description="Reward otherwise.")

@@ -6,8 +6,8 @@ four-byte length and a body: pickled lists of pickled payloads come in, one JSON
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import io
 import json
 import os
 import pickle
@@ -39,6 +39,8 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[3])
     _die_with(parent)
     os.dup2(2, 1)  # what a function prints goes to stderr: the terminal still shows it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     connection = socket.socket(fileno=descriptor)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
@@ -115,7 +117,5 @@ def _call(task: Callable[[Any], Any], payload: bytes) -> Mapping[str, Any]:
         reply = {"value": task(pickle.loads(payload))}
         json.dumps(reply)
     except BaseException as error:  # SystemExit and KeyboardInterrupt as well: whatever a task raises is its sample's
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
         return {"error": describe_exception(error)}
     return reply

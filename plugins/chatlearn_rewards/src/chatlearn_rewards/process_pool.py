@@ -1,8 +1,8 @@
 """A pool of killable worker processes: one bad item costs that item and one worker, never the pool.
 
-``concurrent.futures`` breaks as a whole when a worker dies and cannot stop one that hangs; timeouts by signal work only in
-a main thread and not inside C code. Here every worker is a process of its own that is killed with SIGKILL at its item's
-deadline and replaced.
+``concurrent.futures`` breaks as a whole when a worker dies and cannot stop one that hangs; timeouts by signal work only
+in a main thread and not inside C code. Here every worker is a process of its own that is killed with SIGKILL at its
+item's deadline and replaced.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ MAX_CHUNK_BYTES = 4 << 20
 START_TIMEOUT_S = 120.0
 """For the imports of a task: a user's module may import torch on a busy machine."""
 CLOSE_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 1.0
+"""Between the end of a worker's connection and that of its process."""
 BOOTSTRAP = "from chatlearn_rewards.pool_worker import main; main()"
 
 
@@ -130,9 +132,9 @@ class ProcessPool:
                 thread = threading.Thread(target=self._serve, args=(slot,), name=f"reward-pool-{slot}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._condition.wait_for(lambda: any(self._workers) or all(self._failures))
+            self._condition.wait_for(lambda: self._any_ready() or self._closed or all(self._failures))
             failure = next((f for f in self._failures if f is not None), None)
-            if any(self._workers) or failure is None:
+            if self._any_ready() or failure is None:
                 return
         self.close()
         raise (ConfigError if failure.configuration else BackendError)(f"{self._name}: {failure}")
@@ -199,6 +201,9 @@ class ProcessPool:
     def _serve(self, slot: int) -> None:
         worker = self._start_worker(slot)
         while chunk := self._take():
+            if worker is not None and not worker.alive():  # killed from outside while idle: no item's fault
+                self._discard(slot, worker)
+                worker = None
             if worker is None:
                 worker = self._start_worker(slot)
             if worker is None:
@@ -215,18 +220,28 @@ class ProcessPool:
     def _start_worker(self, slot: int) -> _Worker | None:
         if self._closed:
             return None
-        failure: _StartError | None = None
         worker: _Worker | None = None
         try:
-            worker = _Worker(self._description, self._start_timeout_s)
+            worker = _Worker()
+            with self._condition:
+                self._workers[slot] = worker
+                if self._closed:
+                    worker.kill()
+            worker.build(self._description, self._start_timeout_s)
         except _StartError as error:
-            failure = error
+            if worker is not None:
+                self._discard(slot, worker)
+            with self._condition:
+                self._failures[slot] = error
+                self._condition.notify_all()
+            return None
         with self._condition:
-            self._workers[slot], self._failures[slot] = worker, failure
-            if worker is not None and self._closed:
-                worker.kill()
+            self._failures[slot] = None
             self._condition.notify_all()
         return worker
+
+    def _any_ready(self) -> bool:
+        return any(worker is not None and worker.ready for worker in self._workers)
 
     def _discard(self, slot: int, worker: _Worker) -> None:
         with self._condition:
@@ -254,13 +269,14 @@ class ProcessPool:
             return chunk
 
     def _work(self, worker: _Worker, chunk: list[_Item]) -> bool:
-        """Let ``worker`` do ``chunk``; False if the worker is lost. Items behind the guilty one go back to the queue."""
+        """Let ``worker`` do ``chunk``; False if it is lost. Items behind the guilty one go back to the queue."""
         position = 0
         try:
             worker.send(pickle.dumps([item.payload for item in chunk]), chunk[0].timeout_s)
-            for position, item in enumerate(chunk):
+            for item in chunk:
                 reply = worker.receive(item.timeout_s)
                 self._finish(item.batch, item.index, Outcome(reply.get("value"), reply.get("error")))
+                position += 1
         except TimeoutError:
             error = f"timed out after {chunk[position].timeout_s:g} s; its worker process was killed"
         except OSError:
@@ -297,7 +313,8 @@ class _StartError(Exception):
 class _Worker:
     """One worker process and the connection to it; used by one thread, killed from any."""
 
-    def __init__(self, description: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self) -> None:
+        self.ready = False
         self._connection, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-c", BOOTSTRAP]
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
@@ -315,19 +332,23 @@ class _Worker:
             raise _StartError(f"a worker process cannot be started: {error}") from error
         finally:
             theirs.close()
+
+    def build(self, description: Mapping[str, Any], timeout_s: float) -> None:
+        """Have the process build its task.
+
+        Raises:
+            _StartError: it cannot, or did not in time.
+        """
         try:
             self.send(pickle.dumps(description), timeout_s)
             reply = self.receive(timeout_s)
         except TimeoutError as error:
-            self.close()
             raise _StartError(f"a worker process was not ready after {timeout_s:g} s") from error
         except OSError as error:
-            text = f"a worker process died while starting ({self.describe_end()})"
-            self.close()
-            raise _StartError(text) from error
+            raise _StartError(f"a worker process died while starting ({self.describe_end()})") from error
         if "failed" in reply:
-            self.close()
             raise _StartError(reply["failed"], configuration=reply["configuration"])
+        self.ready = True
 
     def send(self, body: bytes, timeout_s: float) -> None:
         """Raises TimeoutError or, if the worker is gone, another OSError."""
@@ -356,16 +377,24 @@ class _Worker:
 
     def describe_end(self) -> str:
         """How the process ended, in words."""
-        try:
-            code = self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "it closed the connection to the pool"
-        if code < 0:
-            return f"signal {signal.Signals(-code).name}"
-        return f"exit status {code}"
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while (end := self._end()) is None:
+            if time.monotonic() > deadline:
+                return "it closed the connection to the pool"
+            time.sleep(0.005)
+        if end.si_code == os.CLD_EXITED:
+            return f"exit status {end.si_status}"
+        return f"signal {signal.Signals(end.si_status).name}"
+
+    def alive(self) -> bool:
+        return self._end() is None
+
+    def _end(self) -> os.waitid_result | None:
+        """How the process ended, if it did, without reaping it: its id, which names its group, stays its own."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def kill(self) -> None:
-        """SIGKILL to the process and what it started."""
+        """SIGKILL to the process and what it started; only before it is reaped."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from chatlearn_core.exceptions import ModelError
+from torch import Tensor
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary frequencies that depend on the longest sequence of a batch: a token would depend on its neighbours."""
@@ -43,8 +42,8 @@ def check_architecture(model: Any, path: str) -> None:
         reasons.append("its head cannot be applied apart from its body")
     if reasons:
         raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {config.model_type!r}): {'; '.join(reasons)}. "
-            "It serves decoders with full attention in every layer; for this model use another generator backend "
+            f"the generator 'transformers' cannot serve {path} (model type {config.model_type!r}): {'; '.join(reasons)}"
+            ". It serves decoders with full attention in every layer; for this model use another generator backend "
             "(vllm, sglang)."
         )
 
@@ -76,9 +75,9 @@ def check_probe(expected: Tensor, found: Tensor, path: str, model_type: str) -> 
     difference = float((expected.float() - found.float()).square().mean().sqrt()) / spread
     if not difference <= allowed:
         raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): computed through its cache, "
-            f"logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed. Use another "
-            "generator backend (vllm, sglang)."
+            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): computed through its"
+            f" cache, logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed. Use"
+            " another generator backend (vllm, sglang)."
         )
 
 

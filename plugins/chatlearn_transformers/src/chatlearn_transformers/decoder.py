@@ -30,6 +30,8 @@ class Decoder:
         self._head = model.get_output_embeddings()
         self._fused = fused_attention
         self._index = torch.arange(0)
+        self.kv_bytes_per_token = _kv_bytes_per_token(model.config.get_text_config(), self._head.weight.element_size())
+        """Memory of one token of one sequence in the cache."""
 
     @property
     def device(self) -> torch.device:
@@ -41,15 +43,6 @@ class Decoder:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return int(self.model.config.get_text_config().vocab_size)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Memory of one token of one sequence in the cache."""
-        config = self.model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return int(2 * config.num_hidden_layers * kv_heads * head_dim * self._head.weight.element_size())
 
     @torch.inference_mode()
     def probe(self, path: str) -> None:
@@ -161,3 +154,10 @@ class Decoder:
         """0 where visible, minus infinity elsewhere, in the model's type (eager attention adds its mask)."""
         mask = torch.zeros(visible.shape, dtype=self._head.weight.dtype, device=visible.device)
         return mask.masked_fill_(~visible, -torch.inf)
+
+
+def _kv_bytes_per_token(config: Any, element_size: int) -> int:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * config.num_hidden_layers * kv_heads * head_dim * element_size)

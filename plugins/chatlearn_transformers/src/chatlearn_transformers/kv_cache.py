@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -15,7 +14,7 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+class SlotCache(Cache):
     """Keys and values, [rows, heads, columns, head dimension] a layer, preallocated and grown by doubling.
 
     A forward is announced first (``expect_prefill`` or ``expect_decode``); the model then calls ``update`` once a

@@ -28,12 +28,12 @@ class TransformersGeneratorOptions(BaseModel):
     max_kv_cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Admit no sequence whose worst case makes the KV cache larger than this, GiB; unbounded by default.",
+        description="Admit no sequence whose worst case needs a larger KV cache, GiB; unbounded by default.",
     )
     share_prefixes: bool = Field(True, description="Compute equal prompts that start together once.")
     kv_after_sync: Literal["recompute", "keep"] = Field(
         "recompute",
-        description="Sequences kept over a weight sync: recompute their KV cache under the new weights, or keep the old.",
+        description="Sequences kept over a weight sync: compute their KV cache again, or go on with the old one.",
     )
     sync_dtype: Literal["exact", "convert"] = Field(
         "exact", description="Whether a sync may offer another dtype than the one held here; convert casts it."

@@ -43,8 +43,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
         positions: [N] index of the token within its completion.
     """
     words = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    numbers: npt.NDArray[np.float64] = (words >> np.uint64(64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
-    return numbers
+    return (words >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * np.float64(2.0**-_UNIFORM_BITS)
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from chatlearn_core.exceptions import ModelError
 
 Decode = Callable[[Sequence[int]], str]

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from chatlearn_core.exceptions import ChatLearnError, ModelError, WeightSyncError
 from chatlearn_core.types import WeightManifest, WeightShard
 from chatlearn_hf.checkpoint_names import (
@@ -21,6 +18,8 @@ from chatlearn_hf.checkpoint_names import (
     load_checkpoint_tensors,
 )
 from chatlearn_hf.model_directory import weight_files
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 _MAX_LINES = 10
 """Differences that an error lists; it counts the rest."""
@@ -122,8 +121,8 @@ class TransformersWeightLoader:
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
         """Not a channel of this generator."""
         raise WeightSyncError(
-            f"{self._replica.name}: the generator 'transformers' takes whole tensors or a checkpoint, not boxes; choose "
-            "a transport with channel 'tensors' or 'checkpoint'"
+            f"{self._replica.name}: the generator 'transformers' takes whole tensors or a checkpoint, not boxes;"
+            " choose a transport with channel 'tensors' or 'checkpoint'"
         )
 
     async def load_checkpoint(self, directory: Path) -> None:

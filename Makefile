@@ -1,0 +1,67 @@
+# Two commands for everybody: `make demo` and `make test`. Both install what they need into .venv and reuse what is there.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DATA ?= ../shared/data
+# The distributions of this repository, in editable form.
+PACKAGES := chatlearn_core chatlearn_fsdp $(sort $(wildcard plugins/chatlearn_*))
+EDITABLE := $(foreach package,$(PACKAGES),-e ./$(package))
+METADATA := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)) requirements/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# torch first: other packages would pull a build of their own choice.
+TORCH := torch==2.13.0
+
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_DISABLE_TELEMETRY = 1
+ifneq ($(wildcard $(DATA)/gsm8k),)
+export CHATLEARN_TEST_DATA = $(abspath $(DATA))
+endif
+
+.PHONY: help install install-dev demo test test-fast lint format wheels clean
+
+help:  ## Show what can be made.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(METADATA) | $(BIN)/python
+	@echo "Installing ChatLearn into $(VENV) (once) ..."
+	$(PIP) install --quiet --constraint requirements/constraints.txt $(TORCH)
+	$(PIP) install --quiet --constraint requirements/constraints.txt $(EDITABLE) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	@echo "Installing what tests need into $(VENV) (once) ..."
+	$(PIP) install --quiet --constraint requirements/constraints.txt --requirement requirements/dev.txt
+	@touch $@
+
+install: $(VENV)/.installed  ## Install the embedded default set into .venv.
+
+install-dev: $(VENV)/.installed-dev  ## Install what tests, linters and benchmarks need, too.
+
+demo: install  ## Train a small model from scratch on this machine and show the result (under 4 minutes).
+	$(BIN)/python examples/demo/demo.py $(ARGS)
+
+test: install-dev lint  ## Run every test this machine can run, real engines included.
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-fast: install-dev  ## Run the quick tests (no engine, nothing slow).
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not engine and not slow and not gpu" $(ARGS)
+
+lint: install-dev  ## Check style, types and import contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addsuffix /src,$(PACKAGES))
+	$(BIN)/lint-imports
+
+format: install-dev  ## Put the code into its format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheels: install-dev  ## Build a wheel of every distribution into dist/.
+	for package in $(PACKAGES) .; do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$package || exit 1; done
+
+clean:  ## Remove what was built and installed here.
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

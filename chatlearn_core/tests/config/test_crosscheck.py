@@ -1,0 +1,270 @@
+"""Every rule with its whole message; the configuration is valid but for what the overrides say."""
+
+import pytest
+from chatlearn_core.config.crosscheck import RULES
+from chatlearn_core.config.load import load_config
+from chatlearn_core.config.problems import InvalidConfigError
+from chatlearn_core.plugins.registry import PluginRegistry
+
+# rule name -> (overrides, whole message without heading and without "override ...: " marks)
+CASES: dict[str, list[tuple[list[str], str]]] = {
+    "nothing_is_empty": [
+        (["model.path=' '"], "model.path: must not be empty (got ' ')"),
+        (["data.train.0.path=''"], "data.train.0.path: must not be empty (got '')"),
+        (["name=''", "output_dir=x"], "name: must not be empty (got '')"),
+        (["roles.trainer.model={path: ''}"], "roles.trainer.model.path: must not be empty (got '')"),
+        (["log.loggers=[{name: ''}]"], "log.loggers.0.name: must not be empty (got '')"),
+    ],
+    "role_names": [
+        (
+            ["roles.my-critic={kind: trainer, backend: fsdp}"],
+            "roles.my-critic: a role's name must be an identifier that starts with a letter: "
+            "a flow calls it as m.<name> (got 'my-critic')\n    rename the role",
+        ),
+        (
+            ["roles._x={kind: trainer, backend: fsdp}"],
+            "roles._x: a role's name must be an identifier that starts with a letter: "
+            "a flow calls it as m.<name> (got '_x')\n    rename the role",
+        ),
+    ],
+    "backend_given": [
+        (
+            ["~roles.trainer.backend"],
+            "roles.trainer.backend: a trainer role needs a backend\n"
+            "    name an installed trainer (chatlearn plugins list --kind trainer)",
+        ),
+        (
+            ["roles.generator.backend=''"],
+            "roles.generator.backend: a generator role needs a backend\n"
+            "    name an installed generator (chatlearn plugins list --kind generator)",
+        ),
+        (
+            ["~roles.reward.backend"],
+            "roles.reward.backend: a reward role needs a backend, or parts to combine\n"
+            "    name a reward (backend: math)",
+        ),
+        (
+            ["roles.reward.parts=[{backend: math}, {backend: format}]"],
+            "roles.reward.backend: a reward role has either a backend or parts, not both (got 'math')\n"
+            "    roles.reward.parts = ['math', 'format'] (MARK)\n"
+            "    move the backend into parts, or remove parts",
+        ),
+        (
+            ["roles.trainer.parts=[{backend: math}]"],
+            "roles.trainer.parts: only reward roles combine parts; this role is a trainer\n    remove parts",
+        ),
+    ],
+    "keys_of_other_kinds": [
+        (
+            ["roles.generator.head=value"],
+            "roles.generator.head: a generator role does not take head: the head belongs to a trainer's model "
+            "(got 'value')\n    roles.generator.kind = 'generator' (<text>:13)\n"
+            "    remove it; a value or reward head is a role of kind trainer",
+        ),
+        (
+            ["roles.reward.head=reward"],
+            "roles.reward.head: a reward role does not take head: the head belongs to a trainer's model "
+            "(got 'reward')\n    roles.reward.kind = 'reward' (<text>:16)\n"
+            "    remove it; a value or reward head is a role of kind trainer",
+        ),
+        (
+            ["roles.generator.trainable=true"],
+            "roles.generator.trainable: a generator role does not take trainable: only a trainer learns (got True)\n"
+            "    roles.generator.kind = 'generator' (<text>:13)\n    remove it",
+        ),
+        (
+            ["roles.trainer.replicas=2"],
+            "roles.trainer.replicas: a trainer role does not take replicas: a trainer is one model: "
+            "copies of it would not learn together (got 2)\n    roles.trainer.kind = 'trainer' (<text>:10)\n"
+            "    use ranks to spread a trainer over devices",
+        ),
+        (
+            ["roles.reward.ranks=2"],
+            "roles.reward.ranks: a reward role does not take ranks: a reward runs in one rank (got 2)\n"
+            "    roles.reward.kind = 'reward' (<text>:16)\n    use replicas for more reward workers",
+        ),
+        (
+            ["~roles.reward.backend", "roles.reward.parts=[{backend: math}]", "roles.reward.engine={a: 1}"],
+            "roles.reward.engine: engine is for the one backend of a role, and this role combines parts "
+            "(got {'a': 1})\n"
+            "    set the options of each part instead (parts.0.options)",
+        ),
+    ],
+    "heads_and_ranks": [
+        (
+            ["roles.trainer.head=reward"],
+            "roles.trainer.head: trainer 'fsdp' has no reward head; it has: lm, value (got 'reward')\n"
+            "    roles.trainer.backend = 'fsdp' (<text>:11)\n    choose one of these or another trainer",
+        ),
+        (
+            ["roles.trainer.ranks=3"],
+            "roles.trainer.ranks: trainer 'fsdp' runs in at most 2 rank(s) (got 3)\n"
+            "    roles.trainer.backend = 'fsdp' (<text>:11)\n    set ranks to 2, or choose another trainer",
+        ),
+    ],
+    "algorithm_roles": [
+        (
+            ["~roles.reward"],
+            "roles.reward: the algorithm needs a role 'reward' of kind reward\n"
+            "    algorithm.name = 'grpo' (<text>:7)\n    add roles.reward with kind: reward",
+        ),
+        (
+            ["~roles.reward", "roles.rewards={kind: reward, backend: math}"],
+            "roles.reward: the algorithm needs a role 'reward' of kind reward\n"
+            "    algorithm.name = 'grpo' (<text>:7)\n    is 'rewards' meant? add roles.reward with kind: reward",
+        ),
+        (
+            ["roles.reward={kind: trainer, backend: fsdp}"],
+            "roles.reward.kind: the algorithm needs a reward as 'reward' (got 'trainer')\n"
+            "    algorithm.name = 'grpo' (<text>:7)\n    set kind: reward",
+        ),
+    ],
+    "weight_sync_fits": [
+        (
+            ["weight_sync.options={x: 1}"],
+            "weight_sync.options: options belong to a named transport, and backend is 'auto' (got {'x': 1})\n"
+            "    weight_sync.backend = 'auto' (default)\n    name the backend, or remove options",
+        ),
+        (
+            ["weight_sync.backend=boxes"],
+            "weight_sync.backend: transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors' "
+            "(got 'boxes')\n    roles.trainer.backend = 'fsdp' (<text>:11)\n"
+            "    roles.generator.backend = 'transformers' (<text>:14)\n"
+            "    choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)",
+        ),
+        (
+            ["weight_sync.backend=disk"],
+            "weight_sync.backend: transport 'disk' delivers by channel 'checkpoint' between hosts; "
+            "generator 'transformers' takes channels 'tensors' (got 'disk')\n"
+            "    roles.trainer.backend = 'fsdp' (<text>:11)\n    roles.generator.backend = 'transformers' (<text>:14)\n"
+            "    choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)",
+        ),
+        (
+            ["roles.generator.backend=adapters", "weight_sync.backend=direct"],
+            "weight_sync.backend: payload 'full' is asked for; payloads are: trainer 'fsdp' 'full', "
+            "transport 'direct' 'full', generator 'adapters' 'adapter' (got 'direct')\n"
+            "    roles.trainer.backend = 'fsdp' (<text>:11)\n    roles.generator.backend = 'adapters' (MARK)\n"
+            "    choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)",
+        ),
+    ],
+    "auto_format_takes_no_options": [
+        (
+            ["data.train.0.options={x: 1}"],
+            "data.train.0.options: options belong to a named format, and format is 'auto' (got {'x': 1})\n"
+            "    data.train.0.format = 'auto' (default)\n    name the format, or remove options",
+        ),
+    ],
+    "evaluation_has_data": [
+        (
+            ["eval.every=5"],
+            "eval.every: evaluates, but there is no data.eval (got 5)\n    data.eval = [] (default)\n"
+            "    add data.eval, or remove this setting",
+        ),
+        (
+            ["eval.sampling={max_tokens: 8}"],
+            "eval.sampling: says how to sample for evaluation, but there is no data.eval\n"
+            "    data.eval = [] (default)\n    add data.eval, or remove this setting",
+        ),
+    ],
+    "best_metric_is_produced": [
+        (
+            ["checkpoint.keep_best=1"],
+            "checkpoint.keep_best: ranks checkpoints by 'eval/accuracy', which is never measured: "
+            "there is no data.eval (got 1)\n    checkpoint.metric = 'eval/accuracy' (default)\n"
+            "    data.eval = [] (default)\n"
+            "    add data.eval, set another metric (reward/mean), or set keep_best to 0",
+        ),
+        (
+            ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.at_end=false"],
+            "checkpoint.keep_best: ranks checkpoints by 'eval/accuracy', which is not measured after training starts "
+            "(got 1)\n    checkpoint.metric = 'eval/accuracy' (default)\n    eval.every = 0 (default)\n"
+            "    eval.at_end = False (MARK)\n    set eval.every, or set keep_best to 0",
+        ),
+    ],
+    "completion_fits_model": [
+        (
+            ["model.max_length=512"],
+            "sampling.max_tokens: leaves no room for a prompt: it must be less than the longest sequence (got 512)\n"
+            "    model.max_length = 512 (MARK)\n    lower max_tokens or raise max_length",
+        ),
+        (
+            ["roles.generator.model={path: m, max_length: 600}", "data.max_prompt_tokens=100"],
+            "sampling.max_tokens: 100 prompt tokens and 512 completion tokens are more than the longest sequence, 600 "
+            "(got 512)\n    data.max_prompt_tokens = 100 (MARK)\n    roles.generator.model.max_length = 600 (MARK)\n"
+            "    lower one of the two or raise max_length",
+        ),
+        (
+            ["model.max_length=600", "data.eval=[{path: e}]", "eval.sampling={max_tokens: 600}"],
+            "eval.sampling.max_tokens: leaves no room for a prompt: it must be less than the longest sequence "
+            "(got 600)\n    model.max_length = 600 (MARK)\n    lower max_tokens or raise max_length",
+        ),
+    ],
+    "mini_batches_have_samples": [
+        (
+            ["train.mini_batches=17"],
+            "train.mini_batches: a step has 16 samples, fewer than its mini-batches (got 17)\n"
+            "    train.prompts_per_step = 4 (<text>:20)\n    algorithm.options.group_size = 4 (default)\n"
+            "    set mini_batches to 16 or less, or draw more prompts a step",
+        ),
+        (
+            ["algorithm.name=sft", "train.mini_batches=5"],
+            "train.mini_batches: a step has 4 samples, fewer than its mini-batches (got 5)\n"
+            "    train.prompts_per_step = 4 (<text>:20)\n"
+            "    set mini_batches to 4 or less, or draw more prompts a step",
+        ),
+    ],
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.__name__ for rule in RULES} == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [pytest.param(*case, id=f"{rule}-{index}") for rule, cases in CASES.items() for index, case in enumerate(cases)],
+)
+def test_rule(overrides: list[str], expected: str, valid: str, registry: PluginRegistry) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(valid, overrides, registry)
+    heading, _, message = str(caught.value).partition("\n")
+    assert heading == "1 problem in <text>:"
+    for override in overrides:
+        message = message.replace(f"override {override!r}", "MARK")
+    mark, _, message = message.partition(": ")
+    assert mark == "MARK" or mark.startswith("<text>:")
+    assert message == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["roles.trainer.ranks=2"],
+        ["roles.critic={kind: trainer, backend: fsdp, head: value}"],
+        ["roles.generator.replicas=2", "roles.generator.ranks=2", "roles.reward.replicas=4"],
+        ["weight_sync.backend=direct"],
+        ["checkpoint.keep_best=1", "checkpoint.metric=reward/mean"],
+        ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.every=2"],
+        ["model.max_length=612", "data.max_prompt_tokens=100"],
+        ["train.mini_batches=16"],
+        ["~roles.generator", "~roles.reward", "algorithm.name=sft"],
+        ["data.train.0={path: x, format: gsm8k, options: {}}"],
+    ],
+)
+def test_at_the_limit_nothing_is_told(overrides: list[str], valid: str, registry: PluginRegistry) -> None:
+    load_config(valid, overrides, registry)
+
+
+def test_auto_tells_when_no_transport_fits(valid: str, registry: PluginRegistry) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(valid, ["roles.generator.backend=adapters"], registry)
+    message = str(caught.value)
+    assert "weight_sync.backend: no installed transport fits (got 'auto')" in message
+    assert "    transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'\n" in message
+    assert "install a transport that fits, or choose another backend" in message
+
+
+def test_a_wrong_value_causes_no_conflict_of_its_own(valid: str, registry: PluginRegistry) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(valid, ["train.prompts_per_step=many", "train.mini_batches=3", "roles.reward.kind=judge"], registry)
+    assert len(caught.value.problems) == 2

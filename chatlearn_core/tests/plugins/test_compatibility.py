@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from chatlearn_core.exceptions import PluginIncompatibleError
+from chatlearn_core.plugins.compatibility import choose_transport, mismatches
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
+
+
+def transport(name: str, **arguments) -> WeightSyncSpec:
+    return WeightSyncSpec(name=name, sender="m:S", receiver="m:R", options="m:O", **arguments)
+
+
+TRAINER = TrainerSpec(name="fsdp", factory="m:F", options="m:O", exports=frozenset({"full_tensors"}))
+GENERATOR = GeneratorSpec(name="vllm", factory="m:F", options="m:O", channels=frozenset({"tensors", "checkpoint"}))
+DIRECT = transport("direct", channel="tensors", reach="process", speed_rank=10)
+SHARED = transport("shared_memory", channel="tensors", reach="host", speed_rank=20)
+CHECKPOINT = transport("checkpoint", channel="checkpoint", reach="anywhere", speed_rank=90)
+BOXES = transport("boxes", needs_export="boxes", channel="boxes", reach="anywhere", speed_rank=1)
+ALL = (CHECKPOINT, BOXES, SHARED, DIRECT)
+
+
+@pytest.mark.parametrize(
+    ("sync", "placement", "fits"),
+    [
+        (DIRECT, "process", True),
+        (DIRECT, "host", False),
+        (DIRECT, "anywhere", False),
+        (SHARED, "process", True),
+        (SHARED, "host", True),
+        (SHARED, "anywhere", False),
+        (CHECKPOINT, "process", True),
+        (CHECKPOINT, "anywhere", True),
+    ],
+)
+def test_reach(sync, placement, fits: bool) -> None:
+    assert (mismatches(TRAINER, GENERATOR, sync, placement) == []) is fits
+
+
+def test_each_reason_names_both_sides() -> None:
+    generator = replace(GENERATOR, channels=frozenset({"checkpoint", "process_group"}))
+    assert mismatches(TRAINER, generator, DIRECT, "host") == [
+        "transport 'direct' delivers by channel 'tensors' within one process; "
+        "generator 'vllm' takes channels 'checkpoint', 'process_group'",
+        "transport 'direct' delivers by channel 'tensors' within one process; "
+        "trainer 'fsdp' and generator 'vllm' share a host but not a process",
+    ]
+    assert mismatches(TRAINER, replace(GENERATOR, channels=frozenset({"boxes"})), BOXES, "process") == [
+        "transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'"
+    ]
+
+
+def test_a_payload_must_be_taken_by_all_three() -> None:
+    assert mismatches(
+        TRAINER, GENERATOR, replace(DIRECT, payloads=frozenset({"full", "delta"})), "process", "delta"
+    ) == [
+        "payload 'delta' is asked for; payloads are: "
+        "trainer 'fsdp' 'full', transport 'direct' 'delta', 'full', generator 'vllm' 'full'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"), [("process", "direct"), ("host", "shared_memory"), ("anywhere", "checkpoint")]
+)
+def test_auto_takes_the_fastest_that_fits(placement, name: str) -> None:
+    chosen, _ = choose_transport(TRAINER, GENERATOR, ALL, placement)
+    assert chosen.name == name
+
+
+def test_auto_says_why() -> None:
+    _, why = choose_transport(TRAINER, GENERATOR, (CHECKPOINT, DIRECT, SHARED), "host")
+    assert why == (
+        "'shared_memory' is the fastest weight sync for trainer 'fsdp' and generator 'vllm', which share a host but "
+        "not a process; checkpoint would also fit; direct does not fit (transport 'direct' delivers by channel "
+        "'tensors' within one process; trainer 'fsdp' and generator 'vllm' share a host but not a process)"
+    )
+
+
+def test_equal_speed_is_decided_by_name() -> None:
+    chosen, _ = choose_transport(TRAINER, GENERATOR, (transport("b"), transport("a")), "process")
+    assert chosen.name == "a"
+
+
+def test_no_fit_names_every_transport_and_why() -> None:
+    with pytest.raises(PluginIncompatibleError) as caught:
+        choose_transport(TRAINER, GENERATOR, (DIRECT, BOXES), "anywhere")
+    message = str(caught.value)
+    assert message.startswith("No weight sync fits trainer 'fsdp' and generator 'vllm', which are on different hosts.")
+    assert "\n  direct: transport 'direct' delivers by channel 'tensors' within one process; " in message
+    assert "\n  boxes: transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'" in message
+
+
+def test_no_transport_at_all() -> None:
+    with pytest.raises(PluginIncompatibleError, match="No weight sync is installed"):
+        choose_transport(TRAINER, GENERATOR, (), "process")

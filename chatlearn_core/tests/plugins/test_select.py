@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+from chatlearn_core.exceptions import (
+    PluginConflictError,
+    PluginError,
+    PluginIncompatibleError,
+    PluginNotFoundError,
+)
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.records import GeneratorSpec
+from chatlearn_core.plugins.registry import PluginRegistry
+
+WHERE = "configs/run.yaml, roles.generator.backend"
+
+
+def generator(name: str, distribution: str, status: str = "ok", reason: str = "", **record) -> PluginEntry:
+    spec = GeneratorSpec(**{"name": name, "factory": "json:dumps", "options": "json:dumps", **record})
+    usable = status in ("ok", "missing-engine", "conflict")
+    return PluginEntry(
+        name=name,
+        kind="generator",
+        distribution=distribution,
+        version="0.1.0",
+        status=status,
+        reason=reason,
+        record=spec if usable else None,
+    )
+
+
+TRANSFORMERS = generator("transformers", "chatlearn-transformers")
+VLLM = generator("vllm", "chatlearn-vllm")
+BROKEN = PluginEntry(
+    name="acme",
+    kind=None,
+    distribution="acme-generator",
+    version="0.3.0",
+    status="failed",
+    reason="ModuleNotFoundError: No module named 'acme_engine'",
+)
+REWARD = PluginEntry(name="vlm", kind="reward", distribution="r", version="1", status="ok")
+
+
+def test_the_record_of_that_kind_and_name() -> None:
+    registry = PluginRegistry((REWARD, TRANSFORMERS, VLLM, BROKEN))
+    assert registry.select("generator", "vllm", WHERE) is VLLM.record
+    assert registry.records("generator") == (TRANSFORMERS.record, VLLM.record)
+
+
+def test_an_unknown_name_names_choices_failures_and_the_nearest() -> None:
+    with pytest.raises(PluginNotFoundError) as caught:
+        PluginRegistry((REWARD, TRANSFORMERS, VLLM, BROKEN)).select("generator", "vlm", WHERE)
+    assert str(caught.value) == (
+        "No generator backend named 'vlm' (configs/run.yaml, roles.generator.backend).\n"
+        "  installed:      transformers (chatlearn-transformers 0.1.0), vllm (chatlearn-vllm 0.1.0)\n"
+        "  failed to load: acme (acme-generator 0.3.0): ModuleNotFoundError: No module named 'acme_engine'\n"
+        "  Did you mean 'vllm'?"
+    )
+
+
+def test_nothing_installed_at_all() -> None:
+    with pytest.raises(PluginNotFoundError, match=r"^No generator backend named 'vlm'\.\n  installed: none$"):
+        PluginRegistry().select("generator", "vlm")
+
+
+def test_a_failed_plugin_says_why_when_it_is_selected() -> None:
+    with pytest.raises(PluginNotFoundError, match=r"acme \(acme-generator 0\.3\.0\): ModuleNotFoundError"):
+        PluginRegistry((VLLM, BROKEN)).select("generator", "acme", WHERE)
+
+
+def test_a_disabled_plugin_says_so() -> None:
+    disabled = PluginEntry(
+        name="acme",
+        kind=None,
+        distribution="acme",
+        version="1",
+        status="disabled",
+        reason="by CHATLEARN_DISABLE_PLUGINS",
+    )
+    with pytest.raises(PluginNotFoundError, match=r"disabled: +acme \(acme 1\): by CHATLEARN_DISABLE_PLUGINS"):
+        PluginRegistry((VLLM, disabled)).select("generator", "acme", WHERE)
+
+
+def test_a_conflict_names_both_and_prefers_none() -> None:
+    twice = (generator("acme", "acme-a", "conflict", "..."), generator("acme", "acme-b", "conflict", "..."))
+    with pytest.raises(PluginConflictError) as caught:
+        PluginRegistry(twice).select("generator", "acme", WHERE)
+    assert str(caught.value) == (
+        "The generator backend 'acme' is registered 2 times (configs/run.yaml, roles.generator.backend); "
+        "none is preferred.\n"
+        "  acme (acme-a 0.1.0)\n"
+        "  acme (acme-b 0.1.0)\n"
+        "  Uninstall one, or name its distribution in CHATLEARN_DISABLE_PLUGINS."
+    )
+
+
+def test_an_incompatible_plugin_names_both_versions() -> None:
+    reason = "written for plugin API 2, this ChatLearn has plugin API 1; update ChatLearn"
+    entries = (generator("acme", "acme-a", "incompatible", reason), VLLM)
+    with pytest.raises(PluginIncompatibleError) as caught:
+        PluginRegistry(entries).select("generator", "acme", WHERE)
+    assert str(caught.value) == (
+        "The generator backend 'acme' is not compatible (configs/run.yaml, roles.generator.backend).\n"
+        f"  acme (acme-a 0.1.0): {reason}\n"
+        "  installed: vllm (chatlearn-vllm 0.1.0)"
+    )
+
+
+def test_the_engine_is_looked_up_where_the_backend_will_run() -> None:
+    entry = generator("acme", "acme-a", "missing-engine", "...", requires=(("acme-engine>=2",),))
+    registry = PluginRegistry((entry, VLLM))
+    with pytest.raises(PluginIncompatibleError) as caught:
+        registry.select("generator", "acme", WHERE, installed={"acme-engine": "1.0"}.get)
+    assert str(caught.value) == (
+        "The generator backend acme (acme-a 0.1.0) cannot run here (configs/run.yaml, roles.generator.backend).\n"
+        "  needs acme-engine>=2; installed: acme-engine 1.0\n"
+        "  Install one of the alternatives, or choose another backend.\n"
+        "  installed: vllm (chatlearn-vllm 0.1.0)"
+    )
+    assert registry.select("generator", "acme", WHERE, installed={"acme-engine": "2.1"}.get) is entry.record
+    assert registry.select("generator", "acme", WHERE, installed=None) is entry.record
+    with pytest.raises(PluginIncompatibleError, match="installed: none of them"):
+        registry.select("generator", "acme", WHERE)
+
+
+def test_loading_what_a_record_names() -> None:
+    import json
+
+    registry = PluginRegistry((generator("acme", "acme-a", factory="json:dumps"),))
+    assert registry.load_factory(registry.select("generator", "acme")) is json.dumps
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("no_such_module:F", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("json:no_such_name", "ImportError: module 'json' has no attribute 'no_such_name'"),
+        ("json:__name__", "it must be callable"),
+    ],
+)
+def test_code_that_cannot_be_loaded_names_plugin_and_version(factory: str, reason: str) -> None:
+    registry = PluginRegistry((generator("acme", "acme-a", factory=factory),))
+    with pytest.raises(PluginError, match=r"The generator backend 'acme' \(acme-a 0\.1\.0\)") as caught:
+        registry.load_factory(registry.select("generator", "acme"))
+    assert reason in str(caught.value)
+    assert factory in str(caught.value)
+
+
+def test_options_must_be_a_pydantic_model() -> None:
+    from chatlearn_core.config.models import SamplingConfig
+
+    good = generator("good", "acme-a", options="chatlearn_core.config.models:SamplingConfig")
+    registry = PluginRegistry((good, generator("acme", "acme-a", options="json:JSONDecoder")))
+    assert registry.load_options(registry.select("generator", "good")) is SamplingConfig
+    with pytest.raises(PluginError, match="it must be a pydantic model"):
+        registry.load_options(registry.select("generator", "acme"))

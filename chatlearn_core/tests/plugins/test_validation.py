@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from chatlearn_core.plugins.records import GeneratorSpec, PluginRecord, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.validation import (
+    api_version_problem,
+    name_problem,
+    record_problems,
+    short,
+    wrong_type_problem,
+)
+
+GENERATOR = GeneratorSpec(name="acme", factory="acme:Generator", options="acme:Options")
+SYNC = WeightSyncSpec(name="acme", sender="acme:Sender", receiver="acme:Receiver", options="acme:Options")
+
+
+@pytest.mark.parametrize("name", ["a", "vllm", "dr_grpo", "acme.v2", "cuda_ipc", "7b-judge"])
+def test_names(name: str) -> None:
+    assert name_problem(name) is None
+
+
+@pytest.mark.parametrize("name", ["", "Vllm", "a b", "a__b", "_a", "a-", "a/b", "é", "auto", None, 3])
+def test_what_is_no_name(name: object) -> None:
+    problem = name_problem(name)
+    assert problem is not None
+    assert repr(name) in problem
+
+
+def test_good_records_have_no_problem() -> None:
+    trainer = TrainerSpec(name="acme", factory="acme:Trainer", options="acme:Options", exports=frozenset({"boxes"}))
+    for record in (GENERATOR, SYNC, trainer):
+        assert record_problems(record) == []
+    assert record_problems(replace(GENERATOR, model_families=frozenset({"qwen3"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (replace(GENERATOR, channels=frozenset({"tensor"})), "channels holds 'tensor': known are tensors, boxes,"),
+        (replace(GENERATOR, channels="tensors"), "channels=a str: 'tensors': must be a frozenset of strings"),
+        (replace(GENERATOR, options=None), "options: None is a NoneType"),
+        (replace(SYNC, receiver="acme.Receiver"), "receiver: 'acme.Receiver' is not an import string"),
+        (replace(SYNC, reach="galaxy"), "reach='galaxy': must be one of process, host, anywhere"),
+        (replace(SYNC, channel="carrier_pigeon"), "channel='carrier_pigeon': must be one of"),
+        (
+            RewardSpec(name="r", factory="a:F", options="a:O", unit="batch"),
+            "unit='batch': must be one of sample, group",
+        ),
+    ],
+)
+def test_every_broken_rule_is_named(record: PluginRecord, problem: str) -> None:
+    (found,) = record_problems(record)
+    assert found.startswith(problem)
+
+
+def test_all_broken_rules_at_once() -> None:
+    assert len(record_problems(replace(SYNC, name="A B", sender="x", reach="galaxy", requires=("torch",)))) == 4
+
+
+def test_the_wrong_record_is_sent_to_its_own_hook() -> None:
+    assert wrong_type_problem(GENERATOR, "chatlearn_generators") is None
+    problem = wrong_type_problem(GENERATOR, "chatlearn_trainers")
+    assert problem is not None
+    assert problem.endswith("it must return TrainerSpec records (GeneratorSpec belongs in chatlearn_generators)")
+
+
+def test_api_versions() -> None:
+    assert api_version_problem(GENERATOR) is None
+    assert "'1', this ChatLearn has plugin API 1" in str(api_version_problem(replace(GENERATOR, api_version="1")))
+
+
+def test_a_value_that_cannot_be_shown_is_still_named() -> None:
+    class Rude:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert short(Rude()) == "a Rude: (its repr raised RuntimeError)"
+    assert len(short("x" * 1000)) < 100

@@ -1,0 +1,34 @@
+"""What holds for every test of the repository: threads, offline hubs, and that no real engine goes untested in CI."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, by name, what needs a GPU where there is none."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # noqa: ARG001  # pytest passes by name
+    """In CI a skipped engine test is a failed one, unless it needs a GPU."""
+    outcome = yield
+    report = outcome.get_result()
+    must_run = item.get_closest_marker("engine") and not item.get_closest_marker("gpu")
+    if os.environ.get("CI") and report.skipped and must_run and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} is marked `engine` and was skipped: {report.longrepr}"

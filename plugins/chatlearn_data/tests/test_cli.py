@@ -1,0 +1,132 @@
+"""``chatlearn data`` from end to end: what is prepared is what the pipeline reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chatlearn_core.config.models import DataConfig
+from chatlearn_core.data import ExampleSet, build_dataset
+from chatlearn_core.exceptions import DataError
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.types import Demonstration
+from chatlearn_data.arithmetic import check_disjoint, problem_of
+from chatlearn_data.cli import app
+from typer.testing import CliRunner, Result
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+class ByteTokenizer:
+    """One token a byte."""
+
+    eos_token_id = 0
+    chat_template = "roles"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [byte + 1 for byte in text.encode()]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token - 1 for token in token_ids if token).decode()
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return "".join(f"[{message['role']}]{message['content']}" for message in conversation) + "[assistant]"
+
+
+def chatlearn_data(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def load(path: Path, input: Any = "prompts", **fields: Any) -> ExampleSet:
+    config = DataConfig.model_validate({"train": [{"path": str(path), **fields}]})
+    return build_dataset(
+        config, ByteTokenizer(), discover_plugins(), input=input, max_prompt_tokens=10**5, max_length=2 * 10**5
+    )
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "math"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_prepared_rows_mean_what_the_raw_rows_mean(tmp_path: Path, recipe: str, suffix: str) -> None:
+    raw, output = PUBLISHED / f"{recipe}.jsonl", tmp_path / f"out{suffix}"
+    result = chatlearn_data("prepare", recipe, "--input", raw, "--output", output, "--split", "test")
+    assert f"{output}: 5 rows" in result.output.replace("\n", "")
+    prepared, direct = list(load(output)), list(load(raw))
+    assert [p.text for p in prepared] == [p.text for p in direct]
+    assert [p.ground_truth for p in prepared] == [p.ground_truth for p in direct]
+    assert [p.id for p in prepared] == [f"{recipe}/test/{i}" for i in range(5)]
+    assert {p.data_source for p in prepared} == {recipe}
+    assert prepared[3].columns["extra_info"]["index"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows"), [("gsm8k/train", 7473), ("gsm8k/test", 1319), ("math/train", 4500), ("math/test", 500)]
+)
+def test_the_whole_published_files(published_data: Path, tmp_path: Path, name: str, rows: int) -> None:
+    """Row counts are those of the publications; MATH-500 carries its answers, which the solutions must agree with."""
+    recipe = name.split("/")[0]
+    output = tmp_path / "out.parquet"
+    chatlearn_data("prepare", recipe, "--input", published_data / f"{name}.jsonl", "--output", output)
+    examples = load(output)
+    assert len(examples) == rows == len(load(published_data / f"{name}.jsonl"))
+    if recipe == "gsm8k":
+        assert all(float(prompt.ground_truth) is not None for prompt in examples)
+
+
+def test_bad_rows_stop_the_work_and_nothing_is_written(tmp_path: Path) -> None:
+    raw, output = tmp_path / "raw.jsonl", tmp_path / "out.jsonl"
+    good = {"question": "Why?", "answer": "#### 1"}
+    raw.write_text(
+        "\n".join([json.dumps(good), "{", json.dumps({**good, "answer": "one"}), json.dumps({"answer": ""})])
+    )
+    with pytest.raises(DataError, match=r"(?s)3 of 4 rows.*line 2: not valid JSON.*line 3: no answer.*line 4: column"):
+        chatlearn_data("prepare", "gsm8k", "-i", raw, "-o", output)
+    assert not output.exists()
+    result = chatlearn_data("prepare", "gsm8k", "-i", raw, "-o", output, "--skip-bad-rows")
+    assert "1 rows, 3 bad rows skipped" in result.output.replace("\n", "")
+    assert len(output.read_text().splitlines()) == 1
+
+
+def test_missing_and_empty_input(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, reason in [("nothing.jsonl", "does not exist"), ("empty.jsonl", "is empty")]:
+        with pytest.raises(DataError, match=reason):
+            chatlearn_data("prepare", "math", "-i", tmp_path / name, "-o", tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="must end in"):
+        chatlearn_data("prepare", "math", "-i", tmp_path / "empty.jsonl", "-o", tmp_path / "out.txt")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_arithmetic_files_are_ready_to_train_on(tmp_path: Path, suffix: str) -> None:
+    counts = ["--train", 90, "--validation", 20, "--heldout", 30, "--demonstrations", 80]
+    result = chatlearn_data("prepare", "arithmetic", "-o", tmp_path, *counts, "--max-operand", 12, "--suffix", suffix)
+    assert "106 problems for training, 20 for validation, 30 held out" in result.output
+    sets = {name: load(tmp_path / f"{name}{suffix}") for name in ("train", "validation", "heldout")}
+    demonstrations = list(load(tmp_path / f"sft{suffix}", "demonstrations"))
+    assert [len(examples) for examples in sets.values()] == [90, 20, 30]
+    assert len(demonstrations) == 80
+    trained = [problem_of(prompt.columns) for prompt in sets["train"]] + [
+        problem_of(example.prompt.columns) for example in demonstrations if isinstance(example, Demonstration)
+    ]
+    seen = {name: [problem_of(prompt.columns) for prompt in sets[name]] for name in ("validation", "heldout")}
+    check_disjoint({"train": trained, **seen})
+
+
+def test_arithmetic_refuses_an_unknown_style(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--answer-style is 'prose'"):
+        chatlearn_data("prepare", "arithmetic", "-o", tmp_path, "--answer-style", "prose")
+
+
+def test_show_says_how_rows_are_understood(tmp_path: Path) -> None:
+    shown = chatlearn_data("show", PUBLISHED / "gsm8k.jsonl", "-n", 2).output
+    assert shown.count("(format gsm8k)") == 2
+    assert "ground truth: 72" in shown
+    assert "Natalia sold clips" in shown
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n{"prompt": 3}\n')
+    assert "bad row: column 'prompt' must be text" in chatlearn_data("show", bad).output
