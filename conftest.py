@@ -6,6 +6,11 @@ import os
 
 import pytest
 
+# Imported before any test: in importlib mode a test's module is named after its folders, and without these the folder
+# chatlearn_core/ at the root would be taken for the package.
+import chatlearn_core  # noqa: F401
+import chatlearn_fsdp  # noqa: F401
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # noqa: ARG001  # pytest passes by name
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # pytest passes by name
     """In CI a skipped engine test is a failed one, unless it needs a GPU."""
     outcome = yield
     report = outcome.get_result()

@@ -64,7 +64,7 @@ def test_show_fields_and_options(fake_environment) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "factory       fake_reward:Fake" in lines
-    assert lines[-1].split() == "scale float > 0 1.0 What a right answer is worth.".split()
+    assert lines[-1].split() == ["scale", "float", ">", "0", "1.0", "What", "a", "right", "answer", "is", "worth."]
 
 
 def test_show_as_json_has_the_schema(fake_environment) -> None:

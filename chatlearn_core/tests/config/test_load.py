@@ -339,7 +339,7 @@ VALUES = st.recursive(
 )
 
 
-@FUZZ
+@settings(FUZZ, max_examples=40)  # each example that loads is loaded twice more
 @given(data=st.data())
 def test_no_value_anywhere_raises_anything_else(data: st.DataObject, valid: str, registry: PluginRegistry) -> None:
     paths = [

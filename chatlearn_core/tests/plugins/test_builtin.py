@@ -14,3 +14,13 @@ def test_what_the_core_registers() -> None:
     source = PluginSource("core", "chatlearn-core", "0", load=lambda: builtin)
     registry = load_plugins([source], disabled=DisabledDistributions(), strict=True)
     assert [entry.name for entry in registry.entries] == ["config", "eval", "flow", "plugins", "run", "local"]
+
+
+def test_everything_that_the_core_registers_can_be_imported() -> None:
+    source = PluginSource("core", "chatlearn-core", "0", load=lambda: builtin)
+    registry = load_plugins([source], disabled=DisabledDistributions(), strict=True)
+    for command in registry.records("cli_command"):
+        registry.load_factory(command, "app")
+    for runtime in registry.records("runtime"):
+        registry.load_factory(runtime)
+        registry.load_options(runtime)

@@ -67,7 +67,7 @@ CHECKS: dict[str, Check] = {
         "mine",
     ),
     "chatlearn_rollout_end": observes(
-        lambda observers, path: observers.rollout_end(2, [object(), object()], {}),  # type: ignore[list-item]  # only counted
+        lambda observers, path: observers.rollout_end(2, [object(), object()], {}),
         lambda module, path: module.seen,
         [(2, 2)],
     ),

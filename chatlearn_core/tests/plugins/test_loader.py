@@ -102,8 +102,14 @@ def test_a_plugin_that_works(fake_environment) -> None:
         pytest.param(
             IMPORTS + "@hookimpl\nasync def chatlearn_rewards():\n    return []",
             "failed",
-            "returned a coroutine",
+            "chatlearn_rewards is an async function; hooks are called and not awaited",
             id="async",
+        ),
+        pytest.param(
+            IMPORTS + "@hookimpl\ndef chatlearn_step_end(step):\n    yield step",
+            "failed",
+            "chatlearn_step_end is a generator function; what it does would never be done",
+            id="generator-observer",
         ),
         pytest.param(
             IMPORTS + "@hookimpl\ndef chatlearn_rewards():\n    return [{'name': 'fake'}]",
@@ -279,10 +285,12 @@ def test_strict_mode_names_every_plugin_that_is_not_ok() -> None:
     with pytest.raises(PluginError) as caught:
         load_plugins(sources, disabled=DisabledDistributions(), strict=True)
     message = str(caught.value)
-    assert message.startswith("2 plugins cannot be used")
+    assert message.startswith("Strict mode: every installed plugin must be usable.\n")
     assert "gone (gone-dist 1.0): failed: ModuleNotFoundError" in message
     assert "old (old-dist 2.0): incompatible: requires chatlearn-core<0.1" in message
     load_plugins(sources, disabled=DisabledDistributions(("gone_dist", "old.dist")), strict=True)
+    with pytest.raises(PluginError, match="which no installed plugin distribution is called"):
+        load_plugins([], disabled=DisabledDistributions(("gone-dist",)), strict=True)
 
 
 def test_strict_mode_lets_an_engine_live_in_another_interpreter(fake_environment) -> None:
@@ -318,6 +326,20 @@ def test_metadata_that_cannot_be_parsed_fail_alone(fake_environment) -> None:
     fake_environment.install("torn", entry_points="[chatlearn]\ntorn\n")
     fake_environment.install("good-dist", REWARD)
     assert (only_entry("torn").status, only_entry("good-dist").status) == ("failed", "ok")
+
+
+def test_entry_points_that_are_not_text_fail_alone(fake_environment) -> None:
+    fake_environment.install("torn", entry_points="")
+    (fake_environment.site / "torn-1.0.dist-info" / "entry_points.txt").write_bytes(b"[chatlearn]\n\xff = x\n")
+    fake_environment.install("good-dist", REWARD)
+    assert "UnicodeDecodeError" in only_entry("torn").reason
+    assert only_entry("good-dist").status == "ok"
+
+
+def test_what_is_left_of_a_removed_distribution_is_reported(fake_environment) -> None:
+    fake_environment.install("half-gone", "raise AssertionError")
+    (fake_environment.site / "half_gone-1.0.dist-info" / "METADATA").unlink()
+    assert only_entry("(unnamed distribution)").version == "(unknown version)"
 
 
 def test_a_wheel_installed_by_pip_is_found(fake_environment, tmp_path: Path) -> None:

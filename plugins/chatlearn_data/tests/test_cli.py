@@ -13,6 +13,7 @@ from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration
+from chatlearn_data.answers import last_boxed
 from chatlearn_data.arithmetic import check_disjoint, problem_of
 from chatlearn_data.cli import app
 from typer.testing import CliRunner, Result
@@ -74,8 +75,12 @@ def test_the_whole_published_files(published_data: Path, tmp_path: Path, name: s
     chatlearn_data("prepare", recipe, "--input", published_data / f"{name}.jsonl", "--output", output)
     examples = load(output)
     assert len(examples) == rows == len(load(published_data / f"{name}.jsonl"))
+    answers = [prompt.ground_truth for prompt in examples]
     if recipe == "gsm8k":
-        assert all(float(prompt.ground_truth) is not None for prompt in examples)
+        assert all(float(answer).is_integer() or "." in answer for answer in answers)
+    if name == "math/test":
+        solutions = [prompt.columns["extra_info"]["solution"] for prompt in examples]
+        assert [last_boxed(text) for text in solutions] == answers
 
 
 def test_bad_rows_stop_the_work_and_nothing_is_written(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ async def test_paths_are_relative_to_the_working_directory(use, write_module, ma
 
 
 def test_what_cannot_be_set_up_says_why(function):
-    with pytest.raises(ConfigError, match=r"reward 'function' of role 'reward': .*has no function 'g'; .*'f'"):
+    with pytest.raises(ConfigError, match=r"reward 'function' of role 'reward': .*has no function 'g'; it has: f"):
         function("def f(completions): ...\n", name="g")
     with pytest.raises(ConfigError, match=r"cannot tell how to call a function of \(x\)"):
         function("def f(x): ...\n")

@@ -10,10 +10,9 @@ import torch
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
 from chatlearn_core.types import Completion, GenerateRequest, SamplingParams
 from chatlearn_hf.tiny import build_tiny_model
-from transformers import AutoModelForCausalLM
-
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.options import TransformersGeneratorOptions
+from transformers import AutoModelForCausalLM
 
 MakeGenerator = Callable[..., TransformersGenerator]
 
@@ -68,18 +67,40 @@ def load_model() -> Callable[[Path], Any]:
     ).eval()
 
 
-def random_prompts(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 20) -> list[np.ndarray]:
-    draw = np.random.default_rng(seed)
-    return [draw.integers(3, 300, draw.integers(shortest, longest + 1)) for _ in range(count)]
+@pytest.fixture(scope="session")
+def random_prompts() -> Callable[..., list[np.ndarray]]:
+    def make(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 20) -> list[np.ndarray]:
+        draw = np.random.default_rng(seed)
+        return [draw.integers(3, 300, draw.integers(shortest, longest + 1)) for _ in range(count)]
+
+    return make
 
 
-def request(name: str, prompt: np.ndarray, resume_from: Completion | None = None, timeout_s=None, **sampling: Any):
-    params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
-    return GenerateRequest(name, prompt, params, resume_from=resume_from, timeout_s=timeout_s)
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., GenerateRequest]:
+    """``ask(id, prompt, **sampling)``: a request of 12 tokens that no end-of-sequence token cuts short."""
+
+    def make(
+        name: str,
+        prompt: np.ndarray,
+        *,
+        resume_from: Completion | None = None,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> GenerateRequest:
+        params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
+        return GenerateRequest(name, prompt, params, resume_from=resume_from, timeout_s=timeout_s)
+
+    return make
 
 
-def plain_logits(model: Any, prompt: np.ndarray, completion: np.ndarray) -> torch.Tensor:
-    """[C, V] logits each completion token was drawn from, by one uncached forward."""
-    ids = torch.from_numpy(np.concatenate([prompt, completion]))[None]
-    with torch.no_grad():
-        return model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+@pytest.fixture(scope="session")
+def plain_logits() -> Callable[..., torch.Tensor]:
+    """``plain_logits(model, prompt, completion)``: [C, V] that each token was drawn from, by one uncached forward."""
+
+    def compute(model: Any, prompt: np.ndarray, completion: np.ndarray) -> torch.Tensor:
+        ids = torch.from_numpy(np.concatenate([prompt, completion]))[None]
+        with torch.no_grad():
+            return model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+
+    return compute

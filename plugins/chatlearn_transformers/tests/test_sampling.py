@@ -90,7 +90,9 @@ def test_sampled_logprob_is_of_the_cut_distribution(seed, temperature, top_p, to
         assert float(drawn.raw_logprobs[row]) == pytest.approx(float(raw), abs=1e-5)
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.8, 0), (1.3, 1.0, 5), (1.0, 0.9, 6)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.8, 0), (1.3, 1.0, 5), (1.0, 0.9, 6)]
+)
 def test_frequencies_follow_the_distribution(temperature, top_p, top_k):
     count, vocab = 20000, 12
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(3))

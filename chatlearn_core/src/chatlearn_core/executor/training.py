@@ -48,7 +48,7 @@ class ExperienceTrainer:
                     batch = loss.prepare(_batch(samples, units, indices))
                     with timers.measure("update"):
                         metrics = await self.runtime.trainer(role).update(batch, loss)
-                    parts.append(_named_for_role(metrics, role))
+                    parts.append(_of_one_update(metrics, role))
         return merge_metrics(*parts)
 
     def _mini_batches(self, samples: Sequence[Sample], units: Sequence[int], step: int, epoch: int) -> list[list[int]]:
@@ -64,14 +64,23 @@ def unit_index(samples: Sequence[Sample], loss: Loss) -> list[int]:
     return [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
 
 
-def _named_for_role(metrics: Metrics, role: str) -> Metrics:
-    """The trainer's own metrics under the names the field uses: ``actor/grad_norm``, ``critic/lr``."""
+def _of_one_update(metrics: Metrics, role: str) -> Metrics:
+    """One update's metrics as a part of the step's: the trainer's own get the names the field uses
+    (``actor/grad_norm``, ``critic/lr``), and a loss, which is a sum over its mini-batch, is averaged over updates.
+    """
     prefix = _PREFIXES.get(role, role)
-    return {f"{prefix}/{name}" if name in _OWN else name: metric for name, metric in metrics.items()}
+    named: Metrics = {}
+    for name, metric in metrics.items():
+        if metric.reducer == "sum" and not name.startswith(_ADDED_UP):
+            metric = Metric(metric.total, 1.0, "mean")
+        named[f"{prefix}/{name}" if name in _OWN else name] = metric
+    return named
 
 
 _OWN = frozenset({"loss", "grad_norm", "lr"})
 _PREFIXES = {"trainer": "actor"}
+_ADDED_UP = ("timing_s/", "perf/")
+"""Metrics of an update that are amounts: a step's is the sum over its updates."""
 
 
 def _batch(samples: Sequence[Sample], units: Sequence[int], indices: Sequence[int]) -> TrainBatch:

@@ -65,7 +65,7 @@ class _Recorder:
 
     def call(self, role: str, method: Method, value: _Samples) -> _Samples:
         node = Node(len(self.nodes), role, method, tuple(sorted(value.nodes)), _caller())
-        duplicate = next((n for n in self.nodes if n.field == node.field and n.inputs == node.inputs), None)
+        duplicate = next((n for n in self.nodes if n.name == node.name and n.inputs == node.inputs), None)
         if duplicate is not None:
             raise FlowError(
                 f"{node.source}: {node.name} is called twice on the same samples (first at {duplicate.source}); "

@@ -128,8 +128,8 @@ def load_source(source: PluginSource, *, disabled: bool = False) -> SourceLoad:
         load.add("failed", problem)
     for hook in hook_names(manager):
         for implementation in getattr(manager.hook, hook).get_hookimpls():
-            if implementation.wrapper or implementation.hookwrapper:
-                load.add("failed", f"{hook} is a hook wrapper; hooks of ChatLearn cannot be wrapped")
+            if unfit := implementation_problem(hook, implementation):
+                load.add("failed", unfit)
             elif hook in REGISTERING_HOOKS:
                 call_registering_hook(load, hook, implementation)
             else:
@@ -167,6 +167,17 @@ def unknown_hooks(plugin: Any, manager: pluggy.PluginManager) -> Iterator[str]:
             yield f"{name} is never called: it is not marked with @hookimpl"
         else:
             yield f"{name} is not a hook, and names with {PROJECT_PREFIX} are for hooks.{did_you_mean(name, known)}"
+
+
+def implementation_problem(hook: str, implementation: pluggy.HookImpl) -> str | None:
+    """Why an implementation would not do what its author expects when it is called, or None."""
+    if implementation.wrapper or implementation.hookwrapper:
+        return f"{hook} is a hook wrapper; hooks of ChatLearn cannot be wrapped"
+    if inspect.iscoroutinefunction(implementation.function):
+        return f"{hook} is an async function; hooks are called and not awaited"
+    if inspect.isgeneratorfunction(implementation.function) and hook not in REGISTERING_HOOKS:
+        return f"{hook} is a generator function; what it does would never be done"
+    return None
 
 
 def call_registering_hook(load: SourceLoad, hook: str, implementation: pluggy.HookImpl) -> None:
@@ -240,12 +251,13 @@ def require_all_ok(registry: PluginRegistry) -> None:
         if entry.status not in ("ok", "disabled")
         and not (entry.status == "missing-engine" and runs_elsewhere(entry.record))
     ]
-    if bad or registry.warnings:
-        lines = [f"  {entry.kind or 'plugin'} {entry.title}: {entry.status}: {entry.reason}" for entry in bad]
+    lines = [f"{entry.kind or 'plugin'} {entry.title}: {entry.status}: {entry.reason}" for entry in bad]
+    lines += registry.warnings
+    if lines:
         raise PluginError(
-            f"{len(bad)} plugins cannot be used, and strict mode allows none:\n"
-            + "\n".join([*lines, *(f"  {warning}" for warning in registry.warnings)])
-            + f"\n  Repair or uninstall them, or name their distributions in {DISABLE_VARIABLE}."
+            "Strict mode: every installed plugin must be usable.\n"
+            + "".join(f"  {line}\n" for line in lines)
+            + f"  Repair or uninstall them, or name their distributions in {DISABLE_VARIABLE}."
         )
 
 

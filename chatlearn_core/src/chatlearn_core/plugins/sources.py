@@ -37,33 +37,38 @@ def installed_sources() -> Iterator[PluginSource]:
     """Every entry point of the group ``chatlearn``; of two distributions of one name the first on the path counts."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        text = distribution.read_text("entry_points.txt")
-        if not text or f"[{ENTRY_POINT_GROUP}]" not in text:
+        try:
+            text = distribution.read_text("entry_points.txt")
+            if not text or f"[{ENTRY_POINT_GROUP}]" not in text:
+                continue
+            entry_points = [point for point in distribution.entry_points if point.group == ENTRY_POINT_GROUP]
+        except (OSError, TypeError, ValueError) as error:  # unreadable, a line without '=', not UTF-8
+            name, version = name_and_version(distribution)
+            load = raising(f"its entry_points.txt cannot be read: {type(error).__name__}: {error}")
+            yield PluginSource(name, name, version, load)
             continue
-        name = distribution.metadata["Name"] or "(unnamed distribution)"
+        name, version = name_and_version(distribution)  # not before: reading the metadata of everything takes a while
         if canonicalize_name(name) in seen:
             continue
         seen.add(canonicalize_name(name))
-        yield from sources_of(distribution, name)
+        incompatible = core_version_problem(distribution.requires or ())
+        for point in sorted(entry_points):
+            yield PluginSource(point.name, name, version, point.load, incompatible)
 
 
-def sources_of(distribution: metadata.Distribution, name: str) -> Iterator[PluginSource]:
-    """The entry points of one distribution; metadata that cannot be parsed become one source that fails to load."""
-    version = distribution.metadata["Version"] or "(unknown version)"
-    try:
-        entry_points = [point for point in distribution.entry_points if point.group == ENTRY_POINT_GROUP]
-    except (TypeError, ValueError) as error:
-        broken = ValueError(f"its entry_points.txt cannot be parsed: {error}")
-        yield PluginSource(name, name, version, load=lambda: raise_(broken))
-        return
-    incompatible = core_version_problem(distribution.requires or ())
-    for point in sorted(entry_points):
-        yield PluginSource(point.name, name, version, load=point.load, incompatible=incompatible)
+def name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
+    """As its metadata say; what is left of a half removed distribution has neither."""
+    found = distribution.metadata
+    return found["Name"] or "(unnamed distribution)", found["Version"] or "(unknown version)"
 
 
-def raise_(error: Exception) -> Any:
-    """Raise, as an expression."""
-    raise error
+def raising(message: str) -> Callable[[], Any]:
+    """A ``load`` that fails."""
+
+    def load() -> Any:
+        raise ValueError(message)
+
+    return load
 
 
 def core_version_problem(requires: Sequence[str], core_version: str = __version__) -> str:

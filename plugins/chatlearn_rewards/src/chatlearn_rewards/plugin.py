@@ -14,25 +14,25 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
     return [
         RewardSpec(
             name="math",
-            summary="mathematical equivalence of the final answer and the ground truth (math-verify)",
+            summary="Mathematical equivalence of the final answer and the ground truth (math-verify).",
             factory="chatlearn_rewards.math_reward:MathReward",
             options="chatlearn_rewards.options:MathOptions",
         ),
         RewardSpec(
             name="gsm8k",
-            summary="the number after ####, or the last one, equals the ground truth",
+            summary="The number after ####, or the last one, equals the ground truth.",
             factory="chatlearn_rewards.gsm8k_reward:Gsm8kReward",
             options="chatlearn_rewards.options:Gsm8kOptions",
         ),
         RewardSpec(
             name="format",
-            summary="the completion matches a regular expression",
+            summary="The completion matches a regular expression.",
             factory="chatlearn_rewards.format_reward:FormatReward",
             options="chatlearn_rewards.options:FormatOptions",
         ),
         RewardSpec(
             name="function",
-            summary="a plain Python function by import path or file",
+            summary="A plain Python function by import path or file.",
             factory="chatlearn_rewards.function_reward:FunctionReward",
             options="chatlearn_rewards.options:FunctionOptions",
         ),

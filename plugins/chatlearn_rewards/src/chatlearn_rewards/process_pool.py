@@ -36,6 +36,7 @@ START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 1.0
 """Between the end of a worker's connection and that of its process."""
+CLOSED = "the process pool was closed"
 BOOTSTRAP = "from chatlearn_rewards.pool_worker import main; main()"
 
 
@@ -192,7 +193,7 @@ class ProcessPool:
                     worker.kill()
             self._condition.notify_all()
         for item in items:
-            self._finish(item.batch, item.index, Outcome(error="the process pool was closed"))
+            self._finish(item.batch, item.index, Outcome(error=CLOSED))
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
@@ -208,7 +209,7 @@ class ProcessPool:
                 worker = self._start_worker(slot)
             if worker is None:
                 for item in chunk:
-                    error = f"no worker process: {self._failures[slot] or 'the process pool was closed'}"
+                    error = CLOSED if self._closed else f"no worker process: {self._failures[slot]}"
                     self._finish(item.batch, item.index, Outcome(error=error))
                 continue
             if not self._work(worker, chunk):
@@ -252,8 +253,8 @@ class ProcessPool:
         """The next chunk; empty when the pool closes."""
         with self._condition:
             while True:
-                while self._queue and self._queue[0].batch.dropped:
-                    self._queue.popleft()
+                if any(item.batch.dropped for item in self._queue):
+                    self._queue = deque(item for item in self._queue if not item.batch.dropped)
                 if self._queue:
                     break
                 if self._closed:
@@ -274,6 +275,9 @@ class ProcessPool:
         try:
             worker.send(pickle.dumps([item.payload for item in chunk]), chunk[0].timeout_s)
             for item in chunk:
+                if item.batch.dropped:  # the worker is at something that nobody waits for
+                    self._give_back(chunk[position:])
+                    return False
                 reply = worker.receive(item.timeout_s)
                 self._finish(item.batch, item.index, Outcome(reply.get("value"), reply.get("error")))
                 position += 1
@@ -283,16 +287,22 @@ class ProcessPool:
             error = f"its worker process died ({worker.describe_end()})"
         else:
             return True
+        if self._closed:
+            error = CLOSED
         guilty = chunk[position]
-        with self._condition:
-            closed = self._closed
-            if not closed:
-                self._queue.extendleft(reversed(chunk[position + 1 :]))
-                self._condition.notify_all()
-        lost = chunk[position:] if closed else [guilty]
-        for item in lost:
-            self._finish(item.batch, item.index, Outcome(error="the process pool was closed" if closed else error))
+        self._finish(guilty.batch, guilty.index, Outcome(error=error))
+        self._give_back(chunk[position + 1 :])
         return False
+
+    def _give_back(self, items: Sequence[_Item]) -> None:
+        """Put items that were not begun back to the front of the queue; a closed pool fails them."""
+        with self._condition:
+            if not self._closed:
+                self._queue.extendleft(reversed(items))
+                self._condition.notify_all()
+                return
+        for item in items:
+            self._finish(item.batch, item.index, Outcome(error=CLOSED))
 
     def _finish(self, batch: _Batch, index: int, outcome: Outcome) -> None:
         with self._condition:

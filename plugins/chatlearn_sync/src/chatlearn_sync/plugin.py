@@ -14,7 +14,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
     return [
         WeightSyncSpec(
             name="direct",
-            summary="hands tensors over inside one process, without a copy",
+            summary="Hands tensors over inside one process, without a copy.",
             sender="chatlearn_sync.direct:DirectSender",
             receiver="chatlearn_sync.direct:DirectReceiver",
             options="chatlearn_sync.options:DirectOptions",
@@ -25,7 +25,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="checkpoint",
-            summary="safetensors on a disk that both ends see; checksummed, can be taken again later",
+            summary="Safetensors on a disk that both ends see; checksummed, can be taken again later.",
             sender="chatlearn_sync.checkpoint:CheckpointSender",
             receiver="chatlearn_sync.checkpoint:CheckpointReceiver",
             options="chatlearn_sync.options:CheckpointOptions",

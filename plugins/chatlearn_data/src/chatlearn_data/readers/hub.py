@@ -39,7 +39,7 @@ def _message(path: str, split: str | None, error: Exception) -> str:
     import huggingface_hub.constants
 
     lines = [
-        f"Dataset '{path}' is no local file or directory, and it cannot be loaded from the hub (split {split or 'any'}):",
+        f"Dataset '{path}' is no local file or directory, and cannot be loaded from the hub (split {split or 'any'}):",
         f"  {type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}",
     ]
     if huggingface_hub.constants.HF_HUB_OFFLINE:

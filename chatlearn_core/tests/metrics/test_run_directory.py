@@ -1,0 +1,90 @@
+"""The files of a run: whole lines, rewinding, numbers that JSON does not have, disks that refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chatlearn_core.exceptions import ChatLearnError
+from chatlearn_core.metrics import RunDirectory
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    sample_from_completion,
+)
+
+
+def _sample() -> Sample:
+    prompt = Prompt("p", np.array([1, 2]), "question", "gsm8k", ground_truth={1, 2})
+    completion = Completion(
+        "r",
+        np.array([7, 8, 9]),
+        np.array([-0.5, -0.25, -1.0], np.float32),
+        RAW_BASIS,
+        "stop",
+        SamplingParams(4),
+        (),
+        text="abc",
+    )
+    sample = sample_from_completion("p@1#0", "p@1", prompt, completion)
+    sample.reward = RewardResult(0.5, {"accuracy": 1.0})
+    sample.token_data["advantages"] = np.array([0, 0, 1, 1, 1], np.float32)
+    return sample
+
+
+def test_metrics_come_back_as_written(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.append_metrics(1, {"reward": 0.5})
+    directory.append_metrics(2, {"reward": float("nan"), "kl": float("inf")})
+    assert directory.read_metrics() == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": "nan", "kl": "inf"}]
+
+
+def test_rewind_forgets_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for step in (1, 2, 3):
+        directory.append_metrics(step, {"reward": float(step)})
+        directory.write_rollouts(step, [])
+    directory.write_rollouts(3, [], kind="eval")
+    with directory.metrics_file.open("a") as stream:
+        stream.write('{"step": 4, "rew')
+    assert [line["step"] for line in directory.read_metrics()] == [1, 2, 3]
+    directory.rewind(2)
+    assert [json.loads(line)["step"] for line in directory.metrics_file.read_text().splitlines()] == [1, 2]
+    assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_a_rollout_holds_the_completion_and_its_numbers(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_rollouts(1, [_sample()])
+    [record] = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert record["prompt"] == "question"
+    assert record["completion"] == "abc"
+    assert record["token_ids"] == [7, 8, 9]
+    assert record["generator_logprobs"] == [-0.5, -0.25, -1.0]
+    assert record["advantages"] == [1.0, 1.0, 1.0]
+    assert record["reward"] == 0.5
+    assert record["ground_truth"] == "{1, 2}", "what JSON cannot hold is shown as text"
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ChatLearnError, match=rf"cannot write {blocked}.*output_dir"):
+        RunDirectory(blocked)
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ChatLearnError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
+        directory.append_metrics(1, {})

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+from chatlearn_transformers.kv_cache import SlotCache, round_up
+
+
+def states(num_rows, length, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(num_rows, 2, length, 4, generator=draw),
+        torch.randn(num_rows, 2, length, 4, generator=draw),
+    )
+
+
+def test_rows_hold_what_was_written_through_growth_and_moves():
+    cache = SlotCache()
+    cache.reserve(3, 5)
+    prompt_keys, prompt_values = states(2, 5, 0)
+    cache.expect_prefill(0, torch.tensor([0, 1, 1]), 3)
+    cache.update(prompt_keys, prompt_values, 0)
+
+    lengths = torch.tensor([5, 3, 2])  # the second prompt is padded, row 2 shorter still
+    cache.reserve(10, 40)
+    keys, values = states(3, 1, 1)
+    cache.expect_decode(lengths, torch.arange(3), 32)
+    all_keys, all_values = cache.update(keys, values, 0)
+    assert all_keys.shape == (3, 2, 32, 4)
+    for row, (source, length) in enumerate(((0, 5), (1, 3), (1, 2))):
+        assert torch.equal(all_keys[row, :, :length], prompt_keys[source, :, :length])
+        assert torch.equal(all_values[row, :, :length], prompt_values[source, :, :length])
+        assert torch.equal(all_keys[row, :, length], keys[row, :, 0])
+    assert torch.isfinite(all_keys).all()
+
+    before = all_keys[2].clone()
+    cache.move(torch.tensor([2]), torch.tensor([0]), 6)
+    assert torch.equal(all_keys[0, :, :6], before[:, :6])
+    assert cache.num_bytes > 0
+    cache.clear()
+    assert cache.num_bytes == 0
+
+
+def test_round_up():
+    assert [round_up(n, 32) for n in (1, 32, 33)] == [32, 32, 64]
