@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cumulative_lengths
+from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
@@ -31,7 +31,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
 
 
-def make_batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> TrainBatch:
+def _make_batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> TrainBatch:
     """Random tokens; ``loss_weight`` is a token mean over the batch, as a loss's ``prepare`` would leave it."""
     generator = torch.Generator().manual_seed(seed)
     total, bounds = sum(lengths), cumulative_lengths(lengths)
@@ -97,11 +97,32 @@ def make_trainer(model_path: str) -> Iterator[TrainerMaker]:
         trainer.close()
 
 
-def weights_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    """A copy of every checkpoint tensor."""
-    return {shard.name: shard.tensor.clone() for shard in trainer.weights()}
+@pytest.fixture
+def make_batch() -> Callable[..., TrainBatch]:
+    return _make_batch
 
 
 @pytest.fixture
-def checkpoint_dir(tmp_path: Path) -> Path:
-    return tmp_path / "checkpoint"
+def policy_loss() -> PolicyLoss:
+    return PolicyLoss()
+
+
+@pytest.fixture
+def weights_of() -> Callable[[FSDPTrainer], dict[str, torch.Tensor]]:
+    """A copy of every checkpoint tensor."""
+    return lambda trainer: {shard.name: shard.tensor.clone() for shard in trainer.weights()}
+
+
+@pytest.fixture
+def gradients_of() -> Callable[[FSDPTrainer], dict[str, torch.Tensor]]:
+    """Pre-clip gradients of a trainer's first update: AdamW starts from 0, so exp_avg = (1 - beta1) * gradient."""
+
+    def gradients(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+        assert trainer.options.grad_clip is None
+        assert trainer.num_updates == 1
+        assert trainer._optimizer is not None
+        assert trainer._model is not None
+        moments = optimizer_tensors(trainer._optimizer, trainer._model.model)
+        return {name: entry["exp_avg"] / (1 - trainer.options.adam_beta1) for name, entry in moments.items()}
+
+    return gradients

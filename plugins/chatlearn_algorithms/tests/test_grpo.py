@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 from chatlearn_algorithms.grpo import GRPO
@@ -120,22 +119,13 @@ def test_ratios_between_different_bases_are_refused(make_context, options, basis
         GRPO(GRPOOptions(**options), make_context(basis))
 
 
-def test_a_cut_basis_is_fine_where_the_trainer_recomputes(make_context, make_group):
-    algorithm = GRPO(GRPOOptions(), make_context(LogprobBasis(0.7, top_p=0.9)))
-    samples = make_group("a", [1.0, 0.0])
-    for sample in samples:
-        sample.token_data["trainer_logprobs"] = sample.token_data["generator_logprobs"]
-    assert not [name for name in algorithm.prepare_samples(samples) if name.startswith("mismatch/")]
+def test_a_cut_basis_is_fine_where_the_trainer_recomputes(make_context):
+    GRPO(GRPOOptions(), make_context(LogprobBasis(0.7, top_p=0.9)))
 
 
-def test_prepare_samples_measures_rewards_and_mismatch(make_context, make_group):
+def test_prepare_samples_measures_rewards_and_adds_advantages(make_context, make_group):
     algorithm = GRPO(GRPOOptions(), make_context())
     samples = make_group("a", [1.0, 0.0, None])
-    for sample in samples[:2]:
-        generated = sample.token_data["generator_logprobs"]
-        sample.token_data["trainer_logprobs"] = np.where(sample.loss_mask, generated + 0.25, 0).astype(np.float32)
     metrics = algorithm.prepare_samples(samples)
     assert metrics["reward"].value == 0.5
-    assert metrics["mismatch/logprob_diff_mean"].value == pytest.approx(0.25, rel=1e-5)
-    assert metrics["mismatch/logprob_diff_mean"].count == samples[0].loss_mask.sum() + samples[1].loss_mask.sum()
     assert "advantages" in samples[0].token_data

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 import threading
@@ -94,7 +93,6 @@ async def test_memory_in_flight_stays_under_the_bucket_bytes(make_plan, loader, 
                 memory.append(weakref.ref(gathered))
                 tensor = torch.from_numpy(gathered)  # keeps the array alive as long as any view of the tensor lives
                 del gathered
-                gc.collect()
                 most = max(most, sum(reference() is not None for reference in memory))
                 yield WeightShard(name, (64,), ((0, 64),), 0, tensor)
                 del tensor
@@ -109,7 +107,7 @@ async def test_memory_in_flight_stays_under_the_bucket_bytes(make_plan, loader, 
     load = Forgetful()
     await run_sync(make_plan(spec, bucket_bytes=9 * 256), senders, [Gathering()], receivers, [load])
     assert load.loaded.keys() == spec.keys()
-    assert 3 < most <= 9
+    assert 3 < most <= 9  # bucket_bytes are 9 tensors; the buckets do overlap
 
 
 @pytest.mark.parametrize(

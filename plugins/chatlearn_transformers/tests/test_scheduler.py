@@ -152,15 +152,12 @@ async def test_stops(make_generator, random_prompts, ask):
 async def test_end_of_sequence_ends_unless_ignored(model_dir, make_generator, ask):
     generator = make_generator()
     eos = generator._tokenizer.eos_token_id
-    requests = [ask(str(i), np.array([5, 6, 7]), seed=i, temperature=8.0, max_tokens=100) for i in range(24)]
-    ignored = await sample_all(generator, requests)
-    stopped = await sample_all(
-        generator,
-        [
-            ask(str(i), np.array([5, 6, 7]), seed=i, temperature=8.0, max_tokens=100, ignore_eos=False)
-            for i in range(24)
-        ],
-    )
+
+    def requests(**more):
+        return [ask(str(i), np.array([5, 6, 7]), seed=i, temperature=8.0, max_tokens=100, **more) for i in range(24)]
+
+    ignored = await sample_all(generator, requests())
+    stopped = await sample_all(generator, requests(ignore_eos=False))
     assert any(eos in c.token_ids for c in ignored), "no end of sequence was drawn, so this test shows nothing"
     for one, two in zip(ignored, stopped, strict=True):
         ids = one.token_ids.tolist()

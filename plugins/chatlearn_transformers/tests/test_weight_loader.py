@@ -190,6 +190,21 @@ async def test_a_tensor_that_was_not_announced_kills_the_replica(
     assert generator.state == "dead"
 
 
+@pytest.mark.parametrize("alias_first", [True, False])
+async def test_a_tied_head_may_come_under_both_names(alias_first, other_dir, make_generator, load_model, ask):
+    new = load_model(other_dir())
+    tensors = dict(checkpoint_tensors(new))
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    generator = make_generator()
+    expected = generator.loader.expected_manifest()
+    assert expected.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    spec = TensorSpec("lm_head.weight", tuple(head["lm_head.weight"].shape), "float32")
+    await generator.loader.begin(1, WeightManifest(dict(expected.tensors) | {spec.name: spec}))
+    await generator.loader.load_tensors((head | tensors if alias_first else tensors | head).items())
+    assert await generator.loader.finish() == 1
+    assert (await generator.generate(ask("a", PROMPT, temperature=0.0))).token_ids.tolist() == greedy(new)
+
+
 async def test_a_tensor_that_comes_twice_is_refused(make_generator, load_model, model_dir):
     generator = make_generator()
     item = next(iter(tensors_of(load_model, model_dir()).items()))

@@ -8,11 +8,6 @@ from typing import Annotated
 
 import typer
 
-from chatlearn_core.config.load import load_config
-from chatlearn_core.executor.assembly import build_algorithm, trace_flow
-from chatlearn_core.flow import to_mermaid, to_svg, to_text
-from chatlearn_core.plugins.loader import discover_plugins
-
 
 class FlowFormat(StrEnum):
     """How to show a flow."""
@@ -31,6 +26,12 @@ def flow(
     output: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
 ) -> None:
     """Trace the flow of a configuration's algorithm, check it and show it."""
+    # Imported here: --help must not wait for torch.
+    from chatlearn_core.config.load import load_config
+    from chatlearn_core.executor.assembly import build_algorithm, trace_flow
+    from chatlearn_core.flow import to_mermaid, to_svg, to_text
+    from chatlearn_core.plugins.loader import discover_plugins
+
     registry = discover_plugins()
     loaded = load_config(config, overrides or [], registry)
     graph = trace_flow(loaded, build_algorithm(loaded, registry))

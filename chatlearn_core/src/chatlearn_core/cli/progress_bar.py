@@ -84,8 +84,8 @@ class ProgressBar(RunListener):
 
     def finished(self, summary: Mapping[str, object]) -> None:
         """Say how it ended."""
-        if summary["status"] == "complete":
-            self.console.print(f"complete after {summary['steps']} steps in {summary['wall_s']:.0f} s")
+        if summary["status"] == "completed":
+            self.console.print(f"completed {summary['steps']} steps in {summary['wall_s']:.0f} s")
         if summary["model"]:
             self.console.print(f"trained model: {summary['model']}", markup=False)
 

@@ -7,18 +7,17 @@ import json
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from chatlearn_core.cli.progress_bar import ProgressBar
-from chatlearn_core.config.load import LoadedConfig, load_config
 from chatlearn_core.exceptions import ConfigError, Interrupted
-from chatlearn_core.executor.assembly import Assembly, assemble
-from chatlearn_core.executor.evaluation import evaluate_model
-from chatlearn_core.executor.run import Run
-from chatlearn_core.flow import to_text
-from chatlearn_core.plugins.loader import discover_plugins
+
+if TYPE_CHECKING:
+    from chatlearn_core.config.load import LoadedConfig
+    from chatlearn_core.executor.assembly import Assembly
+
+# What runs a model is imported inside the commands: --help must not wait for torch.
 
 T = TypeVar("T")
 
@@ -42,7 +41,10 @@ def run(
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train a model as a configuration says."""
-    assembly = _assemble(config, overrides, strict_plugins)
+    from chatlearn_core.cli.progress_bar import ProgressBar
+    from chatlearn_core.executor.run import Run
+
+    assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)
     if dry_run:
         typer.echo(describe(assembly))
         return
@@ -64,6 +66,8 @@ def evaluate(
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Evaluate a model on a configuration's eval datasets, without training."""
+    from chatlearn_core.executor.evaluation import evaluate_model
+
     loaded = _load(config, overrides, strict_plugins)
     trained = Path(loaded.config.output_dir) / "model"
     path = model or (str(trained) if trained.is_dir() else loaded.config.model.path)
@@ -71,7 +75,7 @@ def evaluate(
         loaded = _load(config, [*(overrides or []), f"model.path={path}"], strict_plugins)
     if not loaded.config.data.eval:
         raise ConfigError(f"{config}: there is nothing to evaluate on; add a dataset to data.eval")
-    metrics = _until_interrupted(evaluate_model(assemble(loaded, discover_plugins(strict=strict_plugins))))
+    metrics = _until_interrupted(evaluate_model(_assemble(loaded, strict_plugins)))
     if json_output:
         typer.echo(json.dumps({"model": path, **metrics}))
         return
@@ -82,6 +86,8 @@ def evaluate(
 
 def describe(assembly: Assembly) -> str:
     """What a run would do: flow, roles, weight transport, data."""
+    from chatlearn_core.flow import to_text
+
     plan = assembly.plan
     lines = [to_text(assembly.graph), "", "roles"]
     for role in plan.roles.values():
@@ -99,12 +105,17 @@ def describe(assembly: Assembly) -> str:
 
 
 def _load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:
+    from chatlearn_core.config.load import load_config
+    from chatlearn_core.plugins.loader import discover_plugins
+
     return load_config(config, overrides or [], discover_plugins(strict=strict))
 
 
-def _assemble(config: Path, overrides: list[str] | None, strict: bool) -> Assembly:
-    registry = discover_plugins(strict=strict)
-    return assemble(load_config(config, overrides or [], registry), registry)
+def _assemble(loaded: LoadedConfig, strict: bool) -> Assembly:
+    from chatlearn_core.executor.assembly import assemble
+    from chatlearn_core.plugins.loader import discover_plugins
+
+    return assemble(loaded, discover_plugins(strict=strict))
 
 
 def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:

@@ -24,6 +24,7 @@ from chatlearn_core.executor.summary import summary
 from chatlearn_core.executor.training import ExperienceTrainer
 from chatlearn_core.flow import to_svg
 from chatlearn_core.metrics import RunDirectory, Timers
+from chatlearn_core.plugins.hookspec import RunStatus
 from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.plugins.records import RuntimeSpec
 from chatlearn_core.protocols import Logger, Runtime
@@ -110,7 +111,7 @@ class Run:
     def _ended_well(self) -> bool:
         """Whether the directory holds this very run, finished: its last steps made and its model exported."""
         earlier = self.directory.read_summary()
-        return earlier.get("status") == "complete" and earlier.get("planned_steps") == self.config.train.steps
+        return earlier.get("status") == "completed" and earlier.get("planned_steps") == self.config.train.steps
 
     def _write_static_files(self) -> None:
         self.directory.write_text("config.yaml", yaml.safe_dump(self._settings, sort_keys=False))
@@ -278,7 +279,7 @@ class Run:
             self.listener.phase(self.step, "exporting")
             await self.runtime.trainer(role).export_model(self.directory.model)
             model = str(self.directory.model)
-        return self._end("complete", model=model)
+        return self._end("completed", model=model)
 
     async def _interrupted(self) -> Interrupted:
         """Keep what is complete, and say how to go on."""
@@ -305,7 +306,7 @@ class Run:
             return f"A checkpoint of step {self._saved_step} is in {self.directory.checkpoints}."
         return "No step was complete yet, so it starts from the beginning."
 
-    def _end(self, status: str, *, model: str | None = None, error: str | None = None) -> dict[str, Any]:
+    def _end(self, status: RunStatus, *, model: str | None = None, error: str | None = None) -> dict[str, Any]:
         best = max(
             (c for c in self.store.complete() if c.metric is not None), key=lambda c: (c.metric, c.step), default=None
         )
@@ -325,7 +326,7 @@ class Run:
             registry=self.assembly.registry,
         )
         self.directory.write_json("summary.json", content)
-        self.observers.run_end(status, content)  # type: ignore[arg-type]  # statuses are the hook's own
+        self.observers.run_end(status, content)
         self.listener.finished(content)
         return content
 

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Collection
 
-from chatlearn_core.exceptions import BackendError, ChatLearnError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
 from chatlearn_core.protocols import Generator, MemoryPart
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.types import Completion, GenerateRequest
@@ -48,24 +48,47 @@ class LocalFleet:
         return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion on the replica of the request's group."""
+        """Sample one completion on the replica of the request's group.
+
+        Raises:
+            ReplicaLostError: the replica died, and may not be rebuilt any more.
+            BackendTimeoutError: no completion within the role's timeout.
+            BackendError: the request failed on a replica that lives.
+        """
         index = zlib.crc32((request.group_id or request.id).encode()) % len(self.replicas)
         while True:
+            if self._restart_locks[index].locked():
+                async with self._restart_locks[index]:
+                    pass  # a rebuilt replica serves nobody before it holds the current weights
             replica = self.replicas[index]
+            limit = asyncio.timeout(self.lane.timeout_s)
             try:
-                return await replica.generate(request)
+                async with limit:
+                    return await replica.generate(request)
+            except TimeoutError as error:
+                if limit.expired():
+                    raise BackendTimeoutError(
+                        f"role {self.name!r}, replica {index}: request {request.id!r} had no completion within "
+                        f"{self.lane.timeout_s:g} s (roles.{self.name}.timeout_s). Raise it, or lower "
+                        "sampling.max_tokens or train.prompts_per_step"
+                    ) from None
+                if replica.state != "dead":
+                    raise self._failed(index, request, error) from error
+                cause: Exception = error
             except ChatLearnError as error:
                 if replica.state != "dead":
                     raise
-                cause: Exception = error
+                cause = error
             except Exception as error:
                 if replica.state != "dead":
-                    raise BackendError(
-                        f"role {self.name!r}, replica {index}: generate({request.id}) failed: "
-                        f"{type(error).__name__}: {error}"
-                    ) from error
+                    raise self._failed(index, request, error) from error
                 cause = error
             await self.restart(index, replica, cause)
+
+    def _failed(self, index: int, request: GenerateRequest, error: Exception) -> BackendError:
+        return BackendError(
+            f"role {self.name!r}, replica {index}: generate({request.id}) failed: {type(error).__name__}: {error}"
+        )
 
     async def restart(self, index: int, dead: Generator, cause: Exception) -> None:
         """Replace a dead replica once, however many of its requests noticed."""

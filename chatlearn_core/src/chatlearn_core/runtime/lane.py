@@ -24,19 +24,21 @@ class Lane:
         self.name = name
         self.timeout_s = timeout_s
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+        self._ended.set()
 
     async def run(self, method: str, function: Callable[..., T], /, *args: Any, timeout_s: float | None = None) -> T:
         """Call ``function(*args)`` in this lane and wait for the result.
 
         Raises:
             BackendTimeoutError: no answer within the timeout; carries the stack of the thread that hangs.
-            BackendError: the call raised something else than one of ChatLearn's own errors.
+            BackendError: the call raised something else than one of ChatLearn's own errors, a ``SystemExit`` included.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -54,8 +56,12 @@ class Lane:
             failure: BaseException | None = None
             try:
                 result = function(*args)
-            except BaseException as error:
+            except ChatLearnError as error:
                 failure = error
+            except BaseException as error:
+                # Wrapped here: a future takes no StopIteration, and a SystemExit in it would end the event loop.
+                failure = BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result, failure)
 
@@ -63,23 +69,25 @@ class Lane:
         self._calls.put(call)
         try:
             return await asyncio.wait_for(future, limit)
-        except TimeoutError as error:
-            if isinstance(error, BackendTimeoutError):
-                raise
+        except TimeoutError:
             raise BackendTimeoutError(
                 f"role {self.name!r}: {method} did not return within {limit:g} s (roles.{self.name}.timeout_s). "
                 f"It hangs here:\n{self.stack()}"
             ) from None
-        except ChatLearnError:
-            raise
-        except Exception as error:
-            raise BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
 
     def stack(self) -> str:
         """Where the thread is now."""
         frame = sys._current_frames().get(self._thread.ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
 
-    def stop(self) -> None:
-        """Let the thread end after the calls that are queued."""
+    def stop(self, wait_s: float = 0.0) -> bool:
+        """Let the thread end after the calls that are queued.
+
+        Args:
+            wait_s: how long to wait for that; blocks.
+
+        Returns:
+            Whether the thread is done with its calls.
+        """
         self._calls.put(None)
+        return self._ended.wait(wait_s)

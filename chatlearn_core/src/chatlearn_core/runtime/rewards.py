@@ -6,6 +6,9 @@ import asyncio
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.types import RewardResult, Sample
@@ -55,16 +58,28 @@ class CombinedReward:
 
     async def _guarded(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult]:
         """The part's results, or one error for all of them."""
+        results: Any = None
+        limit = asyncio.timeout(self.timeout_s)
         try:
-            results = await asyncio.wait_for(part.reward.score(samples), self.timeout_s)
-        except TimeoutError:
-            problem = f"no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            async with limit:
+                results = await part.reward.score(samples)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the run is being stopped
+            problem = f"the reward cancelled itself: {error!r}"
+        except (Exception, SystemExit) as error:
+            if limit.expired():
+                problem = f"no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"
+            else:
+                problem = f"{type(error).__name__}: {error}"
         else:
-            if len(results) == len(samples):
-                return [_finite(result) for result in results]
-            problem = f"returned {len(results)} results for {len(samples)} samples"
+            if not isinstance(results, list | tuple):
+                problem = f"returned a {type(results).__name__}, not a list of RewardResult"
+            elif len(results) == len(samples):
+                return [_checked(result, sample) for result, sample in zip(results, samples, strict=True)]
+            else:
+                problem = f"returned {len(results)} results for {len(samples)} samples"
         return [RewardResult(None, error=problem) for _ in samples]
 
     def _combine(self, sample: Sample, verdict: dict[str, RewardResult]) -> RewardResult:
@@ -106,7 +121,27 @@ class CombinedReward:
             part.reward.onload(parts)
 
 
-def _finite(result: RewardResult) -> RewardResult:
-    if result.value is not None and not math.isfinite(result.value):
-        return RewardResult(None, result.components, error=f"the reward is {result.value}, not a finite number")
+def _checked(result: Any, sample: Sample) -> RewardResult:
+    """The result as it is, or an error in its place if it is not what a reward may return."""
+    if not isinstance(result, RewardResult):
+        return RewardResult(None, error=f"returned a {type(result).__name__} ({result!r:.80}), not a RewardResult")
+    if result.error is not None:
+        return result
+    numbers = {"the reward": result.value} | {f"component {name!r}": x for name, x in result.components.items()}
+    for what, number in numbers.items():
+        if not _is_finite(number):
+            return RewardResult(None, error=f"{what} is {number!r}, not a finite number")
+    if result.token_values is not None:
+        shape, expected = np.shape(result.token_values), (sample.num_completion_tokens,)
+        if shape != expected:
+            return RewardResult(None, error=f"token_values has shape {shape} for {expected[0]} completion tokens")
+        if not np.isfinite(result.token_values).all():
+            return RewardResult(None, error="token_values holds a number that is not finite")
     return result
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except TypeError:
+        return False

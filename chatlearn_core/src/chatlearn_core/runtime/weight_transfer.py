@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -58,30 +57,62 @@ class WeightTransfer:
             timeout_s=self.plan.timeout_s,
             workspace=str(self.workspace),
         )
+        await self._begin(plan, replicas)
+        try:
+            return await self._transfer(plan, trainer, lane, replicas)
+        finally:
+            self.sender.release(plan)
+
+    async def _begin(self, plan: SyncPlan, replicas: Sequence[tuple[int, Generator]]) -> None:
+        """Every replica checks the manifest; if one refuses, those that had stopped serving are given up."""
+        begun: list[Generator] = []
         for _, replica in replicas:
-            await replica.loader.begin(policy_version, plan.manifest)
+            try:
+                await replica.loader.begin(plan.policy_version, plan.manifest)
+            except BaseException as error:
+                for other in begun:
+                    await other.loader.fail(f"another replica refused the weights: {error}")
+                raise
+            begun.append(replica)
+
+    async def _transfer(
+        self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Sequence[tuple[int, Generator]]
+    ) -> list[SyncReceipt]:
+        """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
         start = time.perf_counter()
         try:
             offer = self.sender.offer(plan)
-            sending = asyncio.create_task(
-                lane.run("send weights", self.sender.send, plan, trainer, timeout_s=plan.timeout_s + _GRACE_S)
-            )
-            receipts = await asyncio.gather(*(self._receive(plan, offer, i, r, start) for i, r in replicas))
-            [failure] = await asyncio.gather(sending, return_exceptions=True)
+        except Exception as error:
+            return await self._sender_failed(plan, replicas, error)
+        sending = asyncio.create_task(
+            lane.run("send weights", self.sender.send, plan, trainer, timeout_s=plan.timeout_s + _GRACE_S)
+        )
+        receiving = [asyncio.create_task(self._receive(plan, offer, i, r, start)) for i, r in replicas]
+        try:
+            await asyncio.wait([sending, *receiving], return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            self.sender.release(plan)
+            for task in receiving:
+                task.cancel()  # does nothing to those that are done
+            outcomes = await asyncio.gather(*receiving, return_exceptions=True)
+        [failure] = await asyncio.gather(sending, return_exceptions=True)
         if isinstance(failure, BaseException):
-            for _, replica in replicas:
-                await replica.loader.fail(f"the sender failed: {failure}")
-            return [replace(r, state="dead", error=f"the sender failed: {failure}") for r in receipts]
-        return list(receipts)
+            return await self._sender_failed(plan, replicas, failure)
+        return [outcome for outcome in outcomes if isinstance(outcome, SyncReceipt)]
+
+    async def _sender_failed(
+        self, plan: SyncPlan, replicas: Sequence[tuple[int, Generator]], failure: BaseException
+    ) -> list[SyncReceipt]:
+        reason = f"the sender failed: {failure}"
+        for _, replica in replicas:
+            await replica.loader.fail(reason)
+        return [SyncReceipt(i, plan.policy_version, "dead", error=reason) for i, _ in replicas]
 
     async def _receive(
         self, plan: SyncPlan, offer: SyncOffer, index: int, replica: Generator, start: float
     ) -> SyncReceipt:
         try:
             num_bytes = await asyncio.wait_for(
-                self.receivers[index].receive(plan, [offer], replica.loader), plan.timeout_s
+                self.receivers[index].receive(plan, [offer], replica.loader), plan.timeout_s + _GRACE_S
             )
             version = await replica.loader.finish()
         except Exception as error:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.losses import check_same_basis, mismatch_metrics
+from chatlearn_core.losses import check_same_basis
 from chatlearn_core.protocols.algorithm import AlgorithmContext, InputKind
 from chatlearn_core.protocols.loss import Loss
-from chatlearn_core.types import LogprobBasis, Metrics, Sample, merge_metrics
+from chatlearn_core.types import LogprobBasis, Metrics, Sample
 
 from chatlearn_algorithms.group_advantages import assign_group_advantages
 from chatlearn_algorithms.grpo_options import GRPOOptions
@@ -68,14 +67,13 @@ class GRPO:
         return m.join(samples, *parts)
 
     def prepare_samples(self, samples: Sequence[Sample]) -> Metrics:
-        """Group advantages in place; metrics of rewards and of the generator-trainer mismatch."""
-        rewards = assign_group_advantages(
+        """Group advantages in place; metrics of the rewards."""
+        return assign_group_advantages(
             samples,
             std=self.options.advantage_std,
             epsilon=self.options.epsilon,
             drop_zero_spread=self.options.drop_zero_spread_groups,
         )
-        return rewards | self._mismatch(samples)
 
     def losses(self) -> Mapping[str, Loss]:
         """The clipped policy loss, for the role ``trainer``."""
@@ -104,19 +102,3 @@ class GRPO:
                 temperature=self.context.basis.temperature,
             )
         }
-
-    def _mismatch(self, samples: Sequence[Sample]) -> Metrics:
-        """Over every sample with both logprobs, trained on or not; nothing where the two are of different bases."""
-        if self._trainer_basis != self.context.basis:
-            return {}
-        return merge_metrics(
-            *(
-                mismatch_metrics(
-                    torch.from_numpy(sample.token_data["trainer_logprobs"]),
-                    torch.from_numpy(sample.token_data["generator_logprobs"]),
-                    torch.from_numpy(sample.loss_mask),
-                )
-                for sample in samples
-                if {"trainer_logprobs", "generator_logprobs"} <= sample.token_data.keys()
-            )
-        )

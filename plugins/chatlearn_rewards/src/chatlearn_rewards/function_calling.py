@@ -165,7 +165,7 @@ def _shown(value: Any) -> str:
 def _guarded(compute: Callable[[], Any]) -> Verdict:
     try:
         return check_score(compute())
-    except Exception as error:
+    except Exception as error:  # a user's function may raise anything: it is that sample's error, shown in full
         return {"error": describe_exception(error)}
 
 

@@ -13,7 +13,7 @@ from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 
 from chatlearn_sync.channel import Channel
 from chatlearn_sync.options import DirectOptions
-from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint
+from chatlearn_sync.stream import Bucket, StreamCheck, bucket_limit, buckets, describe, describe_endpoint, num_bytes
 
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'checkpoint', or to 'auto'"
 
@@ -64,7 +64,8 @@ class DirectSender:
         try:
             for bucket in buckets(trainer.weights(), self._endpoint.rank, check, bucket_limit(plan)):
                 channel.put(bucket)
-                sent += sum(tensor.nbytes for _, tensor in bucket)
+                sent += num_bytes(bucket)
+                del bucket  # the channel holds it until it is acknowledged, and nobody after that
             channel.put("end")
             channel.drain()
         except BaseException as error:
@@ -119,10 +120,8 @@ class DirectReceiver:
                         open_channels.remove(channel)
                         finished.append(channel)
                         continue
-                    for name, tensor in item:
-                        check.admit(name, tensor)
-                    await loader.load_tensors(iter(item))
-                    received += sum(tensor.nbytes for _, tensor in item)
+                    received += await _load(item, check, loader)
+                    del item  # after the acknowledgement this bucket's memory counts as free
                     channel.acknowledge(self._endpoint)
                 if not progress:
                     await self._wait(news, open_channels, plan, where)
@@ -167,3 +166,11 @@ class DirectReceiver:
                 f"{where}: waited {plan.timeout_s:g} s (weight_sync.timeout_s) for sender ranks {ranks} of role "
                 f"{channels[0].sender.role!r}, which sent nothing"
             ) from error
+
+
+async def _load(bucket: Bucket, check: StreamCheck, loader: WeightLoader) -> int:
+    """A function of its own, so that no local variable outlives the acknowledgement."""
+    for name, tensor in bucket:
+        check.admit(name, tensor)
+    await loader.load_tensors(iter(bucket))
+    return num_bytes(bucket)

@@ -110,6 +110,11 @@ def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit:
         yield tuple(bucket)
 
 
+def num_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's tensors."""
+    return sum(tensor.nbytes for _, tensor in bucket)
+
+
 def name_list(names: list[str], most: int = 5) -> str:
     """A few names and how many more there are."""
     more = f", and {len(names) - most} more" if len(names) > most else ""

@@ -59,7 +59,6 @@ class Decoder:
             self.model.set_attn_implementation(attention.NAME)
         ids = tokens[0].cpu().numpy()
         split = len(ids) - 2
-        self.cache.reserve(2, len(ids))
         found = [self.prefill([ids[:split]], np.zeros(2, np.int64), 0)[0]]
         for position in range(split, len(ids)):
             # A second row, one token behind, so that rows of unequal length are compared too.
@@ -75,7 +74,7 @@ class Decoder:
         Args:
             contexts: U token sequences, computed as one right-padded batch.
             sources: [R] which context each of the rows ``row_start + i`` takes.
-            row_start: first row; the cache has room for R rows from there.
+            row_start: first row; rows before it stay.
 
         Returns:
             [R, V] logits after the last token of each row.
@@ -86,7 +85,8 @@ class Decoder:
         for row, context in enumerate(contexts):
             padded[row, : len(context)] = context
         device = self.device
-        shared = len(sources) != len(contexts)
+        self.cache.reserve(row_start + len(sources), longest)
+        shared = len(sources) != len(contexts) or bool((sources != np.arange(len(sources))).any())
         source_index = torch.from_numpy(sources).to(device)
         self.cache.expect_prefill(row_start, source_index if shared else None, len(sources))
         # Right padding needs no mask under causal attention: no real token looks at a later one.

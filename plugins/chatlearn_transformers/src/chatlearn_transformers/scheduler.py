@@ -244,7 +244,6 @@ class Scheduler:
                 np.concatenate([ticket.request.prompt_ids, slots.token_ids[row, : slots.counts[row] - 1]])
                 for row, ticket in enumerate(self._running)
             ]
-            self._decoder.cache.reserve(len(contexts), int(slots.lengths[: len(contexts)].max()) + 1)
             order = sorted(range(len(contexts)), key=lambda row: -len(contexts[row]))
             self._reorder(np.array(order))
             cached = [ticket.num_cached_tokens for ticket in self._running]

@@ -166,9 +166,9 @@ class TransformersWeightLoader:
                 raise WeightSyncError(f"{name}: shape {list(tensor.shape)} arrived, {list(spec.shape)} announced")
             if dtype_name(tensor.dtype) != spec.dtype:
                 raise WeightSyncError(f"{name}: dtype {dtype_name(tensor.dtype)} arrived, {spec.dtype} announced")
+            if offered_name != name and name in self._offered.tensors:
+                continue  # a tied tensor under its second name, beside its first
             if name in self._arrived:
-                if offered_name != name:
-                    continue  # a tied tensor under its second name
                 raise WeightSyncError(f"{name}: arrived twice")
             self._arrived.add(name)
             yield name, tensor

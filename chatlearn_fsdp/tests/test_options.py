@@ -1,0 +1,24 @@
+import subprocess
+import sys
+
+import pytest
+from chatlearn_fsdp.options import FSDPOptions
+from pydantic import ValidationError
+
+
+def test_unknown_key_is_refused() -> None:
+    with pytest.raises(ValidationError, match="learning_rat"):
+        FSDPOptions(learning_rat=1.0)
+
+
+def test_master_dtype_below_compute_dtype_is_refused() -> None:
+    with pytest.raises(ValidationError, match="master_dtype"):
+        FSDPOptions(param_dtype="float32", master_dtype="bfloat16")
+
+
+def test_plugin_and_options_import_no_engine() -> None:
+    code = (
+        "import sys, chatlearn_fsdp.plugin as p, chatlearn_fsdp.options; spec, = p.chatlearn_trainers();"
+        "assert spec.name == 'fsdp'; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
