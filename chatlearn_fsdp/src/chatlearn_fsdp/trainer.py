@@ -252,7 +252,7 @@ class FSDPTrainer:
         if away:
             raise BackendError(
                 f"trainer role {self.context.role!r} rank {self.context.rank} was asked to work while its"
-                f" {' and '.join(away)} {'are' if away != ['optimizer'] else 'is'} offloaded; onload them first"
+                f" {' and '.join(away)} {'is' if away == ['optimizer'] else 'are'} offloaded; onload them first"
             )
         return self._model
 

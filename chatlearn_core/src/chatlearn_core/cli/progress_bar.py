@@ -59,11 +59,11 @@ class ProgressBar(RunListener):
 
     def message(self, text: str) -> None:
         """Print above the bar."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
         """Print above the bar, marked."""
-        self.console.print(f"[yellow]warning:[/] {_escaped(text)}")
+        self.console.print(f"[yellow]warning:[/] {_escaped(text)}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the accuracy."""

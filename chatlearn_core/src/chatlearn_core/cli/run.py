@@ -140,6 +140,6 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         try:
             return await task
         except asyncio.CancelledError:
-            raise Interrupted("stopped on request before training began; nothing was written") from None
+            raise Interrupted("stopped on request") from None
 
     return asyncio.run(supervised())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.exceptions import BackendError, CheckpointError
 
 SEAL = "checkpoint.json"
 """Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
@@ -65,19 +65,26 @@ class CheckpointStore:
             yield temporary
             _seal(temporary, step, state)
             if final.exists():
-                shutil.rmtree(final)
+                self._remove(final)
             temporary.rename(final)
             _sync(self.directory)
-        except OSError as error:
+        except (OSError, BackendError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {final}: {error.strerror or error}. The run can be "
+                f"cannot write the checkpoint of step {step} to {final}: {reason}. The run can be "
                 "resumed from the checkpoint before; free space or permissions on that disk first"
             ) from error
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._thin_out()
+        try:
+            self._thin_out()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot remove old checkpoints in {self.directory}: {error.strerror or error}. The new one is "
+                "complete; set the permissions of that directory right and run again to go on"
+            ) from error
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and what is wrong with newer ones that had to be passed over."""
@@ -101,16 +108,24 @@ class CheckpointStore:
         """Remove checkpoints newer than ``step``: a run that resumes from an older one writes them again."""
         for path in self._paths():
             if _step_of(path) > step:
-                shutil.rmtree(path)
+                self._remove(path)
 
     def _paths(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
         return [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
 
+    def _remove(self, path: Path) -> None:
+        """Under another name first: killed in the middle, no half of a checkpoint stays behind under a good name."""
+        condemned = path.with_name(f".removing_{path.name}")
+        shutil.rmtree(condemned, ignore_errors=True)
+        path.rename(condemned)
+        shutil.rmtree(condemned)
+
     def _remove_unfinished(self) -> None:
-        for path in self.directory.glob(".writing_step_*"):
-            shutil.rmtree(path)
+        for pattern in (".writing_step_*", ".removing_step_*"):
+            for path in self.directory.glob(pattern):
+                shutil.rmtree(path)
 
     def _thin_out(self) -> None:
         checkpoints = self.complete()
@@ -120,7 +135,7 @@ class CheckpointStore:
         keep |= {checkpoint.path for checkpoint in ranked[: self.keep_best]}
         for checkpoint in checkpoints:
             if checkpoint.path not in keep:
-                shutil.rmtree(checkpoint.path)
+                self._remove(checkpoint.path)
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:

@@ -88,7 +88,7 @@ def find_resume_point(
             f"{checkpoint.path} belongs to a run with other settings and cannot be continued: {listed}. Restore them, "
             "or start a new run with another output_dir"
         )
-    if checkpoint.step >= planned_steps and is_complete:
+    if checkpoint.step > planned_steps or (checkpoint.step == planned_steps and is_complete):
         raise ConfigError(
             f"the run in {store.directory.parent} is complete: it made {checkpoint.step} of {planned_steps} steps. "
             "Raise train.steps to go on, or choose another output_dir"

@@ -55,6 +55,9 @@ class Run:
         self._policy_changed = False
         """Whether updates of a step that is not complete have been made: then the weights are nobody's."""
         self._saved_step = -1
+        self._line: dict[str, float] = {}
+        """Metrics of the last completed step."""
+        self._ending: tuple[RunStatus, dict[str, Any]] | None = None
         self._before: dict[str, float] = {}
         self._after: dict[str, float] = {}
         self._totals = dict.fromkeys(COUNTED, 0.0)
@@ -89,10 +92,12 @@ class Run:
                 self.directory.append_event("resume", note=note)
             self._write_static_files()
             self._build()
+            if point.checkpoint is not None:
+                self._continue_from(point.checkpoint)
             self.observers.run_start(self._settings, self.directory.path)
-            for logger in self._loggers:
-                logger.start(self._settings)
             try:
+                for logger in self._loggers:
+                    logger.start(self._settings)
                 await self.runtime.start()
                 await self._restore(point.checkpoint)
                 self.listener.started(self.directory.path, self.config.train.steps, self.step + 1)
@@ -104,9 +109,7 @@ class Run:
                 await self._failed(error)
                 raise
             finally:
-                for logger in self._loggers:
-                    logger.close()
-                await self.runtime.close()
+                await self._close()
 
     def _ended_well(self) -> bool:
         """Whether the directory holds this very run, finished: its last steps made and its model exported."""
@@ -116,7 +119,8 @@ class Run:
     def _write_static_files(self) -> None:
         self.directory.write_text("config.yaml", yaml.safe_dump(self._settings, sort_keys=False))
         self.directory.write_text("flow.svg", to_svg(self.assembly.graph))
-        for dataset in [*self.assembly.train_set.reports, *(self.assembly.eval_set or self.assembly.train_set).reports]:
+        evaluated = self.assembly.eval_set.reports if self.assembly.eval_set is not None else ()
+        for dataset in [*self.assembly.train_set.reports, *evaluated]:
             if dataset.num_bad or dataset.num_filtered:
                 self.listener.warning(str(dataset))
                 self.directory.append_event("data", report=str(dataset))
@@ -151,20 +155,23 @@ class Run:
             graph, self.runtime, temperature=sampling.temperature, group_rewards=self.assembly.group_rewards
         )
 
+    def _continue_from(self, checkpoint: Checkpoint) -> None:
+        """Take over what the executor keeps itself. From here on the run is where the checkpoint was taken: one that
+        stops before its roles are up has lost nothing.
+        """
+        state = checkpoint.state
+        self.sampler.load_state_dict(state["sampler"])
+        self._before, self._after = dict(state["eval_before"]), dict(state["eval_after"])
+        self._totals = dict(state["totals"])
+        self.step = self._saved_step = checkpoint.step
+
     async def _restore(self, checkpoint: Checkpoint | None) -> None:
-        """Bring everything to where the checkpoint was taken, and every generator to the trainer's weights."""
-        step = checkpoint.step if checkpoint else 0
-        self.directory.rewind(step if checkpoint else -1)
-        self.store.forget_after(step)
+        """Bring every role to where the checkpoint was taken, and every generator to the trainer's weights."""
         if checkpoint is not None:
-            state = checkpoint.state
-            self.sampler.load_state_dict(state["sampler"])
-            self._before, self._after = dict(state["eval_before"]), dict(state["eval_after"])
-            self._totals = dict(state["totals"])
             for role in self.assembly.algorithm.losses():
                 await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
-            self._saved_step = step
-        self.step = step
+        self.directory.rewind(self.step if checkpoint else -1)
+        self.store.forget_after(self.step)
         await self._sync_weights(Timers())
 
     async def _loop(self) -> None:
@@ -197,20 +204,20 @@ class Run:
         if self._evaluation_is_due(step):
             evaluated = await self._evaluate(timers, step)
             self._after = evaluated
-        self.step, self._policy_changed = step, False
         merged = merge_metrics(experience.metrics, trained, synced, timers.metrics())
         line = values(merged) | throughput(merged) | self._epochs() | evaluated
-        for name in COUNTED:
-            self._totals[name] += line.get(name, 0.0)
         for text in warnings:
             self.listener.warning(f"step {step}: {text}")
             self.directory.append_event("warning", step=step, text=text)
         if self.config.log.rollouts:
             self.directory.write_rollouts(step, experience.samples[: self.config.log.rollouts])
         self._write_step(step, line)  # before the checkpoint: what is written after it would be lost by a kill between
+        for name in COUNTED:
+            self._totals[name] += line.get(name, 0.0)
+        self.step, self._policy_changed, self._line = step, False, line
         every = self.config.checkpoint.every
         if (every and step % every == 0) or step == self.config.train.steps:
-            await self._save(line)
+            await self._save()
 
     def _write_step(self, step: int, line: Mapping[str, float]) -> None:
         self.directory.append_metrics(step, line)
@@ -254,8 +261,16 @@ class Run:
             metrics = merge_metrics(metrics, {"sync/bytes": Metric(num_bytes, reducer="sum")})
         return metrics
 
-    async def _save(self, line: Mapping[str, float]) -> None:
-        """Write a checkpoint of the last completed step."""
+    async def _save(self) -> None:
+        """Write a checkpoint of the last completed step. Once begun it is finished, also when the run is stopped."""
+        writing = asyncio.ensure_future(self._write_checkpoint())
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
+
+    async def _write_checkpoint(self) -> None:
         self.listener.phase(self.step, "saving")
         state = {
             "config": self._settings,
@@ -264,7 +279,7 @@ class Run:
             "totals": self._totals,
             "eval_before": self._before,
             "eval_after": self._after,
-            "metric": line.get(self.config.checkpoint.metric),
+            "metric": self._line.get(self.config.checkpoint.metric),
         }
         with self.store.write(self.step, state) as directory:
             for role in self.trainer.losses:
@@ -277,27 +292,52 @@ class Run:
         if self.config.checkpoint.export:
             role = next(iter(self.trainer.losses))
             self.listener.phase(self.step, "exporting")
-            await self.runtime.trainer(role).export_model(self.directory.model)
+            with self.directory.replacing_model() as aside:
+                await self.runtime.trainer(role).export_model(aside)
             model = str(self.directory.model)
         return self._end("completed", model=model)
 
     async def _interrupted(self) -> Interrupted:
         """Keep what is complete, and say how to go on."""
         kept = await self._rescue()
-        self._end("interrupted", error="stopped on request")
+        self._record_end("interrupted", "stopped on request")
         return Interrupted(f"stopped after step {self.step}. {kept} Run the same command again to go on")
 
     async def _failed(self, error: Exception) -> None:
         self.observers.error(error)
         kept = await self._rescue()
-        self.directory.append_event("error", step=self.step, error=str(error), kept=kept)
-        self._end("failed", error=f"{type(error).__name__}: {error}")
+        self.listener.message(f"the run failed after step {self.step}. {kept}")
+        self._record_end("failed", f"{type(error).__name__}: {error}", kept=kept)
+
+    def _record_end(self, status: RunStatus, error: str, **facts: str) -> None:
+        """Write down how the run ended; what stopped it may be the very disk that this is written to."""
+        try:
+            name = "error" if status == "failed" else status
+            self.directory.append_event(name, step=self.step, error=error, **facts)
+            self._end(status, error=error)
+        except ChatLearnError as unwritten:
+            self.listener.warning(f"how the run ended could not be recorded: {unwritten}")
+
+    async def _close(self) -> None:
+        """Close everything; the outcome of the run stands, whatever fails here. Then say that it is over."""
+        for logger in self._loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                self.listener.warning(f"closing the logger {type(logger).__name__} failed: {error}")
+        try:
+            await self.runtime.close()
+        except ChatLearnError as error:
+            self.listener.warning(str(error))
+        if self._ending is not None:
+            self.observers.run_end(*self._ending)
+            self.listener.finished(self._ending[1])
 
     async def _rescue(self) -> str:
         """Save the last completed step if it is still in memory; says what can be resumed."""
         if self.step > self._saved_step and self.step > 0 and not self._policy_changed:
             try:
-                await self._save({})
+                await self._save()
             except ChatLearnError as error:
                 return (
                     f"The last step could not be saved ({error}); the newest checkpoint is of step {self._saved_step}."
@@ -325,9 +365,8 @@ class Run:
             error=error,
             registry=self.assembly.registry,
         )
+        self._ending = (status, content)
         self.directory.write_json("summary.json", content)
-        self.observers.run_end(status, content)
-        self.listener.finished(content)
         return content
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chatlearn_core.exceptions import ChatLearnError
+from chatlearn_core.exceptions import BackendError, ChatLearnError
 from chatlearn_core.types import Sample
 
 
@@ -43,6 +45,24 @@ class RunDirectory:
     def model(self) -> Path:
         """Where the trained model is exported."""
         return self.path / "model"
+
+    @contextmanager
+    def replacing_model(self) -> Iterator[Path]:
+        """A directory to fill, which becomes ``model`` when the block ends: whoever finds a model finds all of it.
+
+        Raises:
+            ChatLearnError: the disk does not take it; an earlier model is untouched.
+        """
+        aside = self.path / ".writing_model"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            yield aside
+            if self.model.exists():
+                shutil.rmtree(self.model)
+            aside.rename(self.model)
+        except (OSError, BackendError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _cannot_write(self.model, error) from error
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one line to ``metrics.jsonl``: ``{"step": ..., name: value, ...}``."""
@@ -156,8 +176,9 @@ def _whole_lines(file: Path) -> list[tuple[dict[str, Any], str]]:
     return lines
 
 
-def _cannot_write(path: Path, error: OSError) -> ChatLearnError:
+def _cannot_write(path: Path, error: OSError | BackendError) -> ChatLearnError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return ChatLearnError(
-        f"cannot write {path}: {error.strerror or error}. Free space or permissions on that disk, or choose another "
+        f"cannot write {path}: {reason}. Free space or permissions on that disk, or choose another "
         "directory with output_dir=..."
     )

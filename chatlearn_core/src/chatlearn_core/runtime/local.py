@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chatlearn_core.exceptions import ChatLearnError, ConfigError, WeightSyncError
+from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, ConfigError, WeightSyncError
 from chatlearn_core.protocols import Generator, Loss, MemoryPart, Trainer
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane
@@ -17,6 +17,9 @@ from chatlearn_core.runtime.plan import RolePlan, RunPlan
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import Metrics, OutputRequest, Outputs, SyncReceipt, TrainBatch
+
+_STOP_S = 10.0
+"""A call that still runs when the run is over may take this long to return; after that its thread is left behind."""
 
 
 class LocalTrainer:
@@ -186,6 +189,7 @@ class LocalRuntime:
         problems: list[str] = []
         closers: list[tuple[str, Callable[[], None]]] = [
             *(("weight sync", transfer.close) for transfer in self._transfers.values()),
+            *((f"lane of {lane.name}", lambda lane=lane: _stop(lane)) for lane in self._lanes),
             *((name, fleet.close) for name, fleet in self._fleets.items()),
             *((name, local.trainer.close) for name, local in self._trainers.items()),
             *((part.name, part.reward.close) for group in self._rewards.values() for part in group.parts),
@@ -196,11 +200,15 @@ class LocalRuntime:
             except Exception as error:
                 problems.append(f"{name}: {type(error).__name__}: {error}")
         self._transfers, self._fleets, self._trainers, self._rewards = {}, {}, {}, {}
-        for lane in self._lanes:
-            lane.stop()
         self._lanes = []
         if problems:
             raise ChatLearnError("closing failed for " + "; ".join(problems))
+
+
+def _stop(lane: Lane) -> None:
+    """Before its backend is closed: closing must not pull the model from under a call that still runs."""
+    if not lane.stop(_STOP_S):
+        raise BackendTimeoutError(f"a call still runs after {_STOP_S:g} s. It hangs here:\n{lane.stack()}")
 
 
 def resolve_device(device: str, key: str) -> str:

@@ -90,14 +90,20 @@ class WeightTransfer:
         receiving = [asyncio.create_task(self._receive(plan, offer, i, r, start)) for i, r in replicas]
         try:
             await asyncio.wait([sending, *receiving], return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            sending.cancel()  # its thread ends when the sender is released
+            raise
         finally:
             for task in receiving:
                 task.cancel()  # does nothing to those that are done
             outcomes = await asyncio.gather(*receiving, return_exceptions=True)
         [failure] = await asyncio.gather(sending, return_exceptions=True)
+        receipts = [outcome for outcome in outcomes if isinstance(outcome, SyncReceipt)]
         if isinstance(failure, BaseException):
-            return await self._sender_failed(plan, replicas, failure)
-        return [outcome for outcome in outcomes if isinstance(outcome, SyncReceipt)]
+            failed_before = {receipt.replica: receipt for receipt in receipts if receipt.state == "dead"}
+            lost = await self._sender_failed(plan, replicas, failure)
+            return [failed_before.get(receipt.replica, receipt) for receipt in lost]
+        return receipts
 
     async def _sender_failed(
         self, plan: SyncPlan, replicas: Sequence[tuple[int, Generator]], failure: BaseException

@@ -1,3 +1,51 @@
-"""The pytest plugin of chatlearn-core, loaded through the entry point ``pytest11``."""
+"""The pytest plugin of chatlearn-core, loaded through the entry point ``pytest11``.
+
+Every pytest run in an environment with chatlearn-core pays for it, so it imports nothing heavy. It registers the
+kit's markers, offers fixtures, and refuses to collect a conformance suite whose contract tests were overridden.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from chatlearn_core.testing.guard import SUITES_PACKAGE, is_suite_class, suite_violations
+
+if TYPE_CHECKING:
+    from chatlearn_core.plugins.registry import PluginRegistry
+
+MARKERS = (
+    "engine: runs a real engine (trainer or generator)",
+    "gpu: needs a CUDA device",
+    "slow: takes long",
+)
+
+# Their assertions are explained by pytest like those of a test module.
+pytest.register_assert_rewrite(SUITES_PACKAGE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers that the suites use."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> None:
+    """Fail the collection of a suite that was tampered with, naming what was."""
+    if is_suite_class(obj) and isinstance(obj, type) and (lines := suite_violations(obj)):
+        raise collector.CollectError("\n".join(["This conformance suite would prove nothing:", *lines]))
+
+
+@pytest.fixture(scope="session")
+def chatlearn_registry() -> PluginRegistry:
+    """Every plugin that is installed, as a run would find it."""
+    from chatlearn_core.plugins.loader import discover_plugins
+
+    return discover_plugins()
+
+
+@pytest.fixture(scope="session")
+def tiny_prompts() -> tuple[tuple[int, ...], ...]:
+    """Token ids of a few short prompts, valid for any vocabulary of 32 tokens or more."""
+    return ((5, 9, 3), (17, 2, 30, 11, 8), (4,), (21, 21, 6, 13, 19, 7, 25))

@@ -10,7 +10,6 @@ transformers >= 5.16.1, < 5.20.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from chatlearn_hf.heads import HEAD_CLASSES
 from chatlearn_hf.model_directory import load_config, read_config_file, weight_files
 
 SAFETENSORS_DTYPES = {
@@ -315,19 +315,12 @@ def _parts(
 def _shell(path: str) -> PreTrainedModel:
     """A model of the directory's architecture without values."""
     config = load_config(path)
-    architectures = [name for name in (config.architectures or []) if "CausalLM" not in name]
+    named = set(config.architectures or ())
+    chosen: Any = AutoModelForCausalLM
+    for auto_class in HEAD_CLASSES.values():
+        mapping = auto_class._model_mapping
+        if type(config) in mapping and mapping[type(config)].__name__ in named:
+            chosen = auto_class
     with torch.device("meta"):
-        if architectures:
-            from chatlearn_hf.heads import HEAD_CLASSES
-
-            for auto_class in HEAD_CLASSES.values():
-                mapping = auto_class._model_mapping
-                if type(config) in mapping and mapping[type(config)].__name__ in architectures:
-                    return auto_class.from_config(config)  # type: ignore[no-any-return, no-untyped-call]  # transformers does not annotate it
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]  # transformers does not annotate it
-
-
-def read_index(directory: Path) -> dict[str, str]:
-    """Tensor name -> file, of a sharded checkpoint's index."""
-    content = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    return dict(content["weight_map"])
+        shell: PreTrainedModel = chosen.from_config(config)
+    return shell

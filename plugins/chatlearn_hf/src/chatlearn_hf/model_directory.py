@@ -202,6 +202,7 @@ def load_pretrained(
             dtype=dtype,
             attn_implementation=attention_implementation(attention),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with names
             **extra,
         )
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:

@@ -124,7 +124,8 @@ def build_tiny_model(
         }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(fields | config)), dtype=torch.float32)
+        shape = AutoConfig.for_model(family, **(fields | config))
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)  # type: ignore[no-untyped-call]  # as above
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 centre = 0.0 if name.endswith("bias") else 1.0

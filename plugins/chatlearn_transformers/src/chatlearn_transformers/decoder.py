@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chatlearn_transformers import attention
 from chatlearn_transformers.architecture import check_probe, probe_token_ids
-from chatlearn_transformers.kv_cache import LENGTH_STEP, SlotCache, round_up
+from chatlearn_transformers.kv_cache import READ_STEP, SlotCache, round_up
 
 Ids = npt.NDArray[np.int64]
 
@@ -109,7 +109,7 @@ class Decoder:
             [N, V] logits after that token.
         """
         longest = int(lengths.max()) + 1
-        width = round_up(longest, LENGTH_STEP)
+        width = round_up(longest, READ_STEP)
         self.cache.reserve(len(token_ids), width)
         device = self.device
         columns = torch.from_numpy(lengths).to(device)

@@ -6,7 +6,9 @@ from torch import Tensor
 from transformers import Cache
 
 LENGTH_STEP = 32
-"""Columns are allocated and read in multiples of this, so that shapes repeat from step to step."""
+"""Columns are allocated in multiples of this."""
+READ_STEP = 8
+"""Columns are read in multiples of this: decoding small models is bound by reading the cache, and shapes repeat."""
 
 
 def round_up(value: int, step: int) -> int:

@@ -1,0 +1,91 @@
+import json
+import shutil
+
+import pytest
+from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.model_directory import (
+    check_model_directory,
+    check_tokenizer_fits,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    max_length,
+)
+from chatlearn_hf.tiny import build_tiny_tokenizer
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny(), tmp_path / "model")
+
+
+def test_a_good_directory_passes(tiny) -> None:
+    assert check_model_directory(str(tiny())) == tiny()
+    assert max_length(load_config(str(tiny()))) == 512
+
+
+def test_a_path_that_is_not_there(tmp_path) -> None:
+    with pytest.raises(ModelError, match="is not a directory"):
+        check_model_directory(str(tmp_path / "nothing"))
+
+
+def test_a_hub_id_without_network(monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert check_model_directory("nobody/no-such-model") is None
+    with pytest.raises(ModelError, match="neither a model directory on this machine nor a hub id"):
+        load_causal_lm("nobody/no-such-model")
+
+
+def test_no_weights(copy) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
+        check_model_directory(str(copy))
+
+
+def test_no_config(copy) -> None:
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_causal_lm(str(copy))
+
+
+def test_config_that_is_not_json(copy) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        check_model_directory(str(copy))
+
+
+@pytest.mark.parametrize("keep", [0, 100, 20_000])
+def test_weights_cut_short(copy, keep) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is cut short"):
+        load_causal_lm(str(copy))
+
+
+def test_index_that_names_a_missing_file(copy) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="model-00001-of-00002"):
+        check_model_directory(str(copy))
+
+
+def test_configuration_that_was_edited(copy) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(ModelError, match=r"config\.json describes|mlp"):
+        load_causal_lm(str(copy))
+
+
+def test_a_foreign_tokenizer_names_both_numbers(copy) -> None:
+    build_tiny_tokenizer(600, extra_tokens=[f"<{n}>" for n in range(300)]).save_pretrained(copy)
+    largest = max(load_tokenizer(str(copy)).get_vocab().values())
+    size = load_config(str(copy)).vocab_size
+    with pytest.raises(ModelError, match=rf"largest token id is {largest}, the model's vocabulary has {size}"):
+        check_model_directory(str(copy))
+    with pytest.raises(ModelError, match="does not belong"):
+        check_tokenizer_fits(load_tokenizer(str(copy)), load_config(str(copy)), "here")
+
+
+def test_no_tokenizer(tmp_path) -> None:
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,75 @@
+import itertools
+
+import pytest
+import torch
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types import OutputRequest
+from chatlearn_hf.heads import load_model
+from chatlearn_hf.model_directory import load_causal_lm
+from chatlearn_hf.packed_forward import PackedModel, packed_logits, packed_outputs
+from chatlearn_hf.varlen_attention import PackedLayout
+
+FAMILIES = ["qwen3", "qwen2", "llama", "qwen3_moe"]
+
+
+def sequences(batch):
+    return [batch.token_ids[a:b] for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_equal_each_sequence_alone(tiny, make_batch, family) -> None:
+    path, batch = str(tiny(family)), make_batch()
+    packed, plain = load_causal_lm(path), load_causal_lm(path, attention="eager")
+    with torch.no_grad():
+        expected = torch.cat([plain(ids[None]).logits[0] for ids in sequences(batch)])
+        assert (packed_logits(packed, batch) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_logprobs_entropy_and_their_gradients(tiny, make_batch, chunk) -> None:
+    path, batch, temperature = str(tiny()), make_batch(), 0.6
+    plain = load_causal_lm(path, attention="eager")
+    packed = PackedModel(load_causal_lm(path), "lm", logits_chunk_tokens=chunk)
+    outputs = packed_outputs(packed, batch, OutputRequest(frozenset({"logprobs", "entropy"}), temperature))
+    logprobs, entropies = [], []
+    for ids in sequences(batch):
+        logs = torch.log_softmax(plain(ids[None]).logits[0] / temperature, -1)
+        logprobs.append(torch.cat([logs.new_zeros(1), logs[:-1].gather(-1, ids[1:, None])[:, 0]]))
+        entropies.append(torch.cat([logs.new_zeros(1), -(logs.exp() * logs).sum(-1)[:-1]]))
+    expected = {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
+    torch.manual_seed(0)
+    upstream = {name: torch.randn(batch.num_tokens) for name in expected}
+    for name in expected:
+        torch.testing.assert_close(outputs[name], expected[name], atol=1e-5, rtol=0)
+    sum((upstream[name] * outputs[name]).sum() for name in expected).backward()
+    sum((upstream[name] * expected[name]).sum() for name in expected).backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in packed.model.named_parameters():
+        assert (parameter.grad - theirs[name].grad).norm() <= 1e-4 * theirs[name].grad.norm(), name
+
+
+def test_an_empty_row_gives_empty_outputs_on_every_parameters_graph(tiny) -> None:
+    packed = PackedModel(load_causal_lm(str(tiny())))
+    outputs = packed(torch.zeros(0, dtype=torch.int64), PackedLayout([]), {"logprobs"})
+    assert outputs["logprobs"].shape == (0,)
+    outputs["logprobs"].sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in packed.parameters())
+
+
+def test_values_line_up_with_the_state_before_the_token(tiny, make_batch) -> None:
+    batch = make_batch()
+    model = load_model(str(tiny()), "value", seed=3)
+    plain = load_causal_lm(str(tiny()), attention="eager").base_model
+    with torch.no_grad():
+        values = packed_outputs(PackedModel(model, "value"), batch, OutputRequest(frozenset({"values"})))["values"]
+        expected = []
+        for ids in sequences(batch):
+            states = plain(ids[None]).last_hidden_state[0] @ model.score.weight[0] + model.score.bias
+            expected.append(torch.cat([states.new_zeros(1), states[:-1]]))
+    torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_an_output_of_another_head_is_refused(tiny, make_batch) -> None:
+    packed = PackedModel(load_causal_lm(str(tiny())))
+    with pytest.raises(BackendError, match="head 'lm' cannot compute values"):
+        packed_outputs(packed, make_batch(), OutputRequest(frozenset({"values"})))
