@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from chatlearn_hf.tiny import build_tiny_model
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 VOCABULARY = 300
+RANKS_DEADLINE_S = 240.0
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +106,53 @@ def make_trainer(model_path: str) -> Iterator[TrainerMaker]:
 @pytest.fixture
 def make_batch() -> Callable[..., TrainBatch]:
     return _make_batch
+
+
+def _run_jobs(
+    jobs: Mapping[str, Mapping[str, Any]], batch: TrainBatch, directory: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Start as many rank processes as the largest job needs and let them do all jobs; answers of every rank, by job.
+
+    A job has ``model`` and ``slices`` (the sequences of each data-parallel rank), and may have ``options``, ``head``,
+    ``updates`` (number of them), ``load``, ``save``, ``export`` (directories), ``weights`` (return both streams, before
+    and after offloading), ``poison`` (the loss of a micro-batch with this sample is NaN).
+    """
+    defaults = dict.fromkeys(("load", "save", "export", "weights", "poison"))
+    complete = {name: defaults | {"head": "lm", "updates": 1, "options": {}} | job for name, job in jobs.items()}
+    for name, job in complete.items():
+        job["world"] = len(job["slices"]) * job["options"].get("ulysses", 1)
+        # Not tcp: connections of one job may take the port that was free for a later one.
+        job["rendezvous"] = f"file://{directory / name}.rendezvous" if job["world"] > 1 else None
+    directory.mkdir(parents=True)
+    torch.save({"jobs": complete, "batch": batch}, directory / "work.pt")
+    size = max(job["world"] for job in complete.values())
+    script = Path(__file__).with_name("rank_process.py")
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), directory]) for rank in range(size)]
+    try:
+        deadline = time.monotonic() + RANKS_DEADLINE_S
+        # A rank that died leaves the others waiting for it, so the first to fail ends it.
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            assert time.monotonic() < deadline, "the ranks did not finish"
+            time.sleep(0.1)
+        assert not any(rank.returncode for rank in ranks), "a rank failed; its error is above"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {
+        name: [torch.load(directory / f"{name}.rank{rank}.pt", weights_only=False) for rank in range(job["world"])]
+        for name, job in complete.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def run_jobs() -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    return _run_jobs
+
+
+@pytest.fixture(scope="session")
+def seven_sequences() -> TrainBatch:
+    return _make_batch()
 
 
 @pytest.fixture

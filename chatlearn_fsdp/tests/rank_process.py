@@ -1,13 +1,14 @@
-"""One rank of a trainer in a process of its own: run by ``test_sharding.py`` as a script.
+"""One rank of trainers that need several, run as a script by the fixture ``run_jobs``. Arguments: rank, directory.
 
-Arguments: rank, number of ranks, rendezvous, JSON of the job, directory for the results. Writes ``rank<r>.pt``.
+``work.pt`` there lists jobs, which the process does one after the other: starting torch and transformers costs more
+than most of them. A rank takes part in a job that has that many ranks, and leaves its answer in ``<job>.rank<r>.pt``.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from chatlearn_core.exceptions import BackendError
@@ -17,71 +18,118 @@ from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import whole
 from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_hf.meta_start import CheckpointFiles
 
 
-class ScriptLoss:
-    """-sum w (A logprob + 0.1 entropy); NaN where the batch holds the sample ``poison``."""
+class HeadLoss:
+    """-sum w (A logprob + 0.1 entropy), sum w (value - A)^2, or sum (score - target)^2."""
 
-    needs = OutputRequest(frozenset({"logprobs", "entropy"}), 0.7)
     unit = "sequence"
 
-    def __init__(self, poison: str = "") -> None:
-        self.poison = poison
+    def __init__(self, head: str, poison: str | None = None) -> None:
+        names = {"lm": {"logprobs", "entropy"}, "value": {"values"}, "reward": {"scores"}}[head]
+        self.needs = OutputRequest(frozenset(names), 0.7)
+        self.head, self.poison = head, poison
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         return batch
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         weight, advantage = batch.token_data["loss_weight"], batch.token_data["advantages"]
-        total = -(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum()
+        if self.head == "lm":
+            total = -(weight * (advantage * outputs["logprobs"] + 0.1 * outputs["entropy"])).sum()
+        elif self.head == "value":
+            total = (weight * (outputs["values"] - advantage) ** 2).sum()
+        else:
+            total = ((outputs["scores"] - batch.sequence_data["target"]) ** 2).sum()
         return LossOutput(total * float("nan") if self.poison in batch.sample_ids else total)
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    rendezvous, job, results = sys.argv[3], json.loads(sys.argv[4]), Path(sys.argv[5])
-    torch.set_num_threads(1)
-    batch: TrainBatch = torch.load(results / "batch.pt", weights_only=False)
-    source = ModelSource(job["model"], job["model"])
+class ReadingCount:
+    """Counts the elements that a start reads from checkpoint files."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+    def __enter__(self) -> ReadingCount:
+        self._rows = CheckpointFiles.rows
+
+        def rows(files: CheckpointFiles, name: str, first: int, last: int) -> torch.Tensor:
+            read = self._rows(files, name, first, last)
+            self.elements += read.numel()
+            return read
+
+        CheckpointFiles.rows = rows  # type: ignore[method-assign]  # counted, then put back
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        CheckpointFiles.rows = self._rows  # type: ignore[method-assign]  # as above
+
+
+def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
+    """The job's keys are described at ``run_jobs``."""
     context = RoleContext(
         "trainer",
-        source,
+        ModelSource(job["model"], job["model"], head=job["head"]),
         rank=rank,
-        world_size=world_size,
+        world_size=job["world"],
         trainable=True,
-        rendezvous=rendezvous if world_size > 1 else None,
+        rendezvous=job["rendezvous"],
     )
-    trainer = FSDPTrainer(FSDPOptions(learning_rate=1e-3, **job.get("options", {})), context)
-    trainer.setup()
-    if job.get("load"):
+    trainer = FSDPTrainer(FSDPOptions(**({"learning_rate": 1e-3, "grad_clip": None} | job["options"])), context)
+    with ReadingCount() as read:
+        trainer.setup()
+    answer: dict[str, Any] = {"elements_read": read.elements}
+    if job["load"]:
         trainer.load(Path(job["load"]))
-    mine = batch.select(job["slices"][rank])
-    answer: dict[str, object] = {"computed": trainer.compute(mine, ScriptLoss.needs)}
+    mine = batch.select(job["slices"][trainer.data_parallel_rank])
+    loss = HeadLoss(job["head"], job["poison"])
+    answer["computed"] = trainer.compute(mine, loss.needs)
     try:
-        metrics = trainer.update(mine, ScriptLoss(job.get("poison", "")))
-        answer["metrics"] = {name: metric.total for name, metric in metrics.items()}
+        for _ in range(job["updates"]):
+            metrics = trainer.update(mine, loss)
+            answer["metrics"] = {name: metric.total for name, metric in metrics.items()}
     except BackendError as error:
         answer["error"] = str(error)
-    if "error" not in answer:
+    else:
         assert trainer._optimizer is not None
         assert trainer._model is not None
         moments = optimizer_tensors(trainer._optimizer, trainer._model.model)
-        answer["exp_avg"] = {name: whole(entry["exp_avg"]) for name, entry in moments.items()}
-    answer["full"] = {shard.name: shard.tensor.clone() for shard in trainer.weights()}
-    answer["boxes"] = [
-        (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())
-        for shard in trainer.weights("boxes")
-    ]
-    trainer.offload(["weights", "optimizer"])
-    answer["offloaded_bytes"] = trainer.live_bytes("weights") + trainer.live_bytes("optimizer")
-    trainer.onload(["weights", "optimizer"])
-    answer["again"] = {shard.name: shard.tensor.clone() for shard in trainer.weights()}
-    if job.get("save"):
+        # AdamW starts from 0: after one step this is the gradient before clipping.
+        answer["gradients"] = {
+            name: whole(entry["exp_avg"]).cpu() / (1 - trainer.options.adam_beta1) for name, entry in moments.items()
+        }
+    if job["save"]:
         trainer.save(Path(job["save"]))
-    if job.get("export"):
+    if job["export"]:
         trainer.export_model(Path(job["export"]))
-    torch.save(answer, results / f"rank{rank}.pt")
+        answer["computed_after"] = trainer.compute(mine, loss.needs)
+    if job["weights"]:
+        answer["full"] = _full(trainer)
+        answer["boxes"] = [
+            (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())
+            for shard in trainer.weights("boxes")
+        ]
+        trainer.offload(["weights", "optimizer"])
+        answer["offloaded_bytes"] = trainer.live_bytes("weights") + trainer.live_bytes("optimizer")
+        trainer.onload(["weights", "optimizer"])
+        answer["again"] = _full(trainer)
     trainer.close()
+    return answer
+
+
+def _full(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in trainer.weights()}
+
+
+def main() -> None:
+    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    work = torch.load(directory / "work.pt", weights_only=False)
+    for name, job in work["jobs"].items():
+        if rank < job["world"]:
+            answer = do_job(job, rank, work["batch"])
+            torch.save(answer, directory / f"{name}.rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,103 +1,172 @@
-"""Two ranks on gloo against one."""
+"""Starts, streams, checkpoints and errors of several ranks on gloo."""
 
-import json
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from chatlearn_fsdp.sharding import box_of_rows
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.sharding import box_of_rows, mesh_sizes
+from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.tiny import build_tiny_model
 
-SCRIPT = Path(__file__).with_name("rank_process.py")
 EVERYTHING = [list(range(7))]
+DP2, DP4 = [[0, 1, 2, 3, 4, 5], [6]], [[0, 1], [2, 3, 4], [5, 6], []]
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
-def run_ranks(batch, job, results):
-    results.mkdir()
-    torch.save(batch, results / "batch.pt")
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sharding")
+    build_tiny_model(root / "dense", "qwen3")
+    build_tiny_model(root / "mixture", "qwen3_moe")
+    return root
+
+
+@pytest.fixture(scope="module")
+def answers(run_jobs, seven_sequences, paths):
+    dense = {"model": str(paths / "dense"), "weights": True}
+    adapted = dense | {"updates": 2}
+    jobs = {
+        # The budget cuts the first slice into more micro-batches than the second, which must keep in step.
+        "dense": dense | {"slices": DP2, "options": {"max_tokens_per_micro_batch": 64}},
+        "mixture": {"model": str(paths / "mixture"), "slices": DP2, "weights": True, "export": str(paths / "export")},
+        "poison": dense | {"slices": [[0, 1, 2], [3, 4, 5, 6]], "poison": "s1"},
+    }
+    worlds = {
+        "one": (EVERYTHING, {}),
+        "dp4": (DP4, {}),
+        "hsdp": (DP4, {"dp_replicate": 2}),
+        "ulysses": (DP2, {"ulysses": 2}),
+    }
+    for world, (slices, sizes) in worlds.items():
+        jobs[f"save-{world}"] = dense | {"slices": slices, "options": sizes, "save": str(paths / world)}
+        jobs[f"lora-{world}"] = adapted | {
+            "slices": slices,
+            "options": sizes | LORA,
+            "save": str(paths / f"lora-{world}"),
+        }
+    for saved, resumed in (("one", "hsdp"), ("hsdp", "one"), ("dp4", "ulysses"), ("ulysses", "dp4")):
+        slices, sizes = worlds[resumed]
+        jobs[f"load-{saved}"] = dense | {"slices": slices, "options": sizes, "load": str(paths / saved)}
+        jobs[f"load-lora-{saved}"] = dense | {
+            "slices": slices,
+            "options": sizes | LORA,
+            "load": str(paths / f"lora-{saved}"),
+        }
+    return run_jobs(jobs, seven_sequences, paths / "answers")
+
+
+several_ranks = [pytest.mark.engine, pytest.mark.slow]
+
+
+class TestSeveralRanks:
+    pytestmark = several_ranks
+
+    def test_a_rank_reads_its_own_rows_only(self, answers, paths) -> None:
+        for job, model in (("dense", "dense"), ("mixture", "mixture")):
+            specs = expected_manifest(paths / model).tensors.values()
+            total = sum(torch.Size(spec.shape).numel() for spec in specs)
+            read = [rank["elements_read"] for rank in answers[job]]
+            assert sum(read) == total
+            assert max(read) < 0.55 * total
+
+    @pytest.mark.parametrize("job", ["dense", "mixture"])
+    def test_both_streams_hold_every_element_once(self, answers, job) -> None:
+        full = answers[job][0]["full"]
+        count = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
+        for owner, rank in enumerate(answers[job]):
+            for name, shape, box, owner_rank, tensor in rank["boxes"]:
+                place = tuple(slice(*side) for side in box)
+                assert owner_rank == owner
+                assert tuple(shape) == tuple(full[name].shape)
+                assert torch.equal(full[name][place], tensor), name
+                count[name][place] += 1
+        assert all(bool((seen == 1).all()) for seen in count.values())
+
+    def test_offloading_frees_the_shards_and_brings_them_back(self, answers) -> None:
+        for rank in answers["dense"]:
+            assert rank["offloaded_bytes"] == 0
+            assert all(torch.equal(rank["again"][name], rank["full"][name]) for name in rank["full"])
+
+    def test_ranks_agree_on_micro_batches(self, answers) -> None:
+        assert [rank["metrics"]["perf/micro_batches"] for rank in answers["dense"]] == [2, 1]
+
+    def test_ulysses_ranks_report_their_slice_once(self, answers) -> None:
+        assert [bool(rank["metrics"]) for rank in answers["save-ulysses"]] == [True, False, True, False]
+        tokens = sum(rank["metrics"].get("perf/tokens", 0) for rank in answers["save-ulysses"])
+        assert tokens == answers["save-one"][0]["metrics"]["perf/tokens"]
+
+    def test_export_is_what_the_trainer_computes(self, answers, paths, seven_sequences) -> None:
+        exported = load_causal_lm(str(paths / "export"), attention="sdpa")
+        rank = answers["mixture"][1]
+        (only,) = DP2[1]
+        start, stop = seven_sequences.cu_seqlens[only], seven_sequences.cu_seqlens[only + 1]
+        ids = seven_sequences.token_ids[start:stop]
+        with torch.no_grad():
+            logs = torch.log_softmax(exported(ids[None]).logits[0] / 0.7, -1)
+        expected = torch.cat([logs.new_zeros(1), logs[:-1].gather(-1, ids[1:, None])[:, 0]])
+        expected = expected * seven_sequences.loss_mask[start:stop]
+        torch.testing.assert_close(rank["computed_after"]["logprobs"], expected, atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("kind", ["", "lora-"])
+    @pytest.mark.parametrize("saved", ["one", "hsdp", "dp4", "ulysses"])
+    def test_any_world_resumes_from_any_other(self, answers, seven_sequences, saved, kind) -> None:
+        """One more update after loading: the same, wherever the checkpoint came from and wherever it goes on."""
+        ranks, reference = answers[f"load-{kind}{saved}"], answers[f"load-{kind}one"]
+        first = answers[f"{kind}{saved}" if kind else f"save-{saved}"][0]
+        assert ranks[0]["metrics"]["grad_norm"] == pytest.approx(reference[0]["metrics"]["grad_norm"], rel=1e-3)
+        assert ranks[0]["metrics"]["grad_norm"] != pytest.approx(first["metrics"]["grad_norm"], rel=1e-3)
+        for name, tensor in reference[0]["full"].items():
+            torch.testing.assert_close(ranks[0]["full"][name], tensor, atol=2e-5, rtol=0)
+
+    def test_a_checkpoint_of_adapters_holds_no_base_weights(self, answers, paths) -> None:
+        def size(directory):
+            return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+        assert size(paths / "lora-one") < 0.5 * size(paths / "one")
+
+    def test_a_bad_loss_on_one_rank_stops_both_and_changes_nothing(self, answers, paths) -> None:
+        ranks = answers["poison"]
+        assert "samples s0, s1, s2" in ranks[0]["error"]
+        assert "on another rank" in ranks[1]["error"]
+        before = load_causal_lm(str(paths / "dense")).state_dict()
+        assert all(torch.equal(before[name], tensor) for name, tensor in ranks[0]["full"].items())
+
+
+@pytest.mark.engine
+def test_a_rendezvous_by_tcp_with_all_ranks_there(model_path, make_batch, policy_loss) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    world_size = len(job["slices"])
-    ranks = [
-        subprocess.Popen([sys.executable, SCRIPT, str(rank), str(world_size), rendezvous, json.dumps(job), results])
-        for rank in range(world_size)
-    ]
-    codes = [rank.wait(timeout=120) for rank in ranks]
-    assert codes == [0] * world_size
-    return [torch.load(results / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    context = RoleContext("trainer", ModelSource(model_path, model_path), rendezvous=address, trainable=True)
+    trainer = FSDPTrainer(FSDPOptions(cpu_offload=True), context)
+    trainer.setup()
+    try:
+        assert trainer.update(make_batch(), policy_loss)["grad_norm"].value > 0
+    finally:
+        trainer.close()
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_two_ranks_equal_one(make_batch, tmp_path, family) -> None:
-    path = str(build_tiny_model(tmp_path / "model", family))
-    batch = make_batch()
-    options = {"max_tokens_per_micro_batch": 64, "grad_clip": None}
-    one = run_ranks(
-        batch,
-        {"model": path, "slices": EVERYTHING, "options": options, "save": str(tmp_path / "saved1")},
-        tmp_path / "one",
-    )[0]
-    # Uneven on purpose: rank 1 has one micro-batch to rank 0's two, and must keep in step with an empty one.
-    job = {"model": path, "slices": [[0, 1, 2, 3, 4, 5], [6]], "options": options, "save": str(tmp_path / "saved2")}
-    two = run_ranks(batch, job | {"export": str(tmp_path / "export")}, tmp_path / "two")
-
-    assert [rank["metrics"]["perf/micro_batches"] for rank in two] == [2, 1]
-    assert sum(rank["metrics"]["loss"] for rank in two) == pytest.approx(one["metrics"]["loss"], rel=1e-5)
-    assert two[0]["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
-    assert "grad_norm" not in two[1]["metrics"]
-    for name, moment in one["exp_avg"].items():
-        assert (two[0]["exp_avg"][name] - moment).norm() <= 1e-4 * moment.norm(), name
-    computed = torch.cat([rank["computed"]["logprobs"] for rank in two])
-    torch.testing.assert_close(computed, one["computed"]["logprobs"], atol=1e-5, rtol=0)
-
-    full = two[0]["full"]
-    count = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
-    for owner, rank in enumerate(two):
-        for name, shape, box, owner_rank, tensor in rank["boxes"]:
-            place = tuple(slice(*side) for side in box)
-            assert owner_rank == owner
-            assert tuple(shape) == tuple(full[name].shape)
-            assert torch.equal(full[name][place], tensor), name
-            count[name][place] += 1
-    assert all(bool((seen == 1).all()) for seen in count.values())
-
-    for rank in two:
-        assert rank["offloaded_bytes"] == 0
-        assert all(torch.equal(rank["again"][name], full[name]) for name in full)
-    exported = load_causal_lm(str(tmp_path / "export"), attention="sdpa").state_dict()
-    assert torch.equal(exported["model.embed_tokens.weight"], full["model.embed_tokens.weight"])
-
-    # Each world size resumes from what the other saved.
-    crossed = run_ranks(
-        batch, {"model": path, "slices": EVERYTHING, "load": str(tmp_path / "saved2")}, tmp_path / "one_from_two"
-    )[0]
-    back = run_ranks(
-        batch,
-        {"model": path, "slices": [[0, 1, 2], [3, 4, 5, 6]], "load": str(tmp_path / "saved1")},
-        tmp_path / "two_from_one",
-    )[0]
-    assert crossed["metrics"]["grad_norm"] == pytest.approx(back["metrics"]["grad_norm"], rel=1e-4)
-    assert crossed["metrics"]["grad_norm"] != pytest.approx(one["metrics"]["grad_norm"], rel=1e-3)
-    for name, tensor in crossed["full"].items():
-        torch.testing.assert_close(tensor, back["full"][name], atol=1e-5, rtol=0)
+@pytest.mark.parametrize(
+    ("options", "world_size", "sizes"),
+    [
+        ({}, 8, (1, 8, 1)),
+        ({"dp_replicate": 2, "ulysses": 2}, 8, (2, 2, 2)),
+        ({"dp_replicate": 4, "dp_shard": 1}, 4, (4, 1, 1)),
+    ],
+)
+def test_sizes_are_filled_in(options, world_size, sizes) -> None:
+    assert mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=world_size)) == sizes
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_bad_loss_on_one_rank_stops_both_and_changes_nothing(make_batch, model_path, tmp_path) -> None:
-    job = {"model": model_path, "slices": [[0, 1, 2], [3, 4, 5, 6]], "poison": "s1"}
-    ranks = run_ranks(make_batch(), job, tmp_path / "two")
-    assert "samples s0, s1, s2" in ranks[0]["error"]
-    assert "on another rank" in ranks[1]["error"]
-    before = load_causal_lm(model_path).state_dict()
-    assert all(torch.equal(before[name], tensor) for name, tensor in ranks[0]["full"].items())
+@pytest.mark.parametrize("options", [{"ulysses": 3}, {"dp_shard": 2}, {"dp_replicate": 16}])
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(options) -> None:
+    with pytest.raises(ConfigError, match=r"has 8 ranks, and roles\.trainer\.options has dp_replicate"):
+        mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=8))
 
 
 def test_rows_of_a_fused_tensor_that_lie_in_a_shard() -> None:

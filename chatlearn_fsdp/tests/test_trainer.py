@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 
 def alone(model, batch, temperature):
-    """Logprobs and entropies of each sequence from a transformers forward of its own."""
+    """Logprobs and entropies of the learned tokens, each sequence from a transformers forward of its own."""
     logprobs, entropies = [], []
     bounds = batch.cu_seqlens.tolist()
     for start, stop in itertools.pairwise(bounds):
@@ -29,7 +29,7 @@ def alone(model, batch, temperature):
         zero = logs.new_zeros(1)
         logprobs.append(torch.cat([zero, logs[:-1].gather(-1, ids[1:, None])[:, 0]]))
         entropies.append(torch.cat([zero, -(logs.exp() * logs).sum(-1)[:-1]]))
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat(logprobs) * batch.loss_mask, torch.cat(entropies) * batch.loss_mask
 
 
 def padded_reference_gradients(path, batch):
@@ -164,7 +164,7 @@ def test_value_and_reward_heads(make_trainer, make_batch) -> None:
             plain = load_causal_lm(value.context.model.path, attention="sdpa").base_model(ids[None]).last_hidden_state
             states = value._model.model.score(plain[0])[:, 0]
             expected = torch.cat([states.new_zeros(1), states[:-1]])
-            torch.testing.assert_close(values[start:stop], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(values[start:stop], expected * batch.loss_mask[start:stop], atol=1e-5, rtol=0)
             last = reward._model.model.score(plain[0, -1])[0]
             torch.testing.assert_close(scores[s], last, atol=1e-5, rtol=0)
 

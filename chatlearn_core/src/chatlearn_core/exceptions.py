@@ -55,6 +55,10 @@ class ReplicaLostError(BackendError):
     """A replica died and may not be rebuilt any more: the run cannot go on."""
 
 
+class TrainerLostError(BackendError):
+    """A rank of a trainer died: the others cannot go on without it; the runtime may rebuild the role."""
+
+
 class BackendTimeoutError(BackendError):
     """A wait ended without an answer: names who waited, for whom, for what and how long."""
 

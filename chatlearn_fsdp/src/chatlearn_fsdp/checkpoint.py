@@ -3,7 +3,7 @@
 One rank writes ``weights.safetensors`` and ``optimizer.pt`` (optimizer state by parameter name, random state). Several
 ranks write their shards with torch's distributed checkpoint under ``shards/`` and their random states beside it. Either
 can be read by any number of ranks. ``trainer.json`` comes last and says which it is, so a checkpoint without it is
-incomplete.
+incomplete. With adapters only what training changes is in it: the adapters, and a value or reward head.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from chatlearn_core.exceptions import CheckpointError
 from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.lora import adapter_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from chatlearn_fsdp.optimizer import allocate_state, optimizer_tensors
-from chatlearn_fsdp.sharding import RankGroup
+from chatlearn_fsdp.options import LoraOptions
+from chatlearn_fsdp.sharding import RankGroup, copy_whole
 
 FORMAT = 1
 WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "optimizer.pt", "shards", "trainer.json"
@@ -47,9 +48,12 @@ class TrainerState:
     device: torch.device
     ranks: RankGroup | None
     rank: int
+    lora: LoraOptions | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by the model's own names, tied ones once."""
+        """Live tensors by the model's own names, tied ones once; with adapters only what they change."""
+        if self.lora is not None:
+            return {name: tensor.detach() for name, tensor in adapter_state(self.model).items()}
         state = self.model.state_dict()
         return {entry.key: state[entry.key].detach() for entry in self.layout.tensors}
 
@@ -64,6 +68,9 @@ class TrainerState:
             "architecture": self.model.config.model_type,
             "head": self.head,
             "parameters": sum(torch.Size(entry.shape).numel() for entry in self.layout.tensors),
+            "lora": self.lora.model_dump(mode="json", include={"rank", "alpha", "target_modules"})
+            if self.lora
+            else None,
         }
 
 
@@ -78,7 +85,6 @@ def save(directory: Path, state: TrainerState) -> None:
         save_sharded(
             _sharded_content(state, with_optimizer=state.updates > 0),
             checkpoint_id=directory / SHARDS,
-            process_group=state.ranks.mesh.get_group(),
         )
         torch.save(_random_state(state.device), directory / _random_file(state.rank))
         state.ranks.barrier()
@@ -141,7 +147,6 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
         load_sharded(
             content,
             checkpoint_id=shards,
-            process_group=state.ranks.mesh.get_group() if state.ranks is not None else None,
             no_dist=state.ranks is None,
         )
     except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
@@ -168,13 +173,7 @@ def _copy_all(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], file: Pat
             raise CheckpointError(
                 f"{file} is of another model: {name} has shape {list(source.shape)}, this model's {list(tensor.shape)}"
             )
-        if isinstance(tensor, DTensor):
-            whole = source.to(device=tensor.device, dtype=tensor.dtype)
-            # Every rank has read the file: each keeps its part, nothing is sent.
-            part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            tensor.to_local().copy_(part.to_local())
-        else:
-            tensor.copy_(source)
+        copy_whole(source, tensor)
 
 
 def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:

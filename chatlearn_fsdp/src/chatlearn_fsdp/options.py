@@ -9,6 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Dtype = Literal["float32", "bfloat16"]
 
 
+class LoraOptions(BaseModel):
+    """``options.lora``: train low-rank adapters beside frozen weights [2106.09685]. Needs ``chatlearn-fsdp[lora]``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="On what goes into an adapter, while training.")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="Endings of module names; all-linear takes every linear layer but the heads."
+    )
+
+
 class FSDPOptions(BaseModel):
     """``roles.<name>.options`` where ``backend: fsdp``."""
 
@@ -39,7 +52,29 @@ class FSDPOptions(BaseModel):
     )
     gradient_checkpointing: bool = Field(False, description="Recompute each layer in the backward pass.")
     cpu_offload: bool = Field(False, description="Keep sharded weights, gradients and optimizer state in host memory.")
+    dp_replicate: int = Field(
+        1, ge=1, description="Copies of the sharded model (HSDP): ranks = dp_replicate x dp_shard x ulysses."
+    )
+    dp_shard: int | None = Field(
+        None, ge=1, description="Batch slices a copy is trained on; null takes all other ranks."
+    )
+    ulysses: int = Field(
+        1, ge=1, description="Ranks that share the tokens of each packed row (sequence parallelism by heads)."
+    )
+    experts: Literal["auto", "grouped_mm", "eager"] = Field(
+        "auto", description="Mixtures: one grouped matmul, or a loop over experts; auto groups where torch can."
+    )
+    lora: LoraOptions | None = Field(None, description="Adapters to train; null trains the weights.")
     num_threads: int | None = Field(None, ge=1, description="torch's intra-op threads; null leaves torch's choice.")
+
+    @model_validator(mode="after")
+    def _ulysses_has_its_attention(self) -> FSDPOptions:
+        if self.ulysses > 1 and self.attention != "varlen":
+            raise ValueError(
+                f"ulysses {self.ulysses} exchanges heads inside attention 'varlen', and attention is"
+                f" {self.attention!r}; set attention: varlen, or ulysses: 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dtypes_agree(self) -> FSDPOptions:

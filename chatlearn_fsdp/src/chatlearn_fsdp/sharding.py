@@ -6,35 +6,47 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from chatlearn_core.exceptions import BackendError
+from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import Box
+from chatlearn_hf.ulysses import UlyssesGroup
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from chatlearn_fsdp.options import FSDPOptions
+
 
 @dataclass(slots=True)
 class RankGroup:
-    """The data-parallel ranks of a trainer, one process each."""
+    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x ``ulysses``, varying fastest last."""
 
     mesh: DeviceMesh
+    """What parameters are sharded over: (shard,), or (replicate, shard). Ulysses ranks hold shards like all others."""
+    ulysses: UlyssesGroup | None
+    data_parallel_rank: int
+    data_parallel_size: int
     owns_process_group: bool
 
     @property
     def size(self) -> int:
         return self.mesh.size()
 
+    @property
+    def leads_slice(self) -> bool:
+        """Whether this rank is the first of those that share a batch slice."""
+        return self.ulysses is None or self.ulysses.rank == 0
+
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce over the ranks, in place."""
-        dist.all_reduce(values, operation, group=self.mesh.get_group())
+        """Reduce over all ranks, in place."""
+        dist.all_reduce(values, operation)
         return values
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        dist.barrier(group=self.mesh.get_group())
+        dist.barrier()
 
     def close(self) -> None:
         """Leave the process group if this trainer made it. Twice is fine."""
@@ -43,14 +55,35 @@ class RankGroup:
         self.owns_process_group = False
 
 
-def join_ranks(context: RoleContext) -> RankGroup:
+def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, int]:
+    """``dp_replicate``, ``dp_shard`` and ``ulysses`` with nulls filled in.
+
+    Raises:
+        ConfigError: they do not multiply to the number of ranks.
+    """
+    fixed = options.dp_replicate * options.ulysses
+    shard = options.dp_shard if options.dp_shard is not None else max(1, context.world_size // fixed)
+    if fixed * shard != context.world_size:
+        product = (
+            f"dp_replicate {options.dp_replicate} x dp_shard {options.dp_shard or 'null'} x ulysses {options.ulysses}"
+        )
+        raise ConfigError(
+            f"role {context.role!r} has {context.world_size} ranks, and roles.{context.role}.options has {product},"
+            f" which makes {fixed * shard}; the product must be the number of ranks."
+        )
+    return options.dp_replicate, shard, options.ulysses
+
+
+def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
     """Meet the other ranks at ``context.rendezvous``; a single rank needs none.
 
     A process group of the same size that already exists is shared.
 
     Raises:
+        ConfigError: the sizes do not multiply to the number of ranks.
         BackendError: no rendezvous, another process group is in the way, or a rank did not come.
     """
+    replicate, shard, ulysses = mesh_sizes(options, context)
     device = torch.device(context.device)
     owns = not dist.is_initialized()
     if owns:
@@ -75,8 +108,15 @@ def join_ranks(context: RoleContext) -> RankGroup:
             f"role {context.role!r} is rank {context.rank} of {context.world_size}, but this process already belongs to"
             f" a process group as rank {dist.get_rank()} of {dist.get_world_size()}"
         )
-    mesh = init_device_mesh(device.type, (context.world_size,), mesh_dim_names=("dp",))
-    return RankGroup(mesh, owns)
+    if replicate > 1:
+        mesh = init_device_mesh(device.type, (replicate, shard * ulysses), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (shard * ulysses,), mesh_dim_names=("shard",))
+    rows: UlyssesGroup | None = None
+    if ulysses > 1:
+        slices = init_device_mesh(device.type, (replicate * shard, ulysses), mesh_dim_names=("slice", "ulysses"))
+        rows = UlyssesGroup(slices.get_group("ulysses"))
+    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, owns)
 
 
 def shard_model(
@@ -92,7 +132,7 @@ def shard_model(
     Args:
         root: what the trainer calls.
         layers: modules inside it that are gathered one at a time.
-        mesh: one-dimensional.
+        mesh: (shard,), or (replicate, shard).
         compute_dtype: gather and compute in this dtype, reduce gradients in float32; None computes in the parameters'.
         cpu_offload: keep the shards in host memory.
     """
@@ -120,12 +160,32 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a tensor sharded along its first dimension, and the index of the first of them."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    dimension = next(i for i, placement in enumerate(tensor.placements) if placement.is_shard())
+    size, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
     per_rank = -(-tensor.shape[0] // size)
     local = tensor.to_local()
     start = min(rank * per_rank, tensor.shape[0])
     assert local.shape[0] == min(per_rank, tensor.shape[0] - start), "FSDP shards along dimension 0, like torch.chunk"
     return local, start
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether this rank's part of a tensor is the first of its copies (HSDP holds one a replica)."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    copies = (i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+    return all(mesh.get_local_rank(i) == 0 for i in copies)
+
+
+def copy_whole(source: Tensor, target: Tensor) -> None:
+    """Write a whole tensor, which every rank has, into a live one: each rank keeps its part, nothing is sent."""
+    with torch.no_grad():
+        if not isinstance(target, DTensor):
+            target.copy_(source)
+            return
+        local, start = local_rows(target.detach())
+        local.copy_(source[start : start + local.shape[0]])
 
 
 def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:

@@ -23,18 +23,18 @@ from chatlearn_core.types import (
     WeightShard,
     merge_metrics,
 )
-from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
-from chatlearn_hf.heads import load_model
-from chatlearn_hf.packed_forward import PackedModel, decoder_layers
+from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.packed_forward import PackedModel
 from chatlearn_hf.varlen_attention import PackedLayout
 from torch import Tensor
 
 from chatlearn_fsdp import checkpoint
-from chatlearn_fsdp.memory import OffloadedPart, live_bytes, own_storage
+from chatlearn_fsdp.memory import OffloadedPart, live_bytes
+from chatlearn_fsdp.model_start import start_model
 from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.schedule import check_schedule, learning_rate
-from chatlearn_fsdp.sharding import RankGroup, join_ranks, shard_model, whole
+from chatlearn_fsdp.sharding import RankGroup, join_ranks, mesh_sizes, whole
 from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import export_model, stream_boxes, stream_full
 
@@ -65,6 +65,7 @@ class FSDPTrainer:
             )
         if context.trainable:
             check_schedule(options, context.total_updates, context.role)
+        mesh_sizes(options, context)
         self.options = options
         self.context = context
         self._source: ModelSource = context.model
@@ -89,35 +90,12 @@ class FSDPTrainer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         torch.manual_seed(context.seed + context.rank)
-        model = load_model(
-            self._source.path,
-            self._source.head,
-            dtype=self._master_dtype,
-            device=self._device,
-            attention=options.attention,
-            seed=context.seed,
-            trust_remote_code=self._source.trust_remote_code,
-            **context.engine_arguments,
-        )
-        model.requires_grad_(context.trainable)
-        if options.gradient_checkpointing and context.trainable:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._layout = checkpoint_layout(model)
-        packed = PackedModel(model, self._source.head, options.logits_chunk_tokens)
-        for parameter in model.parameters():
-            own_storage(parameter)
         if context.world_size > 1 or options.cpu_offload:
-            self._ranks = join_ranks(context)
-            shard_model(
-                packed,
-                decoder_layers(model),
-                self._ranks.mesh,
-                compute_dtype=self._compute_dtype if self._compute_dtype != self._master_dtype else None,
-                cpu_offload=options.cpu_offload,
-            )
-        self._model = packed
+            self._ranks = join_ranks(options, context)
+        started = start_model(options, context, self._source, self._ranks)
+        self._layout, self._model = started.layout, started.packed
         if context.trainable:
-            self._optimizer = build_optimizer(packed, options)
+            self._optimizer = build_optimizer(started.packed, options)
 
     def health(self) -> str | None:
         if self._model is None:
@@ -152,11 +130,12 @@ class FSDPTrainer:
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.context.rank
+        """Which batch slice this rank takes; the ranks of one Ulysses group take the same."""
+        return self.context.rank // self.options.ulysses
 
     @property
     def data_parallel_size(self) -> int:
-        return self.context.world_size
+        return self.context.world_size // self.options.ulysses
 
     @property
     def num_updates(self) -> int:
@@ -164,7 +143,9 @@ class FSDPTrainer:
         return self._updates
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S]."""
+        """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S]; ranks of one Ulysses
+        group return the same.
+        """
         model = self._ready("weights")
         model.eval()
         cuts = self._cut(batch)
@@ -176,7 +157,11 @@ class FSDPTrainer:
         return _in_batch_order(pieces, cuts, batch)
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and ``perf/micro_batches|tokens``."""
+        """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and ``perf/micro_batches|tokens``.
+
+        Of the ranks that share a slice (Ulysses) the first returns its metrics and the others none, so that parts may
+        be merged over all ranks.
+        """
         model = self._ready("weights", "gradients", "optimizer")
         optimizer = self._require_optimizer()
         model.train()
@@ -203,6 +188,8 @@ class FSDPTrainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._updates += 1
+        if self._ranks is not None and not self._ranks.leads_slice:
+            return {}
         own: Metrics = {
             "loss": Metric(math.fsum(values), 1.0, "sum"),
             "perf/micro_batches": Metric(float(sum(1 for cut in cuts if cut)), 1.0, "sum"),
@@ -294,6 +281,7 @@ class FSDPTrainer:
             device=self._device,
             ranks=self._ranks if self.context.world_size > 1 else None,
             rank=self.context.rank,
+            lora=self.options.lora,
         )
 
     def _cut(self, batch: TrainBatch) -> list[list[int]]:
@@ -320,9 +308,9 @@ class FSDPTrainer:
         return torch.autocast(self._device.type, self._compute_dtype)
 
     def _forward(self, model: PackedModel, micro: TrainBatch, request: OutputRequest) -> Outputs:
-        layout = PackedLayout(micro.lengths, self._device)
+        layout = PackedLayout(micro.lengths, self._device, self._ranks.ulysses if self._ranks is not None else None)
         with self._autocast():
-            outputs: Outputs = model(micro.token_ids, layout, request.names, request.temperature)
+            outputs: Outputs = model(micro.token_ids, layout, request.names, request.temperature, micro.loss_mask)
         return outputs
 
     def _accumulate(

@@ -1,4 +1,4 @@
-"""Weights on their way out: streams in checkpoint names, and Hugging Face model directories."""
+"""Weights on their way out: streams in checkpoint names, and Hugging Face model directories. Adapters are merged in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.types import WeightShard
-from chatlearn_hf.checkpoint_names import CheckpointLayout, state_tensor_parts
+from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
+from chatlearn_hf.lora import Adapter, adapters, base_state
 from chatlearn_hf.model_directory import load_tokenizer
+from chatlearn_hf.progress_bars import no_progress_bars
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from chatlearn_fsdp.sharding import box_of_rows, full_box, local_rows, whole
+from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
+from chatlearn_fsdp.shards import held_rows
 
 EXPORT_OWNER = 0
 """The rank that sends gathered tensors."""
@@ -21,55 +24,59 @@ EXPORT_OWNER = 0
 
 def stream_full(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[WeightShard]:
     """Whole tensors, gathered one at a time where they are sharded; every rank steps in the layout's order."""
-    state = model.state_dict()
-    for entry in layout.tensors:
-        for name, tensor in state_tensor_parts(model, entry, whole(state[entry.key].detach())):
-            shape = tuple(tensor.shape)
-            yield WeightShard(name, shape, full_box(shape), EXPORT_OWNER, tensor)
+    for entry, tensor in _whole_tensors(model, layout):
+        for name, part in state_tensor_parts(model, entry, tensor):
+            shape = tuple(part.shape)
+            yield WeightShard(name, shape, full_box(shape), EXPORT_OWNER, part)
 
 
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
     """The rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
 
-    A tensor that cannot be had as a view is gathered, and yielded whole by the owner.
+    Of several copies (HSDP) the first is streamed. A tensor that cannot be had as a view is gathered, and yielded whole
+    by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered for that.
     """
-    state = model.state_dict()
+    state, adapter_of = base_state(model), adapters(model)
     for entry in layout.tensors:
         tensor = state[entry.key].detach()
         if entry.parts is None or not entry.shape:
-            gathered = whole(tensor)
+            gathered = _merged(whole(tensor), adapter_of.get(entry.key))
             if rank == EXPORT_OWNER:
                 for name, part in state_tensor_parts(model, entry, gathered):
                     yield WeightShard(name, tuple(part.shape), full_box(tuple(part.shape)), rank, part)
             continue
         local, start = local_rows(tensor)
-        if not local.shape[0]:
-            continue
-        shell = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        row_elements = shell.stride(0)
-        local = local.contiguous()
-        for name, part_of, shape in zip(entry.names, entry.parts, entry.shapes, strict=True):
-            part = part_of.view(shell).view(shape)
-            first, last = box_of_rows(part, (start, start + local.shape[0]), row_elements)
-            if first == last:
-                continue
-            offset = part.storage_offset() + first * part.stride(0) - start * row_elements
-            held = local.as_strided((last - first, *shape[1:]), part.stride(), local.storage_offset() + offset)
-            yield WeightShard(name, shape, ((first, last), *full_box(shape[1:])), rank, held)
+        adapter = adapter_of.get(entry.key)
+        if adapter is not None:
+            local = adapter.merge(local, whole(adapter.down), local_rows(adapter.up)[0])
+        if is_first_copy(tensor):
+            for held in held_rows(entry, local.contiguous(), start):
+                box = ((held.first, held.last), *full_box(held.shape[1:]))
+                yield WeightShard(held.name, held.shape, box, rank, held.view)
 
 
 def export_model(
     model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, directory: Path, rank: int
 ) -> None:
     """Write ``config.json``, safetensors under checkpoint names and the tokenizer. Collective; rank 0 writes."""
-    state = model.state_dict()
     gathered: dict[str, Tensor] = {}
-    for entry in layout.tensors:
-        tensor = whole(state[entry.key].detach())
+    for entry, tensor in _whole_tensors(model, layout):
         if rank == EXPORT_OWNER:
             gathered[entry.key] = tensor.cpu()
     if rank != EXPORT_OWNER:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory, state_dict=gathered)
+    with no_progress_bars():
+        model.save_pretrained(directory, state_dict=gathered)
     load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code).save_pretrained(directory)
+
+
+def _whole_tensors(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[tuple[StateTensor, Tensor]]:
+    state, adapter_of = base_state(model), adapters(model)
+    for entry in layout.tensors:
+        yield entry, _merged(whole(state[entry.key].detach()), adapter_of.get(entry.key))
+
+
+@torch.no_grad()
+def _merged(weight: Tensor, adapter: Adapter | None) -> Tensor:
+    return weight if adapter is None else adapter.merge(weight, whole(adapter.down), whole(adapter.up))

@@ -32,12 +32,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def make_batch() -> Callable[..., TrainBatch]:
     def make(lengths: Sequence[int] = (17, 40, 1, 7, 38), vocabulary: int = 300) -> TrainBatch:
-        count, total = len(lengths), sum(lengths)
+        """Random tokens, about two thirds of which are learned."""
+        count, total, bounds = len(lengths), sum(lengths), cumulative_lengths(list(lengths))
+        loss_mask = torch.rand(total, generator=torch.Generator().manual_seed(1)) < 0.67
+        loss_mask[bounds[:-1].long()] = False
         return TrainBatch(
             sample_ids=tuple(f"s{i}" for i in range(count)),
             token_ids=torch.randint(0, vocabulary, (total,), generator=torch.Generator().manual_seed(0)),
-            cu_seqlens=cumulative_lengths(list(lengths)),
-            loss_mask=torch.zeros(total, dtype=torch.bool),
+            cu_seqlens=bounds,
+            loss_mask=loss_mask,
             unit_index=torch.arange(count),
             group_index=torch.arange(count),
         )

@@ -36,7 +36,7 @@ def test_logprobs_entropy_and_their_gradients(tiny, make_batch, chunk) -> None:
         logs = torch.log_softmax(plain(ids[None]).logits[0] / temperature, -1)
         logprobs.append(torch.cat([logs.new_zeros(1), logs[:-1].gather(-1, ids[1:, None])[:, 0]]))
         entropies.append(torch.cat([logs.new_zeros(1), -(logs.exp() * logs).sum(-1)[:-1]]))
-    expected = {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
+    expected = {"logprobs": torch.cat(logprobs) * batch.loss_mask, "entropy": torch.cat(entropies) * batch.loss_mask}
     torch.manual_seed(0)
     upstream = {name: torch.randn(batch.num_tokens) for name in expected}
     for name in expected:
@@ -46,6 +46,25 @@ def test_logprobs_entropy_and_their_gradients(tiny, make_batch, chunk) -> None:
     theirs = dict(plain.named_parameters())
     for name, parameter in packed.model.named_parameters():
         assert (parameter.grad - theirs[name].grad).norm() <= 1e-4 * theirs[name].grad.norm(), name
+
+
+def test_the_head_sees_only_states_before_learned_tokens(tiny, make_batch) -> None:
+    batch = make_batch()
+    packed = PackedModel(load_causal_lm(str(tiny())))
+    seen = []
+    packed.model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[0]))
+    packed_outputs(packed, batch, OutputRequest(frozenset({"logprobs"})))
+    assert sum(seen) == int(batch.loss_mask.sum()) < batch.num_tokens - batch.num_sequences
+
+
+def test_without_a_mask_every_token_but_the_first_is_scored(tiny, make_batch) -> None:
+    batch = make_batch()
+    packed = PackedModel(load_causal_lm(str(tiny())))
+    with torch.no_grad():
+        logprobs = packed(batch.token_ids, PackedLayout(batch.lengths), {"logprobs"})["logprobs"]
+        masked = packed_outputs(packed, batch, OutputRequest(frozenset({"logprobs"})))["logprobs"]
+    assert ((logprobs == 0) == (batch.position_ids == 0)).all()
+    torch.testing.assert_close(masked, logprobs * batch.loss_mask, atol=1e-6, rtol=0)
 
 
 def test_an_empty_row_gives_empty_outputs_on_every_parameters_graph(tiny) -> None:
@@ -66,7 +85,7 @@ def test_values_line_up_with_the_state_before_the_token(tiny, make_batch) -> Non
         for ids in sequences(batch):
             states = plain(ids[None]).last_hidden_state[0] @ model.score.weight[0] + model.score.bias
             expected.append(torch.cat([states.new_zeros(1), states[:-1]]))
-    torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(values, torch.cat(expected) * batch.loss_mask, atol=1e-5, rtol=0)
 
 
 def test_an_output_of_another_head_is_refused(tiny, make_batch) -> None:

@@ -1,4 +1,4 @@
-"""``chatlearn plugins``: what is installed, what it declares, and what fits together."""
+"""``chatlearn plugins``: what is installed, what it declares, what fits together, and how to write another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from chatlearn_core.cli.plugins_check import check
+from chatlearn_core.cli.plugins_new import new
 from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
@@ -23,7 +25,9 @@ from chatlearn_core.plugins.report import (
 )
 from chatlearn_core.plugins.sources import did_you_mean
 
-app = typer.Typer(help="List and inspect plugins.", no_args_is_help=True)
+app = typer.Typer(help="List, show, write and check plugins.", no_args_is_help=True)
+app.command()(new)
+app.command()(check)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Fail if any plugin cannot be used.")]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -129,14 +132,16 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(work)
 
-        def stop(number: signal.Signals) -> None:
+        # Not loop.add_signal_handler: a plugin that blocks the event loop would keep it from seeing any signal, and
+        # nothing but SIGKILL would help. This handler runs even then, and the second signal needs no handler at all.
+        def stop(number: int, frame: FrameType | None) -> None:
             for handled in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(handled)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            task.cancel()
+                signal.signal(handled, signal.SIG_DFL)
+            os.write(sys.stderr.fileno(), b"\nstopping; once more ends the process at once\n")
+            loop.call_soon_threadsafe(task.cancel)
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+            signal.signal(number, stop)
         try:
             return await task
         except asyncio.CancelledError:

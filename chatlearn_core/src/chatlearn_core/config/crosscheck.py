@@ -13,8 +13,16 @@ from typing import Any, TypeVar
 from chatlearn_core.config.choices import Choices
 from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
-from chatlearn_core.plugins.compatibility import mismatches
-from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.compatibility import mismatches, placement_of
+from chatlearn_core.plugins.records import (
+    AlgorithmSpec,
+    GeneratorSpec,
+    PluginRecord,
+    Reach,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,7 +162,7 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     """The transport suits the policy's trainer and every generator that samples from it; under 'auto', one does.
 
-    The ends are taken to be as near as can be: how far apart they really are is known once the runtime has placed them.
+    The ends are as far apart as the chosen runtime may put them.
     """
     sync = checked.config.weight_sync
     path: KeyPath = ("weight_sync", "backend")
@@ -164,6 +172,10 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         yield Problem(("weight_sync", "options"), rule, sync.options, "name the backend, or remove options", related)
     trainer = _record(checked, f"roles.{POLICY}", TrainerSpec)
     transport = _record(checked, "weight_sync", WeightSyncSpec)
+    runtime = checked.choices.selected.get("runtime")
+    placement: Reach = "process"
+    if runtime is not None and isinstance(runtime.record, RuntimeSpec):
+        placement = placement_of(runtime.record, runtime.options)
     for name in _policy_generators(checked):
         generator = _record(checked, f"roles.{name}", GeneratorSpec)
         if trainer is None or generator is None:
@@ -174,10 +186,10 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         )
         if transport is not None:
             remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
-            reasons = mismatches(trainer, generator, transport, placement="process")
+            reasons = mismatches(trainer, generator, transport, placement)
         elif sync.backend == "auto":
             remedy = "install a transport that fits, or choose another backend (chatlearn plugins matrix)"
-            offers = [mismatches(trainer, generator, one, placement="process") for one in checked.transports]
+            offers = [mismatches(trainer, generator, one, placement) for one in checked.transports]
             fits = any(not offer for offer in offers)
             reasons = [] if fits else ["no installed transport fits", *(line for offer in offers for line in offer)]
         else:

@@ -14,12 +14,13 @@ from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.flow import Graph, trace
-from chatlearn_core.plugins.compatibility import choose_transport
+from chatlearn_core.plugins.compatibility import choose_transport, placement_of
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
     GeneratorSpec,
     ModelFamilySpec,
     RewardSpec,
+    RuntimeSpec,
     TrainerSpec,
     WeightSyncSpec,
 )
@@ -286,6 +287,9 @@ def _weight_syncs(
     config = loaded.config
     policies = [role for role in roles.values() if role.kind == "trainer" and role.trainable and role.head == "lm"]
     syncs: list[WeightSyncPlan] = []
+    runtime = _choice(loaded, "runtime")
+    assert isinstance(runtime.record, RuntimeSpec)
+    placement = placement_of(runtime.record, runtime.options)
     for generator in (role for role in roles.values() if role.kind == "generator"):
         if not policies or config.roles[generator.name].model is not None:
             continue
@@ -295,9 +299,7 @@ def _weight_syncs(
         assert isinstance(generator_record, GeneratorSpec)
         choice = loaded.chosen("weight_sync")
         if choice is None:
-            record, why = choose_transport(
-                trainer_record, generator_record, registry.records("weight_sync"), placement="process"
-            )
+            record, why = choose_transport(trainer_record, generator_record, registry.records("weight_sync"), placement)
             options = registry.load_options(record)(**config.weight_sync.options)
         else:
             assert isinstance(choice.record, WeightSyncSpec)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from chatlearn_core.data import Sampler
-from chatlearn_core.exceptions import ChatLearnError, Interrupted
+from chatlearn_core.exceptions import ChatLearnError, Interrupted, TrainerLostError
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore
@@ -101,8 +101,7 @@ class Run:
                 await self.runtime.start()
                 await self._restore(point.checkpoint)
                 self.listener.started(self.directory.path, self.config.train.steps, self.step + 1)
-                await self._loop()
-                return await self._finish()
+                return await self._train_through_losses()
             except asyncio.CancelledError:
                 raise await self._interrupted() from None
             except Exception as error:
@@ -173,6 +172,41 @@ class Run:
         self.directory.rewind(self.step if checkpoint else -1)
         self.store.forget_after(self.step)
         await self._sync_weights(Timers())
+
+    async def _train_through_losses(self) -> dict[str, Any]:
+        """Train to the end; go back to the last checkpoint as often as the runtime rebuilds a trainer that lost a rank.
+
+        Raises:
+            TrainerLostError: it may not be rebuilt any more.
+        """
+        while True:
+            try:
+                await self._loop()
+                return await self._finish()
+            except TrainerLostError as lost:
+                await self._recover(lost)
+
+    async def _recover(self, lost: TrainerLostError) -> None:
+        self._policy_changed = True  # whatever the other ranks hold is of no use
+        await self.runtime.recover(lost)
+        checkpoint, problems = self.store.newest()
+        if checkpoint is not None:
+            self._continue_from(checkpoint)
+        else:
+            self._start_over()
+        await self._restore(checkpoint)
+        self._policy_changed = False
+        at = f"step {self.step}" if checkpoint is not None else "the beginning"
+        self.listener.warning("; ".join([f"{lost}. The trainer was rebuilt; training goes on from {at}", *problems]))
+        self.directory.append_event("trainer_lost", step=self.step, error=str(lost))
+
+    def _start_over(self) -> None:
+        self.sampler = Sampler(
+            self.assembly.train_set.datasets, seed=self.config.seed, shuffle=self.config.data.shuffle
+        )
+        self._before, self._after = {}, {}
+        self._totals = dict.fromkeys(COUNTED, 0.0)
+        self.step, self._saved_step = 0, -1
 
     async def _loop(self) -> None:
         if self.step == 0 and self.evaluator is not None and self.config.eval.at_start:

@@ -25,7 +25,9 @@ def chatlearn_cli_commands() -> list[CliCommandSpec]:
     return [
         CliCommandSpec(name="run", app="chatlearn_core.cli.run:run", help="Train a model as a configuration says."),
         CliCommandSpec(name="eval", app="chatlearn_core.cli.run:evaluate", help="Evaluate a model or a checkpoint."),
-        CliCommandSpec(name="plugins", app="chatlearn_core.cli.plugins:app", help="List and inspect plugins."),
+        CliCommandSpec(
+            name="plugins", app="chatlearn_core.cli.plugins:app", help="List, show, write and check plugins."
+        ),
         CliCommandSpec(name="config", app="chatlearn_core.cli.config:app", help="Show and check configurations."),
         CliCommandSpec(name="flow", app="chatlearn_core.cli.flow:flow", help="Show an algorithm's data flow."),
     ]

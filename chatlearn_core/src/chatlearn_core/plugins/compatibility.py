@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.records import GeneratorSpec, Payload, Reach, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import GeneratorSpec, Payload, Reach, RuntimeSpec, TrainerSpec, WeightSyncSpec
 
 DISTANCE: dict[Reach, int] = {"process": 0, "host": 1, "anywhere": 2}
 REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
@@ -18,6 +18,12 @@ PLACEMENT_TEXT: dict[Reach, str] = {
     "host": "share a host but not a process",
     "anywhere": "are on different hosts",
 }
+
+
+def placement_of(runtime: RuntimeSpec, options: object) -> Reach:
+    """How far apart a runtime with these options may put a trainer and a generator."""
+    placement: Reach = getattr(options, "placement", runtime.placement)
+    return placement
 
 
 def mismatches(

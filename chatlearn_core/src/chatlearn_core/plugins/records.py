@@ -164,6 +164,9 @@ class RuntimeSpec(BackendRecord):
     """A runtime: ``factory(options, RunPlan) -> Runtime``."""
 
     kind: ClassVar[Kind] = "runtime"
+    placement: Reach = "process"
+    """How far apart it may put a trainer and a generator. An options model with an attribute ``placement`` overrides it
+    (``compatibility.placement_of``): one host or many may be a setting."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.protocols.lifecycle import MemoryPart
 from chatlearn_core.protocols.loss import Loss
 from chatlearn_core.types import (
@@ -93,6 +94,13 @@ class Runtime(Protocol):
 
         Raises:
             WeightSyncError: no replica serves the new version.
+        """
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        """Rebuild the trainer roles that lost a rank, as ``start`` made them; their state is then to be loaded.
+
+        Raises:
+            TrainerLostError: ``lost``, where nothing may be rebuilt (any more).
         """
 
     def describe(self) -> Mapping[str, Any]:

@@ -68,7 +68,9 @@ class Lane:
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._calls.put(call)
         try:
-            return await asyncio.wait_for(future, limit)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
+            async with asyncio.timeout(limit):
+                return await future
         except TimeoutError:
             raise BackendTimeoutError(
                 f"role {self.name!r}: {method} did not return within {limit:g} s (roles.{self.name}.timeout_s). "

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, ConfigError, WeightSyncError
+from chatlearn_core.exceptions import (
+    BackendTimeoutError,
+    ChatLearnError,
+    ConfigError,
+    TrainerLostError,
+    WeightSyncError,
+)
 from chatlearn_core.protocols import Generator, Loss, MemoryPart, Trainer
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane
@@ -114,7 +120,7 @@ class LocalRuntime:
             parts = []
             for backend in role.backends:
                 reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
-                parts.append(RewardPart(_part_name(role, backend.key), reward, backend.weight, backend.data_sources))
+                parts.append(RewardPart(part_name(role, backend.key), reward, backend.weight, backend.data_sources))
                 self._rewards[role.name] = CombinedReward(role.name, parts, role.timeout_s)
                 await lane.run(f"setup of {backend.record.name}", reward.setup)
 
@@ -169,6 +175,10 @@ class LocalRuntime:
             if receipt.state == "dead":
                 await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
         return [confirmed[index] for index in sorted(confirmed)]
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        """Raises ``lost``: what kills a rank here kills the whole process."""
+        raise lost
 
     def describe(self) -> Mapping[str, Any]:
         """Every role with backend, device and count."""
@@ -225,7 +235,7 @@ def resolve_device(device: str, key: str) -> str:
     return device
 
 
-def _part_name(role: RolePlan, key: str) -> str:
+def part_name(role: RolePlan, key: str) -> str:
     """Name of a reward part in components: its backend, numbered where the same one occurs twice."""
     names = [backend.record.name for backend in role.backends]
     index = [backend.key for backend in role.backends].index(key)

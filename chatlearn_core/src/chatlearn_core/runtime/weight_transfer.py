@@ -117,9 +117,8 @@ class WeightTransfer:
         self, plan: SyncPlan, offer: SyncOffer, index: int, replica: Generator, start: float
     ) -> SyncReceipt:
         try:
-            num_bytes = await asyncio.wait_for(
-                self.receivers[index].receive(plan, [offer], replica.loader), plan.timeout_s + _GRACE_S
-            )
+            async with asyncio.timeout(plan.timeout_s + _GRACE_S):
+                num_bytes = await self.receivers[index].receive(plan, [offer], replica.loader)
             version = await replica.loader.finish()
         except Exception as error:
             reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"

@@ -6,6 +6,8 @@ kit's markers, offers fixtures, and refuses to collect a conformance suite whose
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +37,18 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     """Fail the collection of a suite that was tampered with, naming what was."""
     if is_suite_class(obj) and isinstance(obj, type) and (lines := suite_violations(obj)):
         raise collector.CollectError("\n".join(["This conformance suite would prove nothing:", *lines]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Print the rule, and what usually breaks it, with a contract test that fails."""
+    report = yield
+    function = getattr(item, "function", None)
+    if report.failed and is_suite_class(getattr(item, "cls", None)) and function is not None and function.__doc__:
+        report.sections.append((f"contract: {function.__name__}", inspect.cleandoc(function.__doc__)))
+    return report
 
 
 @pytest.fixture(scope="session")

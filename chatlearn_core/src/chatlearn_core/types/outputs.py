@@ -10,11 +10,13 @@ from torch import Tensor
 OutputName = Literal["logprobs", "entropy", "values", "scores", "topk", "hidden_states", "full_kl"]
 
 Outputs = dict[str, Tensor]
-"""Output name -> tensor, aligned with the batch: per token [T] for ``logprobs`` (entry t: logprob of token t given
-those before it, 0 at a sequence's first token), ``entropy`` (entry t: entropy, nats, of the distribution token t was
-drawn from, 0 at the first token) and ``values`` (entry t: value of the state in which token t was chosen,
-0 at the first token, so that it lines up with the advantage of token t); per sequence [S] for ``scores`` (the head's
-output at the last token)."""
+"""Output name -> tensor, aligned with the batch.
+
+Per token [T], where ``batch.loss_mask`` is True and 0 elsewhere (no head is applied to prompt tokens): ``logprobs``
+(entry t: logprob of token t given those before it), ``entropy`` (entry t: entropy, nats, of the distribution token t was
+drawn from) and ``values`` (entry t: value of the state in which token t was chosen, so that it lines up with the
+advantage of token t). ``hidden_states`` [T, H] is whole. Per sequence [S]: ``scores`` (the head's output at the last
+token)."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -133,12 +133,14 @@ def check_disjoint(splits: Mapping[str, Iterable[Problem]]) -> None:
                 raise DataError(f"{left} {_SYMBOLS[operation]} {right} is in the splits '{other}' and '{name}'")
 
 
-def render(problem: Problem, rng: random.Random) -> str:
-    """The problem in words: a wording, names and things drawn from ``rng``."""
+def render(problem: Problem, rng: random.Random, wording: int | None = None) -> str:
+    """The problem in words: names and things drawn from ``rng``, and the wording too unless its number is given."""
+    if wording is None:
+        wording = rng.randrange(num_wordings(problem.operation))
     pronoun = rng.choice(sorted(_NAMES))
     name = rng.choice(_NAMES[pronoun])
     other = rng.choice([n for names in _NAMES.values() for n in names if n != name])
-    return rng.choice(_TEMPLATES[problem.operation]).format(
+    return _TEMPLATES[problem.operation][wording].format(
         name=name,
         other=other,
         pronoun=pronoun,
@@ -149,10 +151,32 @@ def render(problem: Problem, rng: random.Random) -> str:
     )
 
 
-def solution(problem: Problem, style: AnswerStyle = "boxed") -> str:
-    r"""A short worked answer: ``12 + 7 = 19. \boxed{19}`` or ``12 + 7 = 19. #### 19``."""
+def num_wordings(operation: Operation) -> int:
+    """How many wordings an operation has."""
+    return len(_TEMPLATES[operation])
+
+
+def solution(problem: Problem, style: AnswerStyle = "boxed", *, worked: bool = True) -> str:
+    r"""An answer to imitate.
+
+    Args:
+        problem: what is answered.
+        style: ``boxed`` ends in ``\boxed{41}``, ``hash`` in ``#### 41``.
+        worked: with the working, which adds or takes away tens before units: ``23+18=23+10+8=33+8=\boxed{41}``;
+            otherwise the bare result, ``\boxed{41}``.
+    """
     answer = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
-    return f"{problem.left} {_SYMBOLS[problem.operation]} {problem.right} = {problem.answer}. {answer}"
+    if not worked:
+        return answer
+    sign = _SYMBOLS[problem.operation]
+    tens, units = problem.right - problem.right % 10, problem.right % 10
+    steps = [f"{problem.left}{sign}{problem.right}"]
+    if tens and units:
+        between = problem.left + tens if problem.operation == "add" else problem.left - tens
+        steps += [f"{problem.left}{sign}{tens}{sign}{units}", f"{between}{sign}{units}"]
+    if style == "hash":
+        steps.append(f"{problem.answer} ")
+    return "=".join(steps) + ("=" if style == "boxed" else "") + answer
 
 
 def vocabulary(max_operand: int = 50) -> list[str]:
@@ -173,7 +197,7 @@ def prompt_records(members: Sequence[Problem], split: str, num: int, seed: int) 
 
     The order of a sum's operands is drawn as well.
     """
-    for index, problem, text in _worded(members, split, num, seed):
+    for index, problem, _, text in _worded(members, split, num, seed):
         yield {
             "id": f"arithmetic/{split}/{index}",
             "data_source": "arithmetic",
@@ -185,15 +209,27 @@ def prompt_records(members: Sequence[Problem], split: str, num: int, seed: int) 
 
 
 def demonstration_records(
-    members: Sequence[Problem], split: str, num: int, seed: int, style: AnswerStyle = "boxed"
+    members: Sequence[Problem],
+    split: str,
+    num: int,
+    seed: int,
+    style: AnswerStyle = "boxed",
+    worked_shares: Sequence[float] = (1.0,),
 ) -> Iterator[dict[str, Any]]:
-    """``num`` rows in the format ``sft``: worked answers to imitate."""
-    for index, problem, text in _worded(members, split, num, seed):
+    """``num`` rows in the format ``sft``: answers to imitate.
+
+    ``worked_shares`` says how often an answer shows its working, for one wording after the other, over and over: a
+    corpus where some kinds of questions are mostly answered off the cuff leaves something for reinforcement learning to
+    find out.
+    """
+    habit = random.Random(f"{split}/{seed}/working")
+    for index, problem, wording, text in _worded(members, split, num, seed):
+        worked = habit.random() < worked_shares[wording % len(worked_shares)]
         yield {
             "id": f"arithmetic/{split}/{index}",
             "data_source": "arithmetic",
             "prompt": [{"role": "user", "content": text}],
-            "completion": solution(problem, style),
+            "completion": solution(problem, style, worked=worked),
             "ground_truth": str(problem.answer),
             "extra_info": _extra_info(problem, split, index),
         }
@@ -205,7 +241,7 @@ def problem_of(record: Mapping[str, Any]) -> Problem:
     return Problem(info["operation"], int(info["left"]), int(info["right"]))
 
 
-def _worded(members: Sequence[Problem], split: str, num: int, seed: int) -> Iterator[tuple[int, Problem, str]]:
+def _worded(members: Sequence[Problem], split: str, num: int, seed: int) -> Iterator[tuple[int, Problem, int, str]]:
     rng = random.Random(f"{split}/{seed}")
     order: list[Problem] = []
     for index in range(num):
@@ -215,7 +251,8 @@ def _worded(members: Sequence[Problem], split: str, num: int, seed: int) -> Iter
         problem = order.pop()
         if problem.operation == "add" and rng.random() < 0.5:
             problem = Problem("add", problem.right, problem.left)
-        yield index, problem, render(problem, rng)
+        wording = rng.randrange(num_wordings(problem.operation))
+        yield index, problem, wording, render(problem, rng, wording)
 
 
 def _extra_info(problem: Problem, split: str, index: int) -> dict[str, Any]:

@@ -63,7 +63,10 @@ def prepare_arithmetic(
     heldout: Count = 200,
     demonstrations: Count = 4000,
     seed: int = 0,
-    answer_style: Annotated[str, typer.Option(help="How worked answers end: boxed or hash.")] = "boxed",
+    worked_shares: Annotated[
+        str, typer.Option(help="How often demonstrations show their working, for one wording after the other.")
+    ] = "1.0",
+    answer_style: Annotated[str, typer.Option(help="How answers end: boxed or hash.")] = "boxed",
     suffix: Annotated[str, typer.Option(help="Of the files: .jsonl or .parquet.")] = ".jsonl",
 ) -> None:
     """Arithmetic word problems from a seed; the splits share no problem."""
@@ -74,12 +77,18 @@ def prepare_arithmetic(
     splits = arithmetic.split_problems(
         arithmetic.problems(names, max_operand), validation=validation, heldout=heldout, seed=seed
     )
+    try:
+        shares = [float(share) for share in worked_shares.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0.0 <= share <= 1.0 for share in shares):
+        raise DataError(f"--worked-shares is '{worked_shares}'; it must be comma-separated numbers from 0 to 1.")
     style: arithmetic.AnswerStyle = "hash" if answer_style == "hash" else "boxed"
     files = {
         "train": arithmetic.prompt_records(splits.train, "train", train, seed),
         "validation": arithmetic.prompt_records(splits.validation, "validation", validation, seed),
         "heldout": arithmetic.prompt_records(splits.heldout, "heldout", heldout, seed),
-        "sft": arithmetic.demonstration_records(splits.train, "sft", demonstrations, seed, style),
+        "sft": arithmetic.demonstration_records(splits.train, "sft", demonstrations, seed, style, shares),
     }
     for name, records in files.items():
         path = output / f"{name}{suffix}"

@@ -8,10 +8,12 @@ that starts from a reward model).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from chatlearn_core.protocols import Head
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -73,12 +75,18 @@ def load_model(
     return model
 
 
-def _draw_head(model: PreTrainedModel, new: frozenset[str], seed: int) -> None:
+def drawn_head(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Values of a new head by parameter name: N(0, 1 / (H + 1)) [2009.01325] and bias 0, keyed by ``seed`` alone."""
     generator = torch.Generator().manual_seed(seed)
-    for name in sorted(new):
-        parameter = model.get_parameter(name)
-        drawn = torch.zeros(parameter.shape)
+    drawn = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
+    for name, values in drawn.items():
         if name.endswith("weight"):
-            drawn.normal_(0.0, (parameter.shape[-1] + 1) ** -0.5, generator=generator)
+            values.normal_(0.0, (values.shape[-1] + 1) ** -0.5, generator=generator)
+    return drawn
+
+
+def _draw_head(model: PreTrainedModel, new: frozenset[str], seed: int) -> None:
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in new}
+    for name, values in drawn_head(shapes, seed).items():
         with torch.no_grad():
-            parameter.copy_(drawn)
+            model.get_parameter(name).copy_(values)

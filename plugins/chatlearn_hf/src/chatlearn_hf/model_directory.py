@@ -12,6 +12,7 @@ from chatlearn_core.exceptions import ModelError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from chatlearn_hf.progress_bars import no_progress_bars
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 
 WEIGHTS_FILE = "model.safetensors"
@@ -112,7 +113,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise _not_loadable("configuration", path, error) from error
+        raise not_loadable("configuration", path, error) from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -130,7 +131,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         )
     # Tokenizer files are parsed by several libraries, the Rust one raising bare Exception.
     except Exception as error:
-        raise _not_loadable("tokenizer", path, error) from error
+        raise not_loadable("tokenizer", path, error) from error
 
 
 def load_causal_lm(
@@ -197,26 +198,32 @@ def load_pretrained(
     directory = Path(path).expanduser()
     is_directory = check_model_directory(path) is not None
     try:
-        model, report = auto_class.from_pretrained(
-            str(directory) if is_directory else path,
-            dtype=dtype,
-            attn_implementation=attention_implementation(attention),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with names
-            **extra,
-        )
+        with no_progress_bars():
+            model, report = auto_class.from_pretrained(
+                str(directory) if is_directory else path,
+                dtype=dtype,
+                attn_implementation=attention_implementation(attention),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with names
+                **extra,
+            )
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _not_loadable("model", path, error) from error
+        raise not_loadable("model", path, error) from error
     missing = sorted(set(report["missing_keys"]) - set(may_be_missing))
     misshapen = sorted(str(entry) for entry in report["mismatched_keys"])
     if missing or misshapen:
-        parts = [f"missing {_first(missing)}"] if missing else []
-        parts += [f"of another shape {_first(misshapen)}"] if misshapen else []
-        raise ModelError(
-            f"the weights of {path} are not those its {CONFIG_FILE} describes: {'; '.join(parts)}."
-            " Was the configuration edited, or the model saved by halves? Export it again."
-        )
+        raise wrong_weights(path, missing, misshapen)
     return model.to(device).eval(), frozenset(report["missing_keys"])
+
+
+def wrong_weights(path: str, missing: list[str], misshapen: list[str]) -> ModelError:
+    """The error for weights that are not those of the configuration."""
+    parts = [f"missing {_first(missing)}"] if missing else []
+    parts += [f"of another shape {_first(misshapen)}"] if misshapen else []
+    return ModelError(
+        f"the weights of {path} are not those its {CONFIG_FILE} describes: {'; '.join(parts)}."
+        " Was the configuration edited, or the model saved by halves? Export it again."
+    )
 
 
 def max_length(config: Any) -> int | None:
@@ -262,7 +269,8 @@ def _open_header(file: Path) -> None:
         raise ModelError(f"{file} is cut short or not a safetensors file: {error}. Copy or export it again.") from error
 
 
-def _not_loadable(what: str, path: str, error: Exception) -> ModelError:
+def not_loadable(what: str, path: str, error: Exception) -> ModelError:
+    """The error for a directory or hub id that transformers or the hub refused."""
     if Path(path).expanduser().is_dir():
         return ModelError(f"cannot load the {what} in {path}: {type(error).__name__}: {error}")
     return ModelError(

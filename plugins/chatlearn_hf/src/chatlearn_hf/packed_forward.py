@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from chatlearn_core.exceptions import BackendError, ModelError
-from chatlearn_core.losses import token_logprobs_from_hidden
+from chatlearn_core.losses import prediction_rows, token_logprobs_from_hidden
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
 from torch import Tensor, nn
@@ -45,10 +45,16 @@ class PackedModel(nn.Module):
         self.logits_chunk_tokens = logits_chunk_tokens
 
     def hidden_states(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """[T, H] last hidden states (after the final norm) of packed ``token_ids`` [T]."""
+        """[T, H] last hidden states (after the final norm) of packed ``token_ids`` [T].
+
+        Under Ulysses (``layout.ulysses``) every rank passes the whole row and gets the states of its part of it.
+        """
+        position_ids = layout.position_ids
+        if layout.ulysses is not None:
+            token_ids, position_ids = layout.ulysses.split(token_ids), layout.ulysses.split(position_ids)
         output = self.model.base_model(
             input_ids=token_ids.unsqueeze(0),
-            position_ids=layout.position_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
             attention_mask=None,
             use_cache=False,
             packed_layout=layout,
@@ -57,18 +63,26 @@ class PackedModel(nn.Module):
         return hidden
 
     def forward(
-        self, token_ids: Tensor, layout: PackedLayout, names: Collection[str], temperature: float = 1.0
+        self,
+        token_ids: Tensor,
+        layout: PackedLayout,
+        names: Collection[str],
+        temperature: float = 1.0,
+        loss_mask: Tensor | None = None,
     ) -> Outputs:
         """Outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
-        An empty row (T = 0) runs one dummy token through the model and returns empty outputs that stay connected to
-        every parameter's graph, so that a rank without work takes part in the collectives of sharded models.
+        An empty row (T = 0) runs dummy tokens through the model and returns empty outputs that stay connected to every
+        parameter's graph, so that a rank without work takes part in the collectives of sharded models. Under Ulysses
+        every rank of the group gets the whole outputs; see ``UlyssesGroup.gather`` for their gradient.
 
         Args:
             token_ids: [T] int64, S sequences end to end.
             layout: of the same S sequences.
             names: outputs to compute.
             temperature: divides the logits.
+            loss_mask: [T] bool; per-token outputs of other tokens are 0, and the head is spared them. None: of every
+                token but a sequence's first.
 
         Raises:
             BackendError: the head does not provide an output.
@@ -79,12 +93,11 @@ class PackedModel(nn.Module):
                 f"a model with head {self.head!r} cannot compute {', '.join(sorted(unknown))};"
                 f" it provides {', '.join(sorted(HEAD_OUTPUTS[self.head]))}"
             )
-        empty = token_ids.shape[0] == 0
-        if empty:
-            layout = PackedLayout([2], token_ids.device)
-            token_ids = token_ids.new_zeros(2)
-        outputs = self._outputs(token_ids, layout, names, temperature)
-        return {name: tensor[:0].clone() for name, tensor in outputs.items()} if empty else outputs
+        if token_ids.shape[0]:
+            return self._outputs(token_ids, layout, names, temperature, loss_mask)
+        layout = PackedLayout([2], token_ids.device, layout.ulysses)
+        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None)
+        return {name: tensor[:0].clone() for name, tensor in outputs.items()}
 
     def _score(self, hidden: Tensor) -> Tensor:
         """[N] float32 from [N, H] through the value or reward head."""
@@ -92,23 +105,43 @@ class PackedModel(nn.Module):
         values: Tensor = score(hidden).squeeze(-1).float()
         return values
 
-    def _outputs(self, token_ids: Tensor, layout: PackedLayout, names: Collection[str], temperature: float) -> Outputs:
+    def _outputs(
+        self,
+        token_ids: Tensor,
+        layout: PackedLayout,
+        names: Collection[str],
+        temperature: float,
+        loss_mask: Tensor | None,
+    ) -> Outputs:
         hidden = self.hidden_states(token_ids, layout)
+        ulysses, num_tokens = layout.ulysses, layout.num_tokens
         outputs: Outputs = {}
         if "hidden_states" in names:
-            outputs["hidden_states"] = hidden
+            outputs["hidden_states"] = hidden if ulysses is None else ulysses.gather(hidden, num_tokens)
         if "scores" in names:
             last = layout.cu_seqlens[1:].long() - 1
-            outputs["scores"] = self._score(hidden[last])
+            if ulysses is None:
+                outputs["scores"] = self._score(hidden[last])
+            else:
+                outputs["scores"] = ulysses.gather(self._score(hidden), num_tokens)[last]
         if not {"logprobs", "entropy", "values"} & set(names):
             return outputs
-        # Token t was chosen in the state after token t - 1 of its own sequence; a first token was not chosen.
-        chosen = layout.position_ids.nonzero().squeeze(-1)
-        before = hidden.index_select(0, chosen - 1)
+        # Shifted before any split: the label of a rank's last row may be another rank's first token.
+        rows, targets = prediction_rows(layout.cu_seqlens, loss_mask)
+        own_rows, own_targets = rows, targets
+        if ulysses is not None:
+            first = ulysses.rank * hidden.shape[0]
+            held = (rows >= first) & (rows < first + hidden.shape[0])
+            own_rows, own_targets = rows[held] - first, targets[held]
 
         def aligned(values: Tensor) -> Tensor:
-            return values.new_zeros(token_ids.shape[0]).index_copy(0, chosen, values)
+            """[T] from the values of this rank's rows."""
+            if ulysses is not None:
+                part = values.new_zeros(hidden.shape[0]).index_copy(0, own_rows, values)
+                values = ulysses.gather(part, num_tokens).index_select(0, rows)
+            return values.new_zeros(num_tokens).index_copy(0, targets, values)
 
+        before = hidden.index_select(0, own_rows)
         if "values" in names:
             outputs["values"] = aligned(self._score(before))
             return outputs
@@ -118,7 +151,7 @@ class PackedModel(nn.Module):
         scored = token_logprobs_from_hidden(
             before,
             lm_head,
-            token_ids.index_select(0, chosen),
+            token_ids.index_select(0, own_targets),
             temperature=temperature,
             chunk_tokens=min(chunk, max(num_rows, 1)),
             with_entropy="entropy" in names,
@@ -153,7 +186,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def packed_outputs(model: PackedModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
     """The requested outputs of a whole batch in one forward pass, on the batch's device."""
     layout = PackedLayout(batch.lengths, batch.token_ids.device)
-    outputs: Outputs = model(batch.token_ids, layout, request.names, request.temperature)
+    outputs: Outputs = model(batch.token_ids, layout, request.names, request.temperature, batch.loss_mask)
     return outputs
 
 

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from chatlearn_hf.progress_bars import no_progress_bars
+
 Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
 
 CHAT_TEMPLATE = (
@@ -130,7 +132,8 @@ def build_tiny_model(
             if parameter.dim() == 1:
                 centre = 0.0 if name.endswith("bias") else 1.0
                 torch.nn.init.uniform_(parameter, centre - 0.2, centre + 0.2)
-    model.save_pretrained(path)
+    with no_progress_bars():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -16,6 +16,8 @@ from chatlearn_core.exceptions import ModelError
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from chatlearn_hf.ulysses import UlyssesGroup
+
 VARLEN_ATTENTION = "chatlearn_varlen"
 """What to pass as ``attn_implementation``."""
 
@@ -33,10 +35,14 @@ class PackedLayout:
     A plain class, not a dataclass: FSDP's hooks copy dataclasses among a module's arguments field by field.
     """
 
-    __slots__ = ("_buckets", "_restore", "cu_seqlens", "lengths", "max_length", "position_ids")
+    __slots__ = ("_buckets", "_restore", "cu_seqlens", "lengths", "max_length", "position_ids", "ulysses")
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", ulysses: UlyssesGroup | None = None
+    ) -> None:
         self.lengths = list(lengths)
+        self.ulysses = ulysses
+        """The ranks that share the row's tokens; None: this rank holds them all."""
         self.max_length = max(self.lengths, default=0)
         sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
         bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int64)
@@ -113,7 +119,7 @@ def varlen_attention_forward(
 
     Args:
         module: the attention layer; only asked whether it trains (dropout).
-        query: [1, Hq, T, D]
+        query: [1, Hq, T, D]; under Ulysses this rank's part of the tokens.
         key: [1, Hkv, T, D], Hkv divides Hq.
         value: like ``key``.
         attention_mask: must be None.
@@ -144,10 +150,15 @@ def varlen_attention_forward(
             )
     probability = dropout if module.training else 0.0
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    ulysses = packed_layout.ulysses
+    if ulysses is not None:
+        rows = ulysses.tokens_to_heads(*rows, packed_layout.num_tokens)
     if _flash_fits(query, probability):
         output = _flash_varlen(*rows, packed_layout, scaling, sliding_window)
     else:
         output = _padded(*rows, packed_layout, scaling, sliding_window, probability)
+    if ulysses is not None:
+        output = ulysses.heads_to_tokens(output)
     return output.unsqueeze(0), None
 
 

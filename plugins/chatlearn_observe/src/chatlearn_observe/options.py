@@ -14,7 +14,9 @@ class _Options(BaseModel):
 class TensorBoardOptions(_Options):
     """Options of the logger ``tensorboard``."""
 
-    directory: str | None = Field(None, description="Where event files go; the run directory's tensorboard/ by default.")
+    directory: str | None = Field(
+        None, description="Where event files go; the run directory's tensorboard/ by default."
+    )
     flush_s: float = Field(30.0, gt=0, description="Longest time before a step can be seen, seconds.")
 
 

@@ -43,11 +43,9 @@ class TensorBoardLogger:
             self._writer = None
 
     def _open(self, step: int) -> SummaryWriter:
-        writer = SummaryWriter(  # type: ignore[no-untyped-call]  # torch ships it without annotations
-            str(self.directory), purge_step=step, flush_secs=self.options.flush_s
-        )
+        writer = SummaryWriter(str(self.directory), purge_step=step, flush_secs=self.options.flush_s)
         if self._config:
             text = yaml.safe_dump(dict(self._config), sort_keys=False, allow_unicode=True)
             # Markdown: an indented block is shown as it stands.
-            writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), step)  # type: ignore[no-untyped-call]  # as above
+            writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), step)
         return writer

@@ -83,7 +83,9 @@ class FakeSender:
                     mailbox.items.put(item, timeout=POLL_S)
                     break
                 except queue.Full:
-                    if time.monotonic() > deadline:
+                    if mailbox.closed:
+                        mailbox.left = "the sync was released"
+                    elif time.monotonic() > deadline:
                         mailbox.left = f"{receiver} took nothing within {plan.timeout_s:g} s"
         if self._mailboxes and all(mailbox.left is not None for mailbox in self._mailboxes.values()):
             reasons = "; ".join(str(mailbox.left) for mailbox in self._mailboxes.values())
@@ -104,7 +106,9 @@ class FakeReceiver:
         for offer in offers:
             mailbox = offer.content.get(self._endpoint) if isinstance(offer.content, dict) else None
             if not isinstance(mailbox, Mailbox) or mailbox.sync_id != plan.sync_id:
-                raise WeightSyncError(f"sync {plan.sync_id!r}: the offer of rank {offer.sender_rank} is of another sync")
+                raise WeightSyncError(
+                    f"sync {plan.sync_id!r}: the offer of rank {offer.sender_rank} is of another sync"
+                )
             try:
                 while (item := await self._take(mailbox, offer, plan, deadline)) is not None:
                     arrivals.admit_whole(*item)

@@ -1,4 +1,4 @@
-"""The distribution that a completion token is drawn from, written plainly: the fakes sample by it, the suites check it."""
+"""The distribution that a token is drawn from, written plainly: the fakes sample by it, the suites check by it."""
 
 from __future__ import annotations
 

@@ -217,17 +217,17 @@ class FakeTrainer:
 
 
 def _outputs(weights: Mapping[str, Tensor], batch: TrainBatch, request: OutputRequest) -> Outputs:
-    """``logprobs`` and ``entropy`` [T], 0 at the first token of every sequence."""
+    """``logprobs`` and ``entropy`` [T], 0 outside the loss mask."""
     logits = bigram_logits(weights[TRANSITION], weights[UNIGRAM], batch.token_ids) / request.temperature
     distribution = torch.log_softmax(logits, -1)
-    first = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    first[batch.cu_seqlens[:-1].long()] = True
     made: Outputs = {}
     if "logprobs" in request.names:
         chosen = distribution[:-1].gather(-1, batch.token_ids[1:, None])[:, 0]
-        made["logprobs"] = torch.cat([chosen.new_zeros(min(1, batch.num_tokens)), chosen]).masked_fill(first, 0.0)
+        made["logprobs"] = torch.cat([chosen.new_zeros(min(1, batch.num_tokens)), chosen]).masked_fill(
+            ~batch.loss_mask, 0.0
+        )
     if "entropy" in request.names:
         entropy = -(distribution.exp() * distribution).sum(-1)
         shifted = torch.cat([entropy.new_zeros(min(1, batch.num_tokens)), entropy[:-1]])
-        made["entropy"] = shifted.masked_fill(first, 0.0)
+        made["entropy"] = shifted.masked_fill(~batch.loss_mask, 0.0)
     return made

@@ -45,7 +45,7 @@ CHARTS = (
     Chart(
         "Generator-trainer mismatch",
         ("mismatch/prob_diff_mean", "mismatch/kl"),
-        "Mean difference of the probabilities that both give to a sampled token",
+        "Mean gap of the two probabilities of a sampled token",
     ),
     Chart("Gradient norm", ("actor/grad_norm", "grad_norm"), "Before clipping"),
     Chart("Loss", ("sft/loss", "actor/loss", "loss", "actor/pg_loss")),
@@ -55,6 +55,9 @@ CHARTS = (
     Chart("Groups without spread", ("zero_spread_groups",), "Share of groups whose rewards are all equal"),
     Chart("Staleness", ("staleness/mean", "staleness"), "Policy versions between sampling and training"),
 )
+
+_AFTER_ACCURACY = 2
+"""Where in ``CHARTS`` those of single evaluation sets belong."""
 
 
 def metric_columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float | str | None]]:
@@ -68,16 +71,18 @@ def metric_columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float
 
 def charts_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The charts that a run has the metrics for; every named evaluation set has an accuracy of its own."""
-    charts = [*CHARTS]
-    for name in columns:
-        if name.startswith("eval/") and name.endswith("/accuracy"):
-            charts.insert(2, Chart(f"Held-out accuracy: {name.split('/', 1)[1].removesuffix('/accuracy')}", (name,), points=True))
+    charts = [*CHARTS[:_AFTER_ACCURACY]]
+    for name in sorted(columns):
+        if name.startswith("eval/") and name.endswith("/accuracy") and name != "eval/accuracy":
+            dataset = name.removeprefix("eval/").removesuffix("/accuracy")
+            charts.append(Chart(f"Held-out accuracy: {dataset}", (name,), points=True))
+    charts += CHARTS[_AFTER_ACCURACY:]
     shown = []
     for chart in charts:
-        name = next((name for name in chart.names if _has_a_number(columns.get(name, ()))), None)
-        if name is not None:
+        found = next((name for name in chart.names if _has_a_number(columns.get(name, ()))), None)
+        if found is not None:
             bands = {key: band for key in ("spread", "low", "high") if (band := getattr(chart, key)) in columns}
-            shown.append({"title": chart.title, "metric": name, "note": chart.note, "points": chart.points, **bands})
+            shown.append({"title": chart.title, "metric": found, "note": chart.note, "points": chart.points, **bands})
     return shown
 
 

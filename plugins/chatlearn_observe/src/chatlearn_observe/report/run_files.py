@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line, parse_constant=str, parse_float=_finite_or_text)
                 except ValueError as error:
                     reason = "is not whole yet" if not line.endswith("\n") else f"cannot be read ({error})"
                     notes.append(f"{path.name}, line {number} {reason} and is left out")
@@ -98,6 +99,12 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                     notes.append(f"{path.name}, line {number} is no JSON object and is left out")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+
+
+def _finite_or_text(text: str) -> float | str:
+    """JSON that goes into the page may hold no infinity, which 1e999 is."""
+    value = float(text)
+    return value if math.isfinite(value) else text
 
 
 def _is_run(path: Path) -> bool:

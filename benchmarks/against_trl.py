@@ -1,0 +1,170 @@
+"""The same GRPO work here and in TRL's GRPOTrainer: samples a second and peak memory.
+
+Aim: twice TRL's samples a second. Both train the same small Qwen3 on the same prompts: equal group size, every
+completion exactly as long as the others, one epoch, one optimizer step over a step's samples, no KL, no
+second pass for old logprobs, float32, the same threads, no logging, evaluation or saving. Each run has a process of its own;
+rounds take turns, so that a busy machine disturbs all alike. TRL's fastest setting counts.
+
+    python benchmarks/against_trl.py [--rounds 3] [--trl-python PATH] [--quick]
+
+TRL lives in ``benchmarks/.venv-trl``, which is made on first use. Prints one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import installed_version, machine_facts
+from workload import PreparedWorkload, Workload
+
+AIM = 2.0
+HERE = Path(__file__).resolve().parent
+TRL_ENVIRONMENT = HERE / ".venv-trl"
+TRL = "trl==1.16.0"
+WARM_UP_STEPS = 1
+MIB = 1 << 20
+
+WORKLOAD = Workload("small", fixed_length=True)
+QUICK = Workload("quick", hidden=32, layers=2, prompts=4, group_size=4, completion_tokens=8, fixed_length=True)
+OURS = {"chatlearn": {"recompute_old_logprobs": False}}
+THEIRS = {
+    "trl": {"accumulation": 1, "continuous_batching": False},
+    "trl_accumulation_8": {"accumulation": 8, "continuous_batching": False},
+}
+"""TRL in one forward pass, and in eight: smaller activations suit a CPU's caches."""
+CONTINUOUS = {"trl_continuous_batching": {"accumulation": 8, "continuous_batching": True}}
+
+
+def trl_python() -> Path:
+    """The interpreter of TRL's own environment, made if it is not there: torch as here, then TRL."""
+    python = TRL_ENVIRONMENT / "bin" / "python"
+    if python.exists() and version_in(python, "trl"):
+        return python
+    print(f"installing {TRL} into {TRL_ENVIRONMENT.name} ...", flush=True)
+    venv.create(TRL_ENVIRONMENT, with_pip=True, clear=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    torch_version = str(installed_version("torch")).partition("+")[0]
+    # torch first, alone: pip then takes the build that the package index of this machine prefers.
+    subprocess.run([*install, f"torch=={torch_version}"], check=True)
+    subprocess.run([*install, TRL, f"transformers=={installed_version('transformers')}"], check=True)
+    return python
+
+
+def version_in(python: Path, distribution: str) -> str | None:
+    """Version of a distribution in another interpreter's environment."""
+    code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+    done = subprocess.run([str(python), "-c", code, distribution], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def run_once(program: str, python: Path, made: PreparedWorkload, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a program of this directory in a fresh process and read the JSON line that it prints last."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [str(python), str(HERE / program), str(made.model), str(made.data), f"{run_dir}/run"]
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        start = time.perf_counter()
+        done = subprocess.run(
+            [*command, json.dumps(dict(settings))],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | offline,
+        )
+        wall_s = time.perf_counter() - start
+    if done.returncode != 0:
+        raise SystemExit(f"{program} failed with exit code {done.returncode}:\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for step in result["steps"]:
+        if step["response_length/mean"] != made.workload.completion_tokens:
+            raise SystemExit(
+                f"{program} generated {step['response_length/mean']} tokens a completion: not the same work"
+            )
+    return result | {"start_up_s": wall_s - sum(step["wall_s"] for step in result["steps"])}
+
+
+def figures(runs: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
+    """Medians over the runs; a run's step time is the median of its steps after the warm-up."""
+    steps = [step_s(run) for run in runs]
+    return {
+        "samples_per_s": round(samples / statistics.median(steps), 2),
+        "step_s": round(statistics.median(steps), 3),
+        "step_range_s": [round(min(steps), 3), round(max(steps), 3)],
+        "start_up_s": round(statistics.median(run["start_up_s"] for run in runs), 2),
+        "peak_rss_mib": round(statistics.median(run["peak_rss_bytes"] for run in runs) / MIB, 1),
+    }
+
+
+def step_s(run: Mapping[str, Any]) -> float:
+    """Median wall time of a run's steps after the warm-up."""
+    return statistics.median(step["wall_s"] for step in run["steps"][WARM_UP_STEPS:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each setting, in turns")
+    parser.add_argument("--steps", type=int, default=3, help="steps measured a run, after the warm-up")
+    parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of making one")
+    parser.add_argument("--continuous-batching", action="store_true", help="also TRL with continuous batching (slow)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: checks that this program works")
+    arguments = parser.parse_args()
+    workload, rounds, num_steps = WORKLOAD, arguments.rounds, arguments.steps
+    theirs = THEIRS | (CONTINUOUS if arguments.continuous_batching else {})
+    if arguments.quick:
+        workload, rounds, num_steps, theirs = QUICK, 1, 2, {"trl": THEIRS["trl"]}
+    python = arguments.trl_python or trl_python()
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*OURS, *theirs)}
+    with tempfile.TemporaryDirectory() as directory:
+        made = workload.prepare(Path(directory), WARM_UP_STEPS + num_steps)
+        parameters = made.parameters
+        for _ in range(rounds):
+            for name, own in OURS.items():
+                runs[name].append(run_once("grpo_steps.py", Path(sys.executable), made, made.settings() | own))
+            for name, own in theirs.items():
+                runs[name].append(run_once("trl_steps.py", python, made, made.settings() | own))
+    results = {name: figures(of_name, workload.samples) for name, of_name in runs.items()}
+    best = min(theirs, key=lambda name: results[name]["step_s"])
+    ratios = sorted(step_s(trl) / step_s(ours) for ours, trl in zip(runs["chatlearn"], runs[best], strict=True))
+    ratio = statistics.median(ratios)
+
+    for name, row in results.items():
+        print(
+            f"{name:<24} {row['samples_per_s']:>8} samples/s, {row['step_s']} s a step {row['step_range_s']}, "
+            f"start-up {row['start_up_s']} s, peak {row['peak_rss_mib']} MiB"
+        )
+    print(
+        json.dumps(
+            {
+                "benchmark": "against_trl",
+                "samples_per_s_over_trl": round(ratio, 3),
+                "range": [round(ratios[0], 3), round(ratios[-1], 3)],
+                "aim": AIM,
+                "met": ratio >= AIM,
+                "peak_memory_over_trl": round(results["chatlearn"]["peak_rss_mib"] / results[best]["peak_rss_mib"], 3),
+                "best_trl": best,
+                "settings": results,
+                "workload": made.settings() | {"parameters": parameters},
+                "rounds": rounds,
+                "quick": arguments.quick,
+                "trl": version_in(python, "trl"),
+                "transformers": installed_version("transformers"),
+                "trl_transformers": version_in(python, "transformers"),
+                "trl_torch": version_in(python, "torch"),
+                "machine": machine_facts(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Algorithm acme for ChatLearn: REINFORCE with a leave-one-out baseline."""

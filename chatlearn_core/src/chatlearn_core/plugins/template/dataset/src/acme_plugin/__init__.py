@@ -1,0 +1,1 @@
+"""Dataset format acme for ChatLearn: multiple-choice questions."""

@@ -1,0 +1,1 @@
+"""Generator acme for ChatLearn: samples from a bigram model."""

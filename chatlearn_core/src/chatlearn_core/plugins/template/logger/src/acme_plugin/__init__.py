@@ -1,0 +1,1 @@
+"""Logger acme for ChatLearn: metrics as StatsD gauges over UDP."""

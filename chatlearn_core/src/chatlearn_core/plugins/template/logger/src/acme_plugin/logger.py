@@ -1,0 +1,61 @@
+"""The logger ``acme``."""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.exceptions import ConfigError
+
+from acme_plugin.options import AcmeOptions
+
+UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+"""What StatsD would take for a separator."""
+
+
+class AcmeLogger:
+    """Sends every metric as a gauge, ``prefix.name:value|g``; the step is the gauge ``prefix.step``.
+
+    Implements ``chatlearn_core.protocols.Logger``. UDP does not answer: a server that is down costs nothing and stops
+    no run; a host that does not exist is an error before training begins.
+    """
+
+    def __init__(self, options: AcmeOptions, run_dir: Path) -> None:
+        self.options = options
+        self._socket: socket.socket | None = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Resolve the host.
+
+        Raises:
+            ConfigError: it has no address.
+        """
+        host, port = self.options.host, self.options.port
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        except OSError as error:
+            raise ConfigError(
+                f"log.loggers: logger 'acme' cannot resolve host {host!r} (port {port}): {error}; "
+                "correct its option host"
+            ) from error
+        self._socket = socket.socket(family, kind, protocol)
+        self._socket.setblocking(False)
+        self._address = address
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One packet a metric: a lost one loses one number."""
+        assert self._socket is not None, "start comes first"
+        for name, value in {"step": float(step), **metrics}.items():
+            if math.isfinite(value):
+                gauge = UNSAFE.sub(".", name)
+                packet = f"{self.options.prefix}.{gauge}:{value:.9g}|g"
+                self._socket.sendto(packet.encode(), self._address)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

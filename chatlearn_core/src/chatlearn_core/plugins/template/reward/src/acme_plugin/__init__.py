@@ -1,0 +1,1 @@
+"""Reward acme for ChatLearn: keywords covered, less a penalty for length."""

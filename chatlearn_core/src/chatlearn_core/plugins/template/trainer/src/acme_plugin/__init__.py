@@ -1,0 +1,1 @@
+"""Trainer acme for ChatLearn: gradient descent on a bigram model."""

@@ -1,0 +1,1 @@
+"""Weight sync acme for ChatLearn: buckets of tensors in files that both ends see."""

@@ -1,0 +1,132 @@
+"""The contract of a trainer's weights: what is saved, exported and streamed is what it computes with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.testing.batches import MaskedPolicyLoss, make_batch, reference_logprobs, sequences
+from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, read_checkpoint
+from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
+from chatlearn_core.testing.suites.trainer_fixtures import (
+    MakeTrainer,
+    TrainerFixtures,
+    assert_close,
+    logprobs_of,
+    stream,
+)
+from chatlearn_core.types import TrainBatch
+
+
+class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
+    """Part of ``TrainerConformance``."""
+
+    def test_save_and_load_continue_bit_identically(
+        self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
+    ) -> None:
+        """A new trainer that loads a checkpoint makes the very step that the old one makes next.
+
+        Weights equal after loading but not after the step: optimizer state, schedule or step count was not saved.
+        """
+        trainer, loss = make_trainer(), MaskedPolicyLoss()
+        prepared = loss.prepare(batch)
+        trainer.update(prepared, loss)
+        trainer.save(tmp_path / "checkpoint")
+        resumed = make_trainer()
+        resumed.load(tmp_path / "checkpoint")
+        for step in ("after loading", "after the next step"):
+            expected, found = stream(trainer), stream(resumed)
+            different = [name for name in expected if not torch.equal(expected[name], found[name])]
+            assert not different, f"{step}, these differ: {', '.join(different)}"
+            continued, again = trainer.update(prepared, loss), resumed.update(prepared, loss)
+            assert continued["loss"] == again["loss"]
+            assert continued["grad_norm"] == again["grad_norm"]
+
+    def test_an_incomplete_checkpoint_is_refused(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+        """``CheckpointError``, and it names the place: a run falls back to an earlier checkpoint on that class."""
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(CheckpointError) as caught:
+            make_trainer().load(tmp_path / "empty")
+        assert "empty" in str(caught.value)
+
+    def test_manifest_has_the_names_of_the_model_directory(
+        self, make_trainer: MakeTrainer, model_directory: Path
+    ) -> None:
+        """Checkpoint names are what ``save_pretrained`` writes: experts unfused, tied weights once, no prefixes."""
+        manifest = make_trainer().manifest()
+        lines = manifest.differences(manifest_of(read_checkpoint(model_directory), manifest.aliases))
+        assert not lines, "\n".join(lines)
+        assert not manifest.aliases.keys() & manifest.tensors.keys(), "an alias is streamed as a tensor of its own"
+
+    def test_manifest_describes_the_stream(self, make_trainer: MakeTrainer) -> None:
+        """Every tensor comes once, whole, under the name, shape and dtype that the manifest announced."""
+        trainer = make_trainer()
+        manifest = trainer.manifest()
+        shards = list(trainer.weights("full_tensors"))
+        names = [shard.name for shard in shards]
+        assert sorted(names) == sorted(manifest.tensors), "streamed and announced names differ"
+        for shard in shards:
+            spec = manifest.tensors[shard.name]
+            assert shard.is_whole, f"{shard.name} is not whole: box {shard.box} of {shard.global_shape}"
+            found = (tuple(shard.tensor.shape), shard.global_shape, str(shard.tensor.dtype).removeprefix("torch."))
+            assert found == (spec.shape, spec.shape, spec.dtype), f"{shard.name}: {found} streamed, {spec} announced"
+
+    def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer) -> None:
+        """Export ``boxes``: together the boxes are the whole tensors, and no element comes twice."""
+        if "boxes" not in self.record().exports:
+            pytest.skip("the record does not declare the export 'boxes'")
+        trainer = make_trainer()
+        whole = stream(trainer)
+        times = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
+        for shard in trainer.weights("boxes"):
+            place = tuple(slice(start, stop) for start, stop in shard.box)
+            times[shard.name][place] += 1
+            assert torch.equal(shard.tensor.cpu(), whole[shard.name][place]), f"{shard.name}: box {shard.box} differs"
+        assert all(bool((count == 1).all()) for count in times.values()), "an element came twice or not at all"
+
+    def test_stream_starts_as_the_model_directory(self, make_trainer: MakeTrainer, model_directory: Path) -> None:
+        """Before any update the stream is the model directory's tensors, bit for bit."""
+        expected, found = read_checkpoint(model_directory), stream(make_trainer())
+        different = [name for name in found if name in expected and not torch.equal(expected[name], found[name])]
+        assert not different, f"these are not the model directory's: {', '.join(different)}"
+
+    def test_stream_and_export_follow_updates(
+        self,
+        make_trainer: MakeTrainer,
+        batch: TrainBatch,
+        model_directory: Path,
+        load_plain: ReferenceLoader,
+        tmp_path: Path,
+    ) -> None:
+        """After an update stream and export are the weights the trainer now computes with, every time.
+
+        Old weights in the stream: a cache, or gathered copies that were not refreshed after the optimizer step.
+        """
+        trainer, loss = make_trainer(), MaskedPolicyLoss()
+        for step in range(2):
+            trainer.update(loss.prepare(batch), loss)
+            computed = logprobs_of(trainer, batch)
+            trainer.export_model(tmp_path / f"export-{step}")
+            streamed = copy_with_weights(model_directory, stream(trainer), tmp_path / f"stream-{step}")
+            for what, directory in (("the export", tmp_path / f"export-{step}"), ("the stream", streamed)):
+                plain = load_plain(directory)
+                with torch.no_grad():
+                    expected = [reference_logprobs(plain, ids) for ids in sequences(batch, batch.token_ids)]
+                assert_close(
+                    torch.cat(expected) * batch.loss_mask, computed, f"logprobs from {what} after update {step + 1}"
+                )
+
+    def test_export_is_a_model_directory(
+        self, make_trainer: MakeTrainer, model_directory: Path, reference: torch.nn.Module, tmp_path: Path
+    ) -> None:
+        """An export can be trained on: same names, and a trainer that starts from it computes the same."""
+        make_trainer().export_model(tmp_path / "export")
+        expected, found = read_checkpoint(model_directory), read_checkpoint(tmp_path / "export")
+        assert not (lines := manifest_of(expected).differences(manifest_of(found))), "\n".join(lines)
+        with torch.no_grad():
+            batch = make_batch(reference(torch.zeros(1, dtype=torch.int64)).shape[-1], seed=1)
+        again = logprobs_of(make_trainer(path=tmp_path / "export"), batch)
+        assert_close(again, logprobs_of(make_trainer(), batch), "logprobs")

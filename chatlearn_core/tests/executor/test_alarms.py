@@ -1,0 +1,69 @@
+"""What a person should hear at once, and what stops a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, MISMATCH_PROB_DIFF, Alarms
+from chatlearn_core.executor.environment import Experience
+from chatlearn_core.types import Prompt, RewardResult, Sample
+
+
+def experience(*rewards: float | str | None, step: int = 1) -> Experience:
+    """Samples by their reward, or by why they are excluded."""
+    samples = []
+    for i, reward in enumerate(rewards):
+        ids = np.array([1, 2])
+        sample = Sample(f"s{i}", "g", Prompt("p", ids, "?"), ids, ids > 1)
+        if isinstance(reward, str):
+            sample.exclusion = reward
+        else:
+            sample.reward = RewardResult(reward)
+        samples.append(sample)
+    return Experience(step, samples, {})
+
+
+def test_all_is_well() -> None:
+    assert Alarms().check(experience(0.0, 1.0), {"samples/excluded": 0.0}) == []
+
+
+def test_exclusions_are_told_with_their_reasons() -> None:
+    step = experience(1.0, 0.0, "reward failed: A", "reward failed: B", "reward failed: A")
+    [sentence] = Alarms().check(step, {"samples/excluded": 3.0})
+    assert sentence == "3 of 5 samples excluded: 2 x reward failed: A; 1 x reward failed: B"
+
+
+def test_equal_rewards_are_told_after_some_steps_in_a_row() -> None:
+    alarms = Alarms()
+    for _ in range(EQUAL_REWARDS_STEPS - 1):
+        assert alarms.check(experience(0.0, 0.0), {}) == []
+    assert "every reward of the last 3 steps is 0.0" in alarms.check(experience(0.0, 0.0), {})[0]
+    assert alarms.check(experience(0.0, 1.0), {}) == [], "a spread starts the count again"
+    assert alarms.check(experience(0.0, 0.0), {}) == []
+
+
+def test_demonstrations_have_no_rewards_to_worry_about() -> None:
+    alarms, step = Alarms(), experience()
+    for _ in range(5):
+        assert alarms.check(step, {}) == []
+
+
+@pytest.mark.parametrize(("difference", "told"), [(MISMATCH_PROB_DIFF * 0.9, False), (MISMATCH_PROB_DIFF * 1.1, True)])
+def test_a_generator_that_disagrees_with_the_trainer_is_told(difference: float, told: bool) -> None:
+    sentences = Alarms().check(experience(0.0, 1.0), {"mismatch/prob_diff_mean": difference})
+    assert bool(sentences) == told
+    assert all("generator and trainer disagree" in sentence for sentence in sentences)
+
+
+def test_a_step_whose_samples_all_failed_stops_the_run() -> None:
+    step = experience("reward failed: A", "generation failed: B", "reward failed: A", step=7)
+    with pytest.raises(
+        BackendError, match=r"all 3 samples of step 7 failed; most frequent reason \(2 x\): reward failed"
+    ):
+        Alarms().check(step, {})
+
+
+def test_a_step_that_merely_teaches_nothing_does_not() -> None:
+    assert Alarms().check(experience("equal rewards", "equal rewards"), {"samples/excluded": 2.0})
+    assert Alarms().check(experience("reward failed: A", 1.0), {"samples/excluded": 1.0})

@@ -1,0 +1,113 @@
+"""Evaluation: the same prompts and random numbers every time; what failed counts as wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from chatlearn_core.executor.evaluator import Evaluator, accuracy, evaluation_flow, evaluation_metrics
+from chatlearn_core.flow import trace
+from chatlearn_core.metrics import Timers
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    sample_from_completion,
+)
+
+SAMPLING = SamplingParams(8, temperature=0.5)
+
+
+def finished(sample_id: str, source: str, reward: RewardResult | None, length: int = 2) -> Sample:
+    prompt = Prompt(sample_id, np.array([1]), "?", source)
+    completion = Completion(sample_id, np.arange(length), np.zeros(length, np.float32), RAW_BASIS, "stop", SAMPLING, ())
+    sample = sample_from_completion(sample_id, sample_id, prompt, completion)
+    sample.reward = reward
+    if reward is None or reward.error:
+        sample.exclusion = "reward failed: x"
+    return sample
+
+
+class FakeScheduler:
+    """Gives every slot the next of some rewards."""
+
+    def __init__(self, rewards: list[RewardResult | None]) -> None:
+        self.rewards = rewards
+        self.runs: list[list[tuple[str, int]]] = []
+
+    async def run(self, slots: Any, timers: Any) -> list[Sample]:
+        self.runs.append([(slot.sample_id, slot.request.sampling.seed) for slot in slots])
+        return [
+            finished(slot.sample_id, slot.prompt.data_source, reward)
+            for slot, reward in zip(slots, self.rewards, strict=True)
+        ]
+
+
+def make_evaluator(rewards: list[RewardResult | None], sources: list[str], samples_per_prompt: int = 1) -> Any:
+    prompts = [Prompt(f"p{i}", np.array([1]), "?", source) for i, source in enumerate(sources)]
+    return Evaluator(
+        FakeScheduler(rewards),  # type: ignore[arg-type]  # the part that is used
+        prompts,
+        SAMPLING,
+        samples_per_prompt=samples_per_prompt,
+        seed=3,
+    )
+
+
+async def test_averages() -> None:
+    rewards = [RewardResult(1.0), RewardResult(0.5, {"accuracy": 0.0}), RewardResult(0.0), None]
+    metrics, samples = await make_evaluator(rewards, ["math"] * 4).evaluate(Timers())
+    assert {name: metric.value for name, metric in metrics.items()} == {
+        "eval/accuracy": 0.25,
+        "eval/samples": 4,
+        "eval/failed": 1,
+        "eval/reward": 0.5,
+        "eval/response_length": 2,
+    }
+    assert len(samples) == 4
+
+
+async def test_several_data_sources_are_told_apart() -> None:
+    rewards: list[Any] = [RewardResult(1.0), RewardResult(0.0), RewardResult(1.0)]
+    metrics, _ = await make_evaluator(rewards, ["math", "math", "code"]).evaluate(Timers())
+    assert metrics["eval/accuracy"].value == pytest.approx(2 / 3)
+    assert metrics["eval/math/accuracy"].value == 0.5
+    assert metrics["eval/code/accuracy"].value == 1.0
+
+
+async def test_every_evaluation_asks_for_the_same_samples() -> None:
+    evaluator = make_evaluator([RewardResult(1.0)] * 4, ["math"] * 2, samples_per_prompt=2)
+    await evaluator.evaluate(Timers())
+    await evaluator.evaluate(Timers())
+    first, second = evaluator.scheduler.runs
+    assert first == second
+    assert [sample_id for sample_id, _ in first] == ["p0@eval#0", "p0@eval#1", "p1@eval#0", "p1@eval#1"]
+    assert len({seed for _, seed in first}) == 4
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (RewardResult(1.0), 1.0),
+        (RewardResult(-1.0), 0.0),
+        (RewardResult(1.2, {"accuracy": 0.0}), 0.0),
+        (RewardResult(-0.2, {"accuracy": 1.0}), 1.0),
+        (RewardResult(None, error="x"), 0.0),
+        (None, 0.0),
+    ],
+)
+def test_accuracy_is_the_rewards_own_or_whether_it_is_positive(reward: RewardResult | None, expected: float) -> None:
+    assert accuracy(finished("s", "math", reward)) == expected
+
+
+def test_without_any_reward_there_is_no_average_of_rewards() -> None:
+    assert "eval/reward" not in evaluation_metrics("eval", [finished("s", "math", None)])
+
+
+def test_the_flow_generates_and_scores() -> None:
+    graph = trace(evaluation_flow, {"generator": "generator", "reward": "reward"})
+    assert [node.name for node in graph.nodes] == ["generator.generate", "reward.score"]

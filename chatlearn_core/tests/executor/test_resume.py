@@ -1,0 +1,177 @@
+"""Whether a run goes on, from where, and what may have changed in between."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chatlearn_core.exceptions import CheckpointError, ConfigError
+from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore
+from chatlearn_core.executor.resume import (
+    MAY_CHANGE,
+    ResumePoint,
+    changed_settings,
+    find_resume_point,
+    lock_run_directory,
+)
+
+CONFIG: dict[str, Any] = {
+    "seed": 0,
+    "output_dir": "runs/a",
+    "train": {"steps": 10, "prompts_per_step": 8},
+    "roles": {"trainer": {"options": {"learning_rate": 0.1}}},
+    "log": {"progress": True},
+    "checkpoint": {"every": 1},
+    "eval": {"every": 0},
+    "runtime": {"backend": "local"},
+    "weight_sync": {"backend": "auto"},
+}
+
+
+def changed(**paths: Any) -> dict[str, Any]:
+    """CONFIG with ``section__key=value`` replaced."""
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in CONFIG.items()}
+    for path, value in paths.items():
+        section, _, key = path.partition("__")
+        if key:
+            config[section][key] = value
+        else:
+            config[section] = value
+    return config
+
+
+def make_store(tmp_path: Path, *steps: int) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=10, keep_best=0)
+    for step in steps:
+        with store.write(step, {"config": CONFIG}):
+            pass
+    return store
+
+
+def find(
+    store: CheckpointStore, resume: Any = "auto", config: Any = CONFIG, steps: int = 10, **facts: bool
+) -> ResumePoint:
+    defaults = {"has_metrics": bool(store.complete()), "is_complete": False}
+    return find_resume_point(store, resume, config, steps, **(defaults | facts))
+
+
+def test_a_new_run_starts_at_the_beginning_without_a_word(tmp_path: Path) -> None:
+    assert find(make_store(tmp_path)) == ResumePoint(None, [])
+
+
+def test_auto_takes_the_newest(tmp_path: Path) -> None:
+    point = find(make_store(tmp_path, 2, 4))
+    assert point.checkpoint is not None
+    assert point.checkpoint.step == 4
+    assert point.notes == [f"resuming after step 4 from {point.checkpoint.path}"]
+
+
+def test_a_damaged_one_is_passed_over_and_said_so(tmp_path: Path) -> None:
+    store = make_store(tmp_path, 2, 4)
+    (store.directory / "step_00000004" / SEAL).unlink()
+    point = find(store)
+    assert point.checkpoint is not None
+    assert point.checkpoint.step == 2
+    assert point.notes[0].startswith(f"passed over a checkpoint: {store.directory / 'step_00000004'}")
+
+
+def test_metrics_without_a_checkpoint_mean_a_start_from_the_beginning_and_it_is_said(tmp_path: Path) -> None:
+    point = find(make_store(tmp_path), has_metrics=True)
+    assert point == ResumePoint(None, ["no complete checkpoint was found: the run starts from the beginning"])
+
+
+@pytest.mark.parametrize(("steps", "has_metrics"), [((2,), True), ((), True), ((2,), False)])
+def test_never_refuses_a_directory_that_holds_a_run(tmp_path: Path, steps: tuple[int, ...], has_metrics: bool) -> None:
+    with pytest.raises(ConfigError, match="holds a run already, and --resume never was asked for"):
+        find(make_store(tmp_path, *steps), "never", has_metrics=has_metrics)
+
+
+def test_never_takes_an_empty_directory(tmp_path: Path) -> None:
+    assert find(make_store(tmp_path), "never") == ResumePoint(None, [])
+
+
+def test_a_checkpoint_can_be_named(tmp_path: Path) -> None:
+    store = make_store(tmp_path, 2, 4)
+    point = find(store, store.directory / "step_00000002")
+    assert point.checkpoint is not None
+    assert point.checkpoint.step == 2
+
+
+def test_a_named_checkpoint_that_is_not_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="elsewhere is not a complete checkpoint"):
+        find(make_store(tmp_path, 2), tmp_path / "elsewhere")
+
+
+def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
+    config = changed(seed=1, train={"steps": 10, "prompts_per_step": 16})
+    with pytest.raises(CheckpointError) as caught:
+        find(make_store(tmp_path, 2), config=config)
+    message = str(caught.value)
+    assert "seed: was 0, is 1" in message
+    assert "train.prompts_per_step: was 8, is 16" in message
+    assert "start a new run with another output_dir" in message
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE)
+def test_what_does_not_change_a_step_may_change(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    now = changed(**{f"{section}__{name}" if name else section: 12 if name else {"other": True}})
+    assert now != CONFIG
+    assert find(make_store(tmp_path, 2), config=now).checkpoint is not None
+
+
+def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"train\.steps_more"):
+        find(make_store(tmp_path, 2), config=changed(train__steps_more=1))
+    with pytest.raises(CheckpointError, match="evaluation"):
+        find(make_store(tmp_path, 2), config=changed(evaluation=1))
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is complete: it made 10 of 10 steps\. Raise train\.steps to go on"):
+        find(make_store(tmp_path, 10), is_complete=True)
+
+
+def test_a_run_that_was_killed_before_its_model_was_exported_goes_on(tmp_path: Path) -> None:
+    point = find(make_store(tmp_path, 10), is_complete=False)
+    assert point.checkpoint is not None
+    assert point.checkpoint.step == 10
+
+
+def test_a_finished_run_goes_on_when_steps_are_raised(tmp_path: Path) -> None:
+    assert find(make_store(tmp_path, 10), steps=12, is_complete=False).checkpoint is not None
+
+
+def test_a_run_does_not_go_backwards(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it made 10 of 5 steps"):
+        find(make_store(tmp_path, 10), steps=5, is_complete=False)
+
+
+def test_differences_are_named_by_their_whole_key() -> None:
+    then = {"a": {"b": 1, "c": [1, 2]}, "d": None}
+    now = {"a": {"b": 2, "c": [1, 3]}, "e": 1}
+    assert changed_settings(then, now) == ["a.b: was 1, is 2", "a.c: was [1, 2], is [1, 3]", "e: was None, is 1"]
+
+
+def _try_to_lock(path: str, outcome: Any) -> None:
+    try:
+        with lock_run_directory(Path(path)):
+            outcome.put("locked")
+    except ConfigError as error:
+        outcome.put(str(error))
+
+
+def test_two_processes_cannot_run_in_one_directory(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    outcome = context.Queue()
+    with lock_run_directory(tmp_path):
+        process = context.Process(target=_try_to_lock, args=(str(tmp_path), outcome))
+        process.start()
+        assert "another process is running in" in outcome.get(timeout=60)
+        process.join()
+    process = context.Process(target=_try_to_lock, args=(str(tmp_path), outcome))
+    process.start()
+    assert outcome.get(timeout=60) == "locked", "it was released"
+    process.join()

@@ -1,0 +1,330 @@
+"""The scheduler streams: calls start when what they need is there, and the result does not depend on when that was."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chatlearn_core.exceptions import BackendError, ReplicaLostError, WeightSyncError
+from chatlearn_core.executor.scheduler import FlowScheduler, Slot
+from chatlearn_core.flow import trace
+from chatlearn_core.metrics import Timers
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    GenerateRequest,
+    OutputRequest,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+)
+
+ROLES = {"generator": "generator", "reward": "reward", "judge": "reward", "trainer": "trainer", "reference": "trainer"}
+
+
+def grpo(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reward.score(samples), m.reference.logprobs(samples), m.trainer.logprobs(samples))
+
+
+def generate_and_score(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reward.score(samples))
+
+
+class ScriptedRuntime:
+    """Every request waits until the test lets it finish; every call is written down."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.open: dict[str, asyncio.Future[None]] = {}
+        self.failures: dict[str, Exception] = {}
+        self.empty: set[str] = set()
+        self.reward_waits: asyncio.Event | None = None
+        self.compute_error: Exception | None = None
+        self.batches: list[tuple[str, TrainBatch, OutputRequest]] = []
+
+    def generator(self, role: str) -> Any:
+        return self
+
+    def reward(self, role: str) -> Any:
+        return self
+
+    def trainer(self, role: str) -> Any:
+        runtime = self
+
+        class Group:
+            async def compute(self, batch: TrainBatch, request: OutputRequest) -> Any:
+                return await runtime.compute(role, batch, request)
+
+        return Group()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.events.append(f"generate {request.id}")
+        self.open[request.id] = asyncio.get_running_loop().create_future()
+        await self.open[request.id]
+        if request.id in self.failures:
+            raise self.failures[request.id]
+        length = 0 if request.id in self.empty else 2
+        self.events.append(f"done {request.id}")
+        return Completion(
+            request.id,
+            np.arange(length),
+            np.full(length, -1.0, np.float32),
+            RAW_BASIS,
+            "stop",
+            request.sampling,
+            (),
+        )
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        self.events.append("score " + " ".join(sample.id for sample in samples))
+        if self.reward_waits is not None:
+            await self.reward_waits.wait()
+        return [RewardResult(float(sample.id[-1])) for sample in samples]
+
+    async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
+        self.events.append(f"compute {role}")
+        if self.compute_error is not None:
+            raise self.compute_error
+        self.batches.append((role, batch, request))
+        [output] = request.names
+        return {output: torch.arange(batch.num_tokens) * (10.0 if role == "trainer" else 1.0)}
+
+    async def finish(self, *ids: str) -> None:
+        """Let these requests finish, one after the other, and wait until nothing moves any more."""
+        for sample_id in ids:
+            await settled()
+            self.open[sample_id].set_result(None)
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def make_slots(groups: int = 2, size: int = 2) -> list[Slot]:
+    slots = []
+    for group in range(groups):
+        prompt = Prompt(f"p{group}", np.array([1, 2, 3]), "?")
+        for index in range(size):
+            sample_id = f"p{group}@1#{group * size + index}"
+            request = GenerateRequest(sample_id, prompt.token_ids, SamplingParams(4), f"p{group}@1")
+            slots.append(Slot(sample_id, f"p{group}@1", prompt, request))
+    return slots
+
+
+def ids_of(slots: list[Slot]) -> list[str]:
+    return [slot.sample_id for slot in slots]
+
+
+def scheduler_for(flow: Any, runtime: ScriptedRuntime, **settings: Any) -> FlowScheduler:
+    return FlowScheduler(trace(flow, ROLES), runtime, **settings)  # type: ignore[arg-type]  # the part that is used
+
+
+async def test_all_requests_are_submitted_in_order_before_any_finishes() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await settled()
+    assert runtime.events == [f"generate {sample_id}" for sample_id in ids_of(slots)]
+    await runtime.finish(*ids_of(slots))
+    await run
+
+
+async def test_rewards_start_while_generation_goes_on() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(c)
+    assert runtime.events[-1] == f"score {c}", "three others are still being generated"
+    await runtime.finish(a)
+    assert runtime.events[-1] == f"score {a}"
+    assert "compute trainer" not in runtime.events, "a trainer call waits for the whole batch"
+    await runtime.finish(b, d)
+    await run
+    assert {"compute trainer", "compute reference"} <= set(runtime.events)
+
+
+async def test_a_slow_reward_holds_up_neither_generation_nor_the_next_reward() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    runtime.reward_waits = asyncio.Event()
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await runtime.finish(a, b)
+    assert [event for event in runtime.events if event.startswith("score")] == [f"score {a}", f"score {b}"]
+    await runtime.finish(c, d)
+    assert not run.done()
+    runtime.reward_waits.set()
+    await run
+
+
+async def test_what_is_ready_together_is_scored_together_in_slot_order() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await settled()
+    for sample_id in reversed(ids_of(slots)):
+        runtime.open[sample_id].set_result(None)
+    await run
+    assert [event for event in runtime.events if event.startswith("score")] == ["score " + " ".join(ids_of(slots))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_results_are_in_slot_order_whatever_the_timing(seed: int) -> None:
+    runtime, slots = ScriptedRuntime(), make_slots(groups=3, size=3)
+    order = ids_of(slots)
+    random.Random(seed).shuffle(order)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(*order)
+    samples = await run
+    assert [sample.id for sample in samples] == ids_of(slots)
+    assert [sample.reward.value for sample in samples if sample.reward] == [float(i) for i in range(9)]
+    for index, sample in enumerate(samples):
+        start = index * 5
+        assert sample.token_data["reference_logprobs"].tolist() == [float(start + t) for t in range(5)]
+        assert sample.token_data["trainer_logprobs"].tolist() == [10.0 * (start + t) for t in range(5)]
+
+
+async def test_a_group_reward_waits_for_the_whole_group() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    scheduler = scheduler_for(generate_and_score, runtime, group_rewards=frozenset({"reward"}))
+    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    await runtime.finish(d, b)
+    assert not [event for event in runtime.events if event.startswith("score")]
+    await runtime.finish(c)
+    assert runtime.events[-1] == f"score {c} {d}", "the group is complete, in slot order"
+    await runtime.finish(a)
+    assert runtime.events[-1] == f"score {a} {b}"
+    await run
+
+
+async def test_a_failed_generation_excludes_its_sample_with_the_reason() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    runtime.failures[b] = BackendError("the prompt does not fit")
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(a, b, c, d)
+    samples = await run
+    assert [sample.exclusion for sample in samples] == [None, "generation failed: the prompt does not fit", None, None]
+    assert samples[1].completion is None
+    assert samples[1].reward is None
+    assert not samples[1].loss_mask.any()
+    assert not any(b in event for event in runtime.events if event.startswith("score")), "there is nothing to judge"
+    for _, batch, _ in runtime.batches:
+        assert batch.sample_ids == (a, c, d), "and nothing to compute on"
+
+
+async def test_a_group_with_a_failed_generation_is_still_scored() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    runtime.failures[b] = BackendError("lost")
+    scheduler = scheduler_for(generate_and_score, runtime, group_rewards=frozenset({"reward"}))
+    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    await runtime.finish(a, b)
+    assert runtime.events[-1] == f"score {a}"
+    await runtime.finish(c, d)
+    await run
+
+
+async def test_an_empty_completion_is_excluded() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime.empty.add(slots[0].sample_id)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    samples = await run
+    assert samples[0].exclusion == "empty completion"
+    assert samples[1].exclusion is None
+
+
+async def test_a_failed_reward_excludes_its_sample_with_the_reason() -> None:
+    class Failing(ScriptedRuntime):
+        async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+            return [RewardResult(None, error="math: KeyError: 'answer'") for _ in samples]
+
+    runtime, slots = Failing(), make_slots()
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    assert {sample.exclusion for sample in await run} == {"reward failed: math: KeyError: 'answer'"}
+
+
+async def test_if_every_generation_fails_the_run_is_told_the_first_reason() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime.failures = {sample_id: BackendError(f"no memory for {sample_id}") for sample_id in ids_of(slots)}
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    with pytest.raises(
+        BackendError, match=r"every one of 4 generations failed, the first with: .* no memory for p0@1#0"
+    ):
+        await run
+
+
+async def test_a_lost_generator_stops_the_step_and_nothing_is_left_running() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime.failures[slots[2].sample_id] = ReplicaLostError("replica 0 died")
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(slots[2].sample_id)
+    with pytest.raises(ReplicaLostError, match="replica 0 died"):
+        await run
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_failing_trainer_is_raised_as_itself() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime.compute_error = BackendError("role 'trainer': compute failed: CUDA out of memory")
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    with pytest.raises(BackendError, match="CUDA out of memory") as caught:
+        await run
+    assert isinstance(caught.value.__cause__, ExceptionGroup), "others that failed at the same time are kept"
+
+
+@pytest.mark.parametrize(("serious", "other"), [(ReplicaLostError("a"), WeightSyncError("b"))])
+async def test_of_several_errors_the_most_serious_is_raised(serious: Exception, other: Exception) -> None:
+    from chatlearn_core.executor.scheduler import _first
+
+    group: ExceptionGroup[Exception] = ExceptionGroup("", [RuntimeError("c"), ExceptionGroup("", [other, serious])])
+    assert _first(group) is serious
+    assert _first(ExceptionGroup("", [RuntimeError("c"), other])) is other
+
+
+async def test_trainer_outputs_are_asked_at_the_sampling_temperature() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    run = asyncio.create_task(scheduler_for(grpo, runtime, temperature=0.7).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    await run
+    assert {request.temperature for _, _, request in runtime.batches} == {0.7}
+    assert scheduler_for(grpo, runtime, temperature=0.0).temperature == 1.0, "greedy: the model's own distribution"
+
+
+async def test_stopping_cancels_every_call() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await settled()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_sequence_outputs_go_to_the_sample() -> None:
+    def scored(demonstrations: Any, m: Any) -> Any:
+        samples = m.generator.generate(demonstrations)
+        return m.join(samples, m.reward_model.scores(samples))
+
+    class Scoring(ScriptedRuntime):
+        async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
+            return {"scores": torch.arange(batch.num_sequences) / 2}
+
+    runtime, slots = Scoring(), make_slots()
+    graph = trace(scored, ROLES | {"reward_model": "trainer"})
+    run = asyncio.create_task(FlowScheduler(graph, runtime).run(slots, Timers()))  # type: ignore[arg-type]  # as above
+    await runtime.finish(*ids_of(slots))
+    assert [sample.sequence_data["reward_model_scores"] for sample in await run] == [0.0, 0.5, 1.0, 1.5]

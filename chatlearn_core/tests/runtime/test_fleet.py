@@ -1,0 +1,222 @@
+"""Replicas: a group stays together, a dead one is rebuilt once, gets the current weights, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError
+from chatlearn_core.runtime.fleet import LocalFleet
+from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams
+
+
+def completion_of(request: GenerateRequest) -> Completion:
+    logprobs = np.zeros(1, np.float32)
+    return Completion(request.id, np.array([request.sampling.seed]), logprobs, RAW_BASIS, "stop", request.sampling, ())
+
+
+class FakeGenerator:
+    """Answers at once, unless it is told to hold requests or to die."""
+
+    def __init__(self, index: int, generation: int, behaviour: str) -> None:
+        self.index, self.generation, self.behaviour = index, generation, behaviour
+        self.state = "loading"
+        self.policy_version = 0
+        self.calls: list[str] = []
+        self.requests: list[GenerateRequest] = []
+        self.waiting: list[asyncio.Future[Completion]] = []
+
+    def setup(self) -> None:
+        self.calls.append("setup")
+        self.state = "serving"
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def offload(self, parts: Any) -> None:
+        self.calls.append("offload")
+
+    def onload(self, parts: Any) -> None:
+        self.calls.append("onload")
+
+    async def abort(self, request_ids: Any = None) -> None:
+        self.calls.append(f"abort {request_ids}")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        if self.behaviour == "refuse":
+            raise BackendError("the prompt does not fit")
+        if self.behaviour == "raise":
+            raise RuntimeError("engine bug")
+        if self.behaviour == "time out":
+            raise TimeoutError("the engine's own")
+        if self.behaviour == "hold":
+            future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self.waiting.append(future)
+            return await future
+        return completion_of(request)
+
+    def die(self, error: Exception) -> None:
+        self.state = "dead"
+        for future in self.waiting:
+            future.set_exception(error)
+
+
+class Builder:
+    """Builds replicas; the n-th one of an index behaves as the n-th entry says, the last entry from then on."""
+
+    def __init__(self, *behaviours: str) -> None:
+        self.behaviours = behaviours or ("answer",)
+        self.built: list[FakeGenerator] = []
+
+    def __call__(self, index: int) -> Any:
+        generation = sum(generator.index == index for generator in self.built)
+        generator = FakeGenerator(index, generation, self.behaviours[min(generation, len(self.behaviours) - 1)])
+        self.built.append(generator)
+        return generator
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    lane = Lane("generator", timeout_s=30.0)
+    yield lane
+    lane.stop()
+
+
+def make_request(number: int, group: str = "g") -> GenerateRequest:
+    return GenerateRequest(f"{group}#{number}", np.array([1]), SamplingParams(4, seed=number), group)
+
+
+async def started(builder: Builder, lane: Lane, *, replicas: int = 1, max_restarts: int = 2) -> LocalFleet:
+    fleet = LocalFleet("generator", builder, replicas, lane, max_restarts)
+    await fleet.start()
+    return fleet
+
+
+async def hold(fleet: LocalFleet, builder: Builder, count: int) -> list[asyncio.Task[Completion]]:
+    """Send requests and wait until the replica holds them all."""
+    tasks = [asyncio.create_task(fleet.generate(make_request(i))) for i in range(count)]
+    while len(builder.built[0].waiting) < count:
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_group_goes_to_one_replica_and_groups_are_spread(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=3)
+    for group in range(20):
+        for number in range(4):
+            await fleet.generate(make_request(number, f"group{group}"))
+    for generator in builder.built:
+        groups = [request.group_id for request in generator.requests]
+        assert groups, "every replica has work"
+        assert all(groups.count(group) == 4 for group in set(groups)), "no group is split"
+        assert all(zlib.crc32(group.encode()) % 3 == generator.index for group in groups), "whatever the timing"
+
+
+async def test_a_dead_replica_is_rebuilt_once_for_all_of_its_requests(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane)
+    tasks = await hold(fleet, builder, 5)
+    builder.built[0].die(BackendError("the engine was killed"))
+    completions = await asyncio.gather(*tasks)
+    assert [completion.token_ids[0] for completion in completions] == [0, 1, 2, 3, 4]
+    assert fleet.num_restarts == 1
+    assert [generator.calls for generator in builder.built] == [["setup", "close"], ["setup"]]
+    again = [request.sampling.seed for request in builder.built[1].requests]
+    assert again == [0, 1, 2, 3, 4], "the same random numbers, in the order of submission"
+
+
+async def test_an_error_that_is_not_chatlearns_also_means_a_restart_if_the_replica_is_dead(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane)
+    [task] = await hold(fleet, builder, 1)
+    builder.built[0].die(RuntimeError("CUDA error"))
+    assert (await task).request_id == "g#0"
+
+
+async def test_a_rebuilt_replica_serves_nobody_before_it_holds_the_current_weights(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane)
+    syncing, synced = asyncio.Event(), asyncio.Event()
+
+    async def resync(index: int) -> None:
+        syncing.set()
+        await synced.wait()
+        builder.built[1].policy_version = 7
+
+    fleet.resync = resync
+    [early] = await hold(fleet, builder, 1)
+    builder.built[0].die(BackendError("gone"))
+    await syncing.wait()
+    late = asyncio.create_task(fleet.generate(make_request(1)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert builder.built[1].requests == [], "its weights are still those of the model directory"
+    synced.set()
+    await asyncio.gather(early, late)
+    assert fleet.policy_version == 7
+
+
+async def test_after_the_limit_the_run_is_told_the_last_cause(lane: Lane) -> None:
+    builder = Builder("hold", "hold")
+    fleet = await started(builder, lane, max_restarts=1)
+    [task] = await hold(fleet, builder, 1)
+    builder.built[0].die(BackendError("first death"))
+    while len(builder.built) < 2 or not builder.built[1].waiting:
+        await asyncio.sleep(0)
+    builder.built[1].die(BackendError("second death"))
+    with pytest.raises(ReplicaLostError) as caught:
+        await task
+    message = str(caught.value)
+    assert "role 'generator': replica 0 died, and 1 restart(s), the limit" in message
+    assert "(runtime.options.max_generator_restarts)" in message
+    assert message.endswith("Last cause: second death")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("refuse", "the prompt does not fit"),
+        ("raise", r"role 'generator', replica 0: generate\(g#0\) failed: RuntimeError: engine bug"),
+        ("time out", r"generate\(g#0\) failed: TimeoutError: the engine's own"),
+    ],
+)
+async def test_a_request_that_fails_on_a_living_replica_fails_alone(lane: Lane, behaviour: str, message: str) -> None:
+    fleet = await started(Builder(behaviour), lane)
+    with pytest.raises(BackendError, match=message):
+        await fleet.generate(make_request(0))
+    assert fleet.num_restarts == 0
+
+
+async def test_a_generation_that_never_ends_is_given_up() -> None:
+    lane = Lane("generator", timeout_s=5.0)
+    fleet = await started(Builder("hold"), lane)
+    lane.timeout_s = 0.01
+    with pytest.raises(BackendTimeoutError, match=r"request 'g#0' .* 0\.01 s \(roles\.generator\.timeout_s\)"):
+        await fleet.generate(make_request(0))
+    lane.stop()
+
+
+async def test_the_policy_version_is_the_oldest_that_serves(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=3)
+    for generator, version in zip(builder.built, (4, 2, 1), strict=True):
+        generator.policy_version = version
+    builder.built[2].state = "dead"
+    assert fleet.policy_version == 2
+
+
+async def test_calls_for_all_reach_every_replica(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2)
+    await fleet.offload({"weights"})
+    await fleet.onload({"weights"})
+    await fleet.abort(["a"])
+    fleet.close()
+    assert [g.calls for g in builder.built] == [["setup", "offload", "onload", "abort ['a']", "close"]] * 2

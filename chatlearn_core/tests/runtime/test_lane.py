@@ -1,0 +1,120 @@
+"""A lane runs blocking calls in order, and what goes wrong in one is named, with where it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, CheckpointError
+from chatlearn_core.runtime.lane import Lane
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    lane = Lane("trainer", timeout_s=30.0)
+    yield lane
+    lane.stop()
+
+
+async def test_calls_run_one_after_the_other_in_a_thread_of_their_own(lane: Lane) -> None:
+    events: list[str] = []
+    first_runs, go_on = threading.Event(), threading.Event()
+
+    def first() -> int:
+        events.append("first starts")
+        first_runs.set()
+        go_on.wait()
+        events.append("first ends")
+        return threading.get_ident()
+
+    def second() -> int:
+        events.append("second")
+        return threading.get_ident()
+
+    calls = asyncio.gather(lane.run("first", first), lane.run("second", second))
+    await asyncio.to_thread(first_runs.wait)
+    go_on.set()
+    threads = await calls
+    assert events == ["first starts", "first ends", "second"]
+    assert threads[0] == threads[1] != threading.get_ident()
+
+
+async def test_arguments_and_result_pass_through(lane: Lane) -> None:
+    assert await lane.run("divmod", divmod, 7, 3) == (2, 1)
+
+
+async def test_a_timeout_carries_the_stack_of_the_call_that_hangs(lane: Lane) -> None:
+    release = threading.Event()
+
+    def waits_for_a_peer_that_is_gone() -> None:
+        release.wait()
+
+    with pytest.raises(BackendTimeoutError) as caught:
+        await lane.run("update", waits_for_a_peer_that_is_gone, timeout_s=0.01)
+    release.set()
+    message = str(caught.value)
+    assert "role 'trainer': update did not return within 0.01 s (roles.trainer.timeout_s)" in message
+    assert "in waits_for_a_peer_that_is_gone" in message
+    assert await lane.run("after", lambda: "still works") == "still works"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad shape"), StopIteration("empty"), SystemExit(3), TimeoutError("peer")]
+)
+async def test_what_a_call_raises_becomes_an_error_that_names_role_and_method(lane: Lane, error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(BackendError, match=rf"role 'trainer': save failed: {type(error).__name__}: ") as caught:
+        await lane.run("save", fails)
+    assert not isinstance(caught.value, BackendTimeoutError), "a call's own TimeoutError is not ours"
+    assert caught.value.__cause__ is error
+
+
+async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost(lane: Lane) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def call() -> None:
+        started.set()
+        release.wait()
+
+    running = asyncio.create_task(lane.run("update", call))
+    while not started.is_set():
+        await asyncio.sleep(0)
+    running.cancel()
+    release.set()
+    assert lane.stop(wait_s=30.0)  # blocks the event loop: cancellation and result now wait for the same turn
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_chatlearns_own_errors_pass_unchanged(lane: Lane) -> None:
+    error = CheckpointError("cut short")
+
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(CheckpointError) as caught:
+        await lane.run("load", fails)
+    assert caught.value is error
+
+
+async def test_stop_lets_queued_calls_finish(lane: Lane) -> None:
+    done: list[int] = []
+    call = asyncio.ensure_future(lane.run("call", done.append, 1))
+    await asyncio.sleep(0)
+    assert lane.stop(wait_s=30.0)
+    await call
+    assert done == [1]
+    assert "has ended" in lane.stack()
+
+
+async def test_stop_tells_when_a_call_still_runs(lane: Lane) -> None:
+    release = threading.Event()
+    call = asyncio.ensure_future(lane.run("hang", release.wait))
+    await asyncio.sleep(0)
+    assert not lane.stop(wait_s=0.01)
+    release.set()
+    assert await call

@@ -1,0 +1,200 @@
+"""Rewards are combined by weight, routed by data source, and never trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    sample_from_completion,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class FakeReward:
+    """Returns what a function says."""
+
+    def __init__(self, judge: Callable[[Sequence[Sample]], Any]) -> None:
+        self.judge = judge
+        self.seen: list[list[str]] = []
+        self.offloaded: list[Any] = []
+
+    def offload(self, parts: Any) -> None:
+        self.offloaded.append(("offload", set(parts)))
+
+    def onload(self, parts: Any) -> None:
+        self.offloaded.append(("onload", set(parts)))
+
+    async def score(self, samples: Sequence[Sample]) -> Any:
+        self.seen.append([sample.id for sample in samples])
+        result = self.judge(samples)
+        return await result if asyncio.iscoroutine(result) else result
+
+
+def constant(value: float, **components: float) -> FakeReward:
+    return FakeReward(lambda samples: [RewardResult(value, dict(components)) for _ in samples])
+
+
+def make_sample(number: int, source: str = "math", length: int = 2) -> Sample:
+    prompt = Prompt(f"p{number}", np.array([1, 2]), "?", source)
+    completion = Completion(
+        "r", np.arange(length), np.zeros(length, np.float32), RAW_BASIS, "stop", SamplingParams(length), ()
+    )
+    return sample_from_completion(f"p{number}@1#0", f"p{number}@1", prompt, completion)
+
+
+async def test_the_value_is_the_weighted_sum_and_parts_are_components() -> None:
+    parts = [
+        RewardPart("math", constant(1.0, accuracy=1.0), weight=2.0),
+        RewardPart("format", constant(0.5, accuracy=0.0, tags=1.0), weight=-0.5),
+    ]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    assert result.value == 2.0 * 1.0 - 0.5 * 0.5
+    assert result.components == {"math": 1.0, "format": 0.5, "accuracy": 1.0, "tags": 1.0}
+    assert result.error is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=4))
+def test_any_number_of_parts_adds_up(weighted: list[tuple[float, float]]) -> None:
+    parts = [RewardPart(f"part{i}", constant(value), weight) for i, (weight, value) in enumerate(weighted)]
+    [result] = asyncio.run(CombinedReward("reward", parts, 30.0).score([make_sample(0)]))
+    assert result.value == pytest.approx(sum(weight * value for weight, value in weighted))
+
+
+async def test_a_single_part_of_weight_one_passes_through_unchanged() -> None:
+    given = RewardResult(0.25, {"accuracy": 1.0}, np.array([0.0, 0.5], np.float32))
+    combined = CombinedReward("reward", [RewardPart("math", FakeReward(lambda samples: [given]))], 30.0)
+    assert await combined.score([make_sample(0)]) == [given]
+
+
+async def test_token_values_are_weighted_too() -> None:
+    tokens = np.array([0.0, 1.0], np.float32)
+    parts = [
+        RewardPart("a", FakeReward(lambda samples: [RewardResult(1.0, {}, tokens)]), weight=0.5),
+        RewardPart("b", FakeReward(lambda samples: [RewardResult(1.0, {}, tokens * 3)])),
+        RewardPart("c", constant(1.0)),
+    ]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    assert result.token_values is not None
+    np.testing.assert_allclose(result.token_values, [0.0, 0.5 * 1 + 3])
+
+
+async def test_a_part_judges_only_its_data_sources() -> None:
+    math, code, everything = constant(1.0), constant(2.0), constant(10.0)
+    combined = CombinedReward(
+        "reward",
+        [
+            RewardPart("math", math, data_sources=frozenset({"math"})),
+            RewardPart("code", code, data_sources=frozenset({"code"})),
+            RewardPart("all", everything),
+        ],
+        30.0,
+    )
+    samples = [make_sample(0, "math"), make_sample(1, "code"), make_sample(2, "math")]
+    results = await combined.score(samples)
+    assert [result.value for result in results] == [11.0, 12.0, 11.0]
+    assert math.seen == [["p0@1#0", "p2@1#0"]]
+    assert code.seen == [["p1@1#0"]]
+
+
+async def test_a_sample_that_no_part_judges_is_told_what_to_add() -> None:
+    math = RewardPart("math", constant(1.0), data_sources=frozenset({"math"}))
+    good, bad = await CombinedReward("reward", [math], 30.0).score([make_sample(0), make_sample(1, "poems")])
+    assert good.value == 1.0
+    assert bad.value is None
+    assert bad.error == "no reward is meant for data_source 'poems': add a part for it under roles.reward.parts"
+
+
+def raises(error: BaseException) -> Callable[[Sequence[Sample]], Any]:
+    def judge(samples: Sequence[Sample]) -> Any:
+        raise error
+
+    return judge
+
+
+def each(result: Any) -> Callable[[Sequence[Sample]], Any]:
+    return lambda samples: [result for _ in samples]
+
+
+BAD_REWARDS = {
+    "raises": (raises(KeyError("answer")), "KeyError: 'answer'"),
+    "exits": (raises(SystemExit(1)), "SystemExit: 1"),
+    "its own timeout": (raises(TimeoutError("judge server")), "TimeoutError: judge server"),
+    "cancels itself": (raises(asyncio.CancelledError()), "the reward cancelled itself"),
+    "too few": (lambda samples: [RewardResult(1.0)], "returned 1 results for 2 samples"),
+    "none at all": (lambda samples: None, "returned a NoneType, not a list of RewardResult"),
+    "plain numbers": (each(1.0), "returned a float (1.0), not a RewardResult"),
+    "NaN": (each(RewardResult(float("nan"))), "the reward is nan, not a finite number"),
+    "infinity": (each(RewardResult(float("inf"))), "the reward is inf, not a finite number"),
+    "text": (each(RewardResult("good")), "the reward is 'good', not a finite number"),  # type: ignore[arg-type]  # wrong on purpose
+    "NaN in a component": (each(RewardResult(1.0, {"style": float("nan")})), "component 'style' is nan"),
+    "NaN in a token value": (each(RewardResult(1.0, {}, np.array([0, np.nan], np.float32))), "not finite"),
+    "too many token values": (each(RewardResult(1.0, {}, np.zeros(3, np.float32))), "shape (3,) for 2 completion"),
+    "says so itself": (each(RewardResult(None, error="no answer found")), "no answer found"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REWARDS)
+async def test_a_bad_reward_marks_its_samples_and_never_raises(name: str) -> None:
+    judge, problem = BAD_REWARDS[name]
+    parts = [RewardPart("bad", FakeReward(judge)), RewardPart("good", constant(1.0))]
+    results = await CombinedReward("reward", parts, 30.0).score([make_sample(0), make_sample(1)])
+    for result in results:
+        assert result.value is None, "a sum with a part missing would be another reward"
+        assert result.error is not None
+        assert result.error.startswith("bad: ")
+        assert problem in result.error
+
+
+async def test_a_reward_that_hangs_is_given_up() -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    combined = CombinedReward("judge", [RewardPart("slow", FakeReward(lambda samples: hang()))], 0.01)
+    [result] = await combined.score([make_sample(0)])
+    assert result.error == "slow: no answer within 0.01 s (roles.judge.timeout_s)"
+
+
+async def test_stopping_the_run_is_not_taken_for_a_failure_of_the_reward() -> None:
+    started = asyncio.Event()
+
+    async def hang() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    combined = CombinedReward("reward", [RewardPart("slow", FakeReward(lambda samples: hang()))], 30.0)
+    scoring = asyncio.ensure_future(combined.score([make_sample(0)]))
+    await started.wait()
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
+async def test_only_the_samples_of_the_failing_part_are_marked() -> None:
+    parts = [
+        RewardPart("code", FakeReward(raises(OSError("no sandbox"))), data_sources=frozenset({"code"})),
+        RewardPart("math", constant(1.0), data_sources=frozenset({"math"})),
+    ]
+    results = await CombinedReward("reward", parts, 30.0).score([make_sample(0, "code"), make_sample(1, "math")])
+    assert results[0].error == "code: OSError: no sandbox"
+    assert results[1].value == 1.0
+
+
+async def test_offload_and_onload_reach_every_part() -> None:
+    rewards = [constant(1.0), constant(2.0)]
+    combined = CombinedReward("reward", [RewardPart(str(i), reward) for i, reward in enumerate(rewards)], 30.0)
+    await combined.offload({"weights"})
+    await combined.onload({"weights"})
+    assert [reward.offloaded for reward in rewards] == [[("offload", {"weights"}), ("onload", {"weights"})]] * 2

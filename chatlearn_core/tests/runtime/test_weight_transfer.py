@@ -1,0 +1,216 @@
+"""One sync: the manifest first, then the bytes, then the confirmation; a replica is serving or dead, never between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.plugins.records import WeightSyncSpec
+from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.weight_transfer import WeightTransfer
+from chatlearn_core.types import SyncOffer, SyncPlan, TensorSpec, WeightManifest
+from pydantic import BaseModel
+
+MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
+
+
+class Options(BaseModel):
+    """None."""
+
+
+class FakeSender:
+    """Writes down what is asked of it; fails where it is told to."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.fail_in = ""
+        self.block: threading.Event | None = None
+
+    def offer(self, plan: SyncPlan) -> SyncOffer:
+        self.events.append("offer")
+        if self.fail_in == "offer":
+            raise OSError("no shared memory")
+        return SyncOffer(0, plan.sync_id)
+
+    def send(self, plan: SyncPlan, trainer: Any) -> int:
+        self.events.append("send")
+        if self.fail_in == "send":
+            raise RuntimeError("out of memory")
+        if self.block is not None:
+            self.block.wait()
+        return 24
+
+    def release(self, plan: SyncPlan) -> None:
+        self.events.append("release")
+        if self.block is not None:
+            self.block.set()
+
+    def close(self) -> None:
+        self.events.append("close sender")
+
+
+class FakeReceiver:
+    """Gets 24 bytes at once, or fails, or waits for ever."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.behaviour = "take"
+
+    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: Any) -> int:
+        self.events.append(f"receive {loader.name}")
+        if self.behaviour == "fail":
+            raise WeightSyncError("checksum of w is wrong")
+        if self.behaviour == "wait":
+            await asyncio.Event().wait()
+        return 24
+
+    def close(self) -> None:
+        self.events.append("close receiver")
+
+
+class FakeLoader:
+    """One replica's side."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+        self.version = 0
+        self.confirms: int | None = None
+        self.refuses = ""
+        self.failure: str | None = None
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        self.events.append(f"begin {self.name}")
+        if self.refuses:
+            raise WeightSyncError(self.refuses)
+        self.version = policy_version
+
+    async def finish(self) -> int:
+        self.events.append(f"finish {self.name}")
+        return self.version if self.confirms is None else self.confirms
+
+    async def fail(self, reason: str) -> None:
+        self.failure = reason
+
+
+class Scene:
+    """A transfer between one trainer and two replicas."""
+
+    def __init__(self, tmp_path: Path, *, timeout_s: float = 30.0) -> None:
+        self.events: list[str] = []
+        self.sender = FakeSender(self.events)
+        self.loaders = [FakeLoader(name, self.events) for name in ("a", "b")]
+        registry = SimpleNamespace(
+            load_factory=lambda record, attribute: (
+                (lambda options, endpoint: self.sender)
+                if attribute == "sender"
+                else (lambda options, endpoint: FakeReceiver(self.events))
+            )
+        )
+        plan = WeightSyncPlan(
+            trainer="trainer",
+            generator="generator",
+            record=WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O"),
+            options=Options(),
+            why="test",
+            fleet_rule="barrier",
+            bucket_bytes=1 << 20,
+            timeout_s=timeout_s,
+        )
+        self.transfer = WeightTransfer(plan, registry, tmp_path, 2)  # type: ignore[arg-type]  # the part that is used
+        self.receivers: list[Any] = list(self.transfer.receivers)
+        self.lane = Lane("trainer", 30.0)
+
+    async def sync(self, version: int = 3) -> Any:
+        replicas: Any = [(i, SimpleNamespace(loader=loader)) for i, loader in enumerate(self.loaders)]
+        trainer: Any = SimpleNamespace(manifest=lambda: MANIFEST)
+        return await asyncio.wait_for(self.transfer.sync(trainer, self.lane, replicas, version), 30.0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.lane.stop()
+
+
+async def test_every_replica_confirms_the_version_it_serves(scene: Scene) -> None:
+    receipts = await scene.sync(3)
+    assert [(r.replica, r.policy_version, r.state, r.num_bytes) for r in receipts] == [
+        (0, 3, "serving", 24),
+        (1, 3, "serving", 24),
+    ]
+    assert scene.events[:3] == ["begin a", "begin b", "offer"], "every manifest is checked before the sync opens"
+    assert scene.events[-1] == "release"
+
+
+async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> None:
+    scene.loaders[1].refuses = "w: shape [2, 3] offered, [2, 4] expected"
+    with pytest.raises(WeightSyncError, match=r"w: shape \[2, 3\] offered"):
+        await scene.sync()
+    assert scene.events == ["begin a", "begin b"]
+    assert scene.loaders[0].failure == "another replica refused the weights: w: shape [2, 3] offered, [2, 4] expected"
+
+
+async def test_a_receiver_that_fails_leaves_its_replica_dead_and_the_other_serving(scene: Scene) -> None:
+    scene.receivers[0].behaviour = "fail"
+    dead, serving = await scene.sync()
+    assert (dead.state, dead.error) == ("dead", "WeightSyncError: checksum of w is wrong")
+    assert scene.loaders[0].failure == "checksum of w is wrong"
+    assert serving.state == "serving"
+    assert "release" in scene.events
+
+
+async def test_a_replica_that_confirms_another_version_is_dead(scene: Scene) -> None:
+    scene.loaders[1].confirms = 2
+    _, stale = await scene.sync(3)
+    assert stale.state == "dead"
+    assert scene.loaders[1].failure == "it confirmed version 2 where 3 was sent"
+
+
+@pytest.mark.parametrize("moment", ["offer", "send"])
+async def test_a_sender_that_fails_ends_the_wait_of_every_receiver(scene: Scene, moment: str) -> None:
+    scene.sender.fail_in = moment
+    for receiver in scene.receivers:
+        receiver.behaviour = "wait"
+    receipts = await scene.sync()
+    assert [receipt.state for receipt in receipts] == ["dead", "dead"]
+    for receipt, loader in zip(receipts, scene.loaders, strict=True):
+        assert receipt.error is not None
+        assert receipt.error.startswith("the sender failed: ")
+        assert loader.failure == receipt.error
+    assert scene.events[-1] == "release"
+
+
+async def test_a_receivers_own_failure_is_kept_when_the_sender_fails_too(scene: Scene) -> None:
+    scene.receivers[0].behaviour = "fail"
+    scene.receivers[1].behaviour = "wait"
+    scene.sender.fail_in = "send"
+    first, second = await scene.sync()
+    assert {first.state, second.state} == {"dead"}
+    assert second.error == "the sender failed: role 'trainer': send weights failed: RuntimeError: out of memory"
+
+
+async def test_stopping_the_run_releases_the_sender(scene: Scene) -> None:
+    scene.sender.block = threading.Event()
+    for receiver in scene.receivers:
+        receiver.behaviour = "wait"
+    task = asyncio.create_task(scene.sync())
+    while "receive b" not in scene.events or "send" not in scene.events:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "release" in scene.events
+    assert scene.lane.stop(wait_s=30.0), "its thread is free again"
+
+
+async def test_close_reaches_both_ends(scene: Scene) -> None:
+    scene.transfer.close()
+    assert scene.events == ["close sender", "close receiver", "close receiver"]

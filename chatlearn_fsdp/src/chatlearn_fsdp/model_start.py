@@ -1,0 +1,147 @@
+"""The model of one rank, ready to train: loaded whole by a single rank, read slice by slice where it is sharded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_hf.heads import drawn_head, load_model
+from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapters
+from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_directory, restore_buffers
+from chatlearn_hf.model_directory import wrong_weights
+from chatlearn_hf.packed_forward import PackedModel, decoder_layers
+from chatlearn_hf.ulysses import check_heads
+from transformers import PreTrainedModel
+
+from chatlearn_fsdp.memory import own_storage
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
+from chatlearn_fsdp.shards import held_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StartedModel:
+    """A model with memory and values, sharded if there are ranks to shard over."""
+
+    packed: PackedModel
+    layout: CheckpointLayout
+    """Of the model without adapters."""
+
+
+def start_model(
+    options: FSDPOptions, context: RoleContext, source: ModelSource, ranks: RankGroup | None
+) -> StartedModel:
+    """Build, shard and load the model, and inject its adapters.
+
+    With ``ranks`` the structure is built on the ``meta`` device, sharded, and every rank reads its own rows of each
+    tensor from the safetensors files: no process ever holds the whole model. (An architecture that keeps a tensor in a
+    form without views of its checkpoint tensors is loaded whole by every rank first, with a warning.)
+
+    Raises:
+        ModelError: the directory cannot be used, or the heads cannot be shared over Ulysses ranks.
+    """
+    extra = dict(context.engine_arguments)
+    if options.experts != "auto":
+        extra["experts_implementation"] = options.experts
+    settings: dict[str, Any] = {
+        "dtype": getattr(torch, options.master_dtype),
+        "attention": options.attention,
+        "trust_remote_code": source.trust_remote_code,
+    }
+    if ranks is None:
+        model = load_model(source.path, source.head, device=context.device, seed=context.seed, **settings, **extra)
+        layout = checkpoint_layout(model)
+        packed = _prepare(model, options, context, source)
+        for parameter in model.parameters():
+            own_storage(parameter)
+        _draw_adapters(model, options, context)
+        return StartedModel(packed, layout)
+
+    directory = local_directory(source.path)
+    model = build_on_meta(directory, source.head, **settings, **extra)
+    if ranks.ulysses is not None:
+        check_heads(int(model.config.get_text_config().num_attention_heads), ranks.ulysses.size)
+    layout = checkpoint_layout(model)
+    by_slices = all(entry.parts is not None and entry.shape for entry in layout.tensors)
+    if not by_slices:
+        odd = next(entry.key for entry in layout.tensors if entry.parts is None or not entry.shape)
+        logger.warning(
+            "%s keeps %s in another form than its checkpoint, so each rank loads the whole model before sharding it",
+            type(model).__name__,
+            odd,
+        )
+        model = load_model(source.path, source.head, device="cpu", seed=context.seed, **settings, **extra)
+    packed = _prepare(model, options, context, source)
+    compute, master = getattr(torch, options.param_dtype), getattr(torch, options.master_dtype)
+    if not by_slices:
+        packed.to(context.device)
+    shard_model(
+        packed,
+        decoder_layers(model),
+        ranks.mesh,
+        compute_dtype=compute if compute != master else None,
+        cpu_offload=options.cpu_offload,
+    )
+    if by_slices:
+        packed.to_empty(device="cpu" if options.cpu_offload else context.device)
+        # to_empty gives both names of a tied pair memory of their own.
+        model.tie_weights()
+        restore_buffers(model)
+        if options.cpu_offload:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(context.device))
+        read_shards(model, layout, directory, source, context.seed)
+    _draw_adapters(model, options, context)
+    return StartedModel(packed, layout)
+
+
+def read_shards(
+    model: PreTrainedModel, layout: CheckpointLayout, directory: Path, source: ModelSource, seed: int
+) -> None:
+    """Fill the live shards from the checkpoint files; a head that they do not hold is drawn from ``seed``.
+
+    Raises:
+        ModelError: tensors are missing or of another shape.
+    """
+    state = base_state(model)
+    with CheckpointFiles(directory) as files, torch.no_grad():
+        missing, misshapen = files.differences(layout, source.head)
+        if missing or misshapen:
+            raise wrong_weights(source.path, missing, misshapen)
+        new: dict[str, tuple[int, ...]] = {}
+        for entry in layout.tensors:
+            tensor = state[entry.key].detach()
+            local, start = local_rows(tensor)
+            for held in held_rows(entry, local, start):
+                name = files.source(held.name, layout)
+                if name is not None:
+                    held.view.copy_(files.rows(name, held.first, held.last))
+            if any(files.source(name, layout) is None for name in entry.names):
+                new[entry.key] = entry.shape
+        for key, values in drawn_head(new, seed).items():
+            copy_whole(values, state[key])
+
+
+def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext, source: ModelSource) -> PackedModel:
+    model.requires_grad_(context.trainable)
+    if options.lora is not None:
+        lora = options.lora
+        add_adapters(model, LoraSettings(lora.rank, lora.alpha, lora.dropout, lora.target_modules))
+        if not context.trainable:
+            model.requires_grad_(False)
+    if options.gradient_checkpointing and context.trainable:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PackedModel(model, source.head, options.logits_chunk_tokens)
+
+
+def _draw_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
+    if options.lora is not None:
+        draw_adapters(model, context.seed, copy_whole)

@@ -1,0 +1,166 @@
+"""One batch gives the same loss, gradient norm and per-parameter gradients however the work is spread over ranks.
+
+The reference is one rank, whose gradients ``test_trainer.py`` compares with a loop of plain transformers forwards.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chatlearn_core.types import OutputRequest, TrainBatch
+from chatlearn_hf.model_directory import load_causal_lm
+from chatlearn_hf.packed_forward import PackedModel, packed_outputs
+from chatlearn_hf.tiny import build_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+EVERYTHING = [list(range(7))]
+# (slices of the seven sequences, sizes); uneven on purpose, one of them empty.
+LAYOUTS = {
+    "dp2": ([[0, 1, 2, 3, 4, 5], [6]], {}),
+    "dp4": ([[0, 1], [2, 3, 4], [5, 6], []], {}),
+    "hsdp2x2": ([[0, 6], [1, 5], [2], [3, 4]], {"dp_replicate": 2}),
+    "ulysses2": (EVERYTHING, {"ulysses": 2}),
+    "ulysses4_of_2_kv_heads": (EVERYTHING, {"ulysses": 4}),
+    "dp2_ulysses2": ([[0, 1, 2], [3, 4, 5, 6]], {"ulysses": 2}),
+    "replicate2_ulysses2": ([[0, 1, 2, 3, 4, 5, 6], []], {"dp_replicate": 2, "ulysses": 2}),
+}
+VARIANTS = {
+    "packed": {},
+    "unpacked": {"max_tokens_per_micro_batch": 1},
+    "offload": {"cpu_offload": True, "max_tokens_per_micro_batch": 64},
+    "checkpointing": {"gradient_checkpointing": True, "logits_chunk_tokens": 16},
+}
+MIXTURE = {
+    "one_eager": (EVERYTHING, {"experts": "eager"}),
+    "dp2_grouped": (LAYOUTS["dp2"][0], {"experts": "grouped_mm"}),
+    "dp2_eager": (LAYOUTS["dp2"][0], {"experts": "eager"}),
+    "ulysses2": (EVERYTHING, {"ulysses": 2}),
+    "hsdp2x2": LAYOUTS["hsdp2x2"],
+}
+HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"]}
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+
+
+@pytest.fixture(scope="module")
+def answers(run_jobs, seven_sequences, tmp_path_factory):
+    root = tmp_path_factory.mktemp("parity")
+    dense = str(build_tiny_model(root / "dense", "qwen3", tie=False))
+    tied = str(build_tiny_model(root / "tied", "qwen3"))
+    mixture = str(build_tiny_model(root / "mixture", "qwen3_moe"))
+    jobs = {"one": {"model": dense, "slices": EVERYTHING}}
+    for layout, (slices, sizes) in LAYOUTS.items():
+        for variant, options in VARIANTS.items():
+            jobs[f"{layout}-{variant}"] = {"model": dense, "slices": slices, "options": sizes | options}
+    jobs["mixture-one"] = {"model": mixture, "slices": EVERYTHING}
+    for layout, (slices, sizes) in MIXTURE.items():
+        jobs[f"mixture-{layout}"] = {"model": mixture, "slices": slices, "options": sizes, "weights": True}
+    for head in ("value", "reward"):
+        jobs[f"{head}-one"] = {"model": tied, "slices": EVERYTHING, "head": head}
+        for layout, (slices, sizes) in HEADS.items():
+            jobs[f"{head}-{layout}"] = {"model": tied, "slices": slices, "options": sizes, "head": head}
+    jobs["tied-one"] = {"model": tied, "slices": EVERYTHING}
+    jobs["tied-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0]}
+    jobs["bfloat16-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": {"param_dtype": "bfloat16"}}
+    # Where B is 0 the gradient of A is 0 too: look at the second update.
+    jobs["lora-one"] = {"model": tied, "slices": EVERYTHING, "options": LORA, "updates": 2}
+    for layout in ("dp2", "hsdp2x2", "ulysses2"):
+        slices, sizes = LAYOUTS[layout]
+        jobs[f"lora-{layout}"] = {
+            "model": tied,
+            "slices": slices,
+            "options": sizes | LORA,
+            "updates": 2,
+            "weights": True,
+            "export": str(root / f"lora-{layout}"),
+        }
+    return run_jobs(jobs, seven_sequences, root / "answers")
+
+
+def assert_same_update(ranks, reference, *, relative=1e-4) -> None:
+    metrics = [rank["metrics"] for rank in ranks if rank["metrics"]]
+    assert sum(one["loss"] for one in metrics) == pytest.approx(reference["metrics"]["loss"], rel=1e-5)
+    assert ranks[0]["metrics"]["grad_norm"] == pytest.approx(reference["metrics"]["grad_norm"], rel=relative)
+    assert sum("grad_norm" in one for one in metrics) == 1
+    gradients, expected = ranks[0]["gradients"], reference["gradients"]
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (gradients[name] - gradient).norm() <= relative * gradient.norm(), name
+
+
+def assert_same_outputs(ranks, reference, slices, batch: TrainBatch, *, sharing: int = 1) -> None:
+    for index, members in enumerate(slices):
+        for rank in ranks[index * sharing : (index + 1) * sharing]:
+            for name, values in rank["computed"].items():
+                whole = reference["computed"][name]
+                bounds = batch.cu_seqlens.tolist()
+                parts = [whole[s : s + 1] if name == "scores" else whole[bounds[s] : bounds[s + 1]] for s in members]
+                expected = torch.cat(parts) if parts else whole[:0]
+                torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_equals_one_rank(answers, seven_sequences, layout, variant) -> None:
+    slices, sizes = LAYOUTS[layout]
+    ranks = answers[f"{layout}-{variant}"]
+    assert_same_update(ranks, answers["one"][0])
+    assert_same_outputs(ranks, answers["one"][0], slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+
+
+@pytest.mark.parametrize("layout", MIXTURE)
+def test_a_mixture_of_experts_too(answers, layout) -> None:
+    ranks = answers[f"mixture-{layout}"]
+    assert_same_update(ranks, answers["mixture-one"][0])
+    assert_boxes_cover(ranks)
+
+
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_other_heads_too(answers, seven_sequences, head, layout) -> None:
+    slices, sizes = HEADS[layout]
+    ranks, reference = answers[f"{head}-{layout}"], answers[f"{head}-one"][0]
+    assert_same_update(ranks, reference)
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+
+
+def test_tied_weights_stay_one(answers) -> None:
+    assert_same_update(answers["tied-dp2"], answers["tied-one"][0])
+
+
+def test_bfloat16_is_close_and_reduced_in_float32(answers) -> None:
+    ours, exact = answers["bfloat16-dp2"][0]["gradients"], answers["tied-one"][0]["gradients"]
+    for name, gradient in exact.items():
+        assert ours[name].dtype == torch.float32
+        assert 0 < (ours[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("layout", ["dp2", "hsdp2x2", "ulysses2"])
+def test_adapters_too_and_they_leave_merged(answers, seven_sequences, layout, tmp_path_factory) -> None:
+    ranks, reference = answers[f"lora-{layout}"], answers["lora-one"][0]
+    assert all(".lora_" in name for name in reference["gradients"])
+    # Adam's first step divides gradients by themselves, which magnifies rounding.
+    assert_same_update(ranks, reference, relative=1e-3)
+    assert_boxes_cover(ranks)
+    exported = tmp_path_factory.getbasetemp() / "parity0" / f"lora-{layout}"
+    slices = LAYOUTS[layout][0]
+    with torch.no_grad():
+        model = PackedModel(load_causal_lm(str(exported)))
+        outputs = packed_outputs(model, seven_sequences.select(slices[0]), OutputRequest(frozenset({"logprobs"}), 0.7))
+    torch.testing.assert_close(ranks[0]["computed_after"]["logprobs"], outputs["logprobs"], atol=1e-5, rtol=0)
+    assert (ranks[0]["computed"]["logprobs"] - outputs["logprobs"]).abs().max() > 1e-4
+
+
+def assert_boxes_cover(ranks) -> None:
+    """Over all ranks the boxes hold each element of the gathered tensors exactly once."""
+    full = ranks[0]["full"]
+    count = {name: torch.zeros(tensor.shape) for name, tensor in full.items()}
+    for owner, rank in enumerate(ranks):
+        for name, shape, box, owner_rank, tensor in rank["boxes"]:
+            place = tuple(slice(*side) for side in box)
+            assert owner_rank == owner
+            assert tuple(shape) == tuple(full[name].shape)
+            torch.testing.assert_close(full[name][place], tensor, atol=1e-7, rtol=0)
+            count[name][place] += 1
+    assert all(bool((seen == 1).all()) for seen in count.values())

@@ -1,0 +1,21 @@
+"""Loading and saving without transformers' progress bars, which would tear up a run's own display."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws no progress bars; afterwards they are as they were. Logging is not touched."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not annotate it
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above

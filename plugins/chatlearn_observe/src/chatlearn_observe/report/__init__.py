@@ -1,0 +1,11 @@
+"""``chatlearn report``: one self-contained HTML file about a run.
+
+``run_files`` reads the run directory; ``curves``, ``step_time``, ``rollouts`` and ``overview`` turn it into what is
+shown; ``page`` puts that into the files of ``assets/``.
+"""
+
+from __future__ import annotations
+
+from chatlearn_observe.report.write import DEFAULT_MAX_ROLLOUTS, ReportSettings, WrittenReport, write_report
+
+__all__ = ["DEFAULT_MAX_ROLLOUTS", "ReportSettings", "WrittenReport", "write_report"]

@@ -1,0 +1,157 @@
+"""The head of a report: what this run is, how far it came, and what happened on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_observe.report.run_files import RunFiles
+
+_STATUS = {
+    "completed": ("complete", "Complete"),
+    "complete": ("complete", "Complete"),
+    "failed": ("failed", "Failed"),
+    "interrupted": ("open", "Interrupted"),
+}
+"""``status`` of ``summary.json``: how it looks, how it reads."""
+_MOST_EVENTS = 500
+
+
+@dataclass(slots=True, frozen=True)
+class Overview:
+    """Facts as they are shown."""
+
+    name: str
+    status: str
+    """``complete``, ``failed`` or ``open``."""
+    status_label: str
+    error: str | None
+    facts: list[tuple[str, str]]
+    """(label, value), the most important first."""
+    before: str | None
+    """Held-out accuracy before training; None if it was not measured."""
+    after: str | None
+    gained: str | None
+    """Percentage points, with sign."""
+    versions: list[tuple[str, str]]
+
+
+@dataclass(slots=True, frozen=True)
+class ShownEvent:
+    """One line of ``events.jsonl``."""
+
+    kind: str
+    step: str
+    text: str
+
+
+def overview_of(files: RunFiles) -> Overview:
+    """What the head of the page says. A run without ``summary.json`` is running, or was killed."""
+    summary, config = files.summary, files.config
+    steps = files.metrics[-1]["step"] if files.metrics else 0
+    train = config.get("train") if isinstance(config.get("train"), dict) else {}
+    assert isinstance(train, dict)
+    planned = summary.get("planned_steps") or train.get("steps")
+    told = summary.get("status")
+    status, label = _STATUS.get(str(told), ("open", str(told) if told else "Running, or killed"))
+    before, after = _accuracy(files)
+    return Overview(
+        name=str(summary.get("name") or config.get("name") or files.path.name),
+        status=status,
+        status_label=label,
+        error=str(summary["error"]) if summary.get("error") else None,
+        facts=_facts(files, steps, planned),
+        before=_percent(before),
+        after=_percent(after),
+        gained=f"{100 * (after - before):+.1f} points" if before is not None and after is not None else None,
+        versions=[(str(name), str(version)) for name, version in _mapping(summary.get("versions")).items()],
+    )
+
+
+def shown_events(files: RunFiles) -> list[ShownEvent]:
+    """The newest events, oldest first; what is left out is said by a first line."""
+    events = [_event(record) for record in files.events]
+    if len(events) <= _MOST_EVENTS:
+        return events
+    note = ShownEvent("note", "", f"{len(events) - _MOST_EVENTS} earlier events are in {files.path / 'events.jsonl'}")
+    return [note, *events[-_MOST_EVENTS:]]
+
+
+def duration(seconds: float) -> str:
+    """``3 h 07 min``, ``4 min 12 s``, ``8.3 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def short_duration(seconds: float) -> str:
+    """With the precision that parts of a step need: ``41.2 ms``, ``1.25 s``."""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
+
+
+def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
+    summary, config = files.summary, files.config
+    model = _mapping(config.get("model")).get("path")
+    algorithm = _mapping(config.get("algorithm")).get("name")
+    totals = _mapping(summary.get("totals"))
+    best = _mapping(summary.get("best"))
+    facts = [("Steps", f"{steps} of {planned}" if planned else str(steps)), ("Wall time", _wall_time(files))]
+    if algorithm:
+        facts.append(("Algorithm", str(algorithm)))
+    if "samples/total" in totals:
+        facts.append(("Samples", f"{totals['samples/total']:,.0f}, excluded {totals.get('samples/excluded', 0):,.0f}"))
+    if "perf/trained_tokens" in totals:
+        facts.append(("Trained tokens", f"{totals['perf/trained_tokens']:,.0f}"))
+    if "step" in best:
+        facts.append(("Best checkpoint", f"step {best['step']}"))
+    if model:
+        facts.append(("Started from", str(model)))
+    if summary.get("model"):
+        facts.append(("Trained model", str(summary["model"])))
+    facts.append(("Run directory", str(files.path)))
+    return facts
+
+
+def _wall_time(files: RunFiles) -> str:
+    wall = files.summary.get("wall_s")
+    if isinstance(wall, int | float):
+        return duration(wall)
+    timed = sum(_number(record.get(name)) for record in files.metrics for name in ("timing_s/step", "timing_s/eval"))
+    return f"{duration(timed)} in steps so far"
+
+
+def _accuracy(files: RunFiles) -> tuple[float | None, float | None]:
+    """Before and after, from the summary, or from the first and last evaluation so far."""
+    told = _mapping(files.summary.get("eval/accuracy"))
+    measured = [(r["step"], r["eval/accuracy"]) for r in files.metrics if _is_number(r.get("eval/accuracy"))]
+    before = told.get("before", measured[0][1] if measured and measured[0][0] == 0 else None)
+    after = told.get("after", measured[-1][1] if measured and measured[-1][0] > 0 else None)
+    return (before if _is_number(before) else None, after if _is_number(after) else None)
+
+
+def _event(record: Mapping[str, Any]) -> ShownEvent:
+    facts = {name: value for name, value in record.items() if name not in ("event", "step")}
+    texts = facts.values() if len(facts) == 1 else (f"{name}: {value}" for name, value in facts.items())
+    step = record.get("step")
+    return ShownEvent(str(record.get("event", "note")), "" if step is None else str(step), "\n".join(map(str, texts)))
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f}%"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else 0.0
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

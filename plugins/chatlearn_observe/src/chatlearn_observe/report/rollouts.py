@@ -1,0 +1,140 @@
+"""The rollouts that a report holds: which of them, and in what form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from chatlearn_observe.report.run_files import RolloutFile, read_lines
+from chatlearn_observe.report.tokens import Decode, TokenTexts
+
+MAX_TOKENS = 1_000_000
+"""Most completion tokens in a report: about 25 MB of HTML with three numbers a token."""
+_SAMPLES_PER_FILE = 16
+"""A step is left out rather than shown with fewer samples than this."""
+_TOKEN_DATA = ("generator_logprobs", "trainer_logprobs", "reference_logprobs", "advantages")
+_DIGITS = 4
+
+
+@dataclass(slots=True)
+class RolloutData:
+    """What the browser of rollouts shows."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """What the samples of one prompt share: ``id, kind, step, source, prompt, truth``."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """One a sample: ``group`` is an index, ``tokens`` are indices into ``pieces``, or token ids if that is None."""
+    pieces: list[str] | None = None
+    left_out: str = ""
+    """What the run directory has and the report has not; empty if it has all."""
+
+
+def collect_rollouts(
+    files: Sequence[RolloutFile], max_rollouts: int, decode: Decode | None, notes: list[str]
+) -> RolloutData:
+    """Read at most ``max_rollouts`` samples, spread evenly over steps, whole groups first.
+
+    Only files of which something is shown are read. Long completions reduce the number further (``MAX_TOKENS``).
+    """
+    sizes = {file: _num_lines(file) for file in files}
+    chosen = choose_files([file for file in files if sizes[file]], list(filter(None, sizes.values())), max_rollouts)
+    shares = dict(zip(chosen, shared_out([sizes[file] for file in chosen], max_rollouts), strict=True))
+    data = RolloutData()
+    texts = TokenTexts(decode) if decode else None
+    num_tokens = 0
+    token_share = MAX_TOKENS / max(1, len(chosen))
+    for place, file in enumerate(chosen, start=1):
+        for members in _whole_groups(file, shares[file], notes):
+            lengths = sum(len(record.get("token_ids") or ()) for record in members)
+            if num_tokens and num_tokens + lengths > place * token_share:
+                break
+            num_tokens += lengths
+            _add_group(data, file, members, texts)
+    data.pieces = texts.pieces if texts else None
+    total = sum(sizes.values())
+    if len(data.samples) < total:
+        steps = len({(group["kind"], group["step"]) for group in data.groups})
+        data.left_out = (
+            f"{len(data.samples)} of {total} recorded samples are in this report, "
+            f"from {steps} of {len(files)} training steps and evaluations."
+        )
+    return data
+
+
+def choose_files(files: Sequence[RolloutFile], sizes: Sequence[int], max_rollouts: int) -> list[RolloutFile]:
+    """The files to show samples of: all if each can get a fair number, else evenly spaced ones, ends included."""
+    if sum(sizes) <= max_rollouts:
+        return list(files)
+    fair = min(_SAMPLES_PER_FILE, math.ceil(sum(sizes) / len(sizes)))
+    room = min(len(files), max_rollouts // fair or min(1, max_rollouts))
+    if room <= 1:
+        return list(files[-room:]) if room else []
+    return [files[round(i * (len(files) - 1) / (room - 1))] for i in range(room)]
+
+
+def shared_out(sizes: Sequence[int], budget: int) -> list[int]:
+    """Divide ``budget`` evenly; what a small one does not need goes to the others."""
+    shares = [0] * len(sizes)
+    left = budget
+    for done, index in enumerate(sorted(range(len(sizes)), key=lambda i: (sizes[i], i))):
+        shares[index] = min(sizes[index], left // (len(sizes) - done))
+        left -= shares[index]
+    return shares
+
+
+def _whole_groups(file: RolloutFile, share: int, notes: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """The first groups of a file that fit into its share; a first group that is larger than that is cut."""
+    taken = 0
+    for _, members in groupby(read_lines(file.path, notes), key=lambda record: record.get("group")):
+        group = list(members)[: share if not taken else None]
+        if not group or taken + len(group) > share:
+            return
+        taken += len(group)
+        yield group
+
+
+def _add_group(
+    data: RolloutData, file: RolloutFile, members: Sequence[dict[str, Any]], texts: TokenTexts | None
+) -> None:
+    first = members[0]
+    group = len(data.groups)
+    data.groups.append(
+        {
+            "id": first.get("group"),
+            "kind": file.kind,
+            "step": file.step,
+            "source": first.get("data_source"),
+            "prompt": first.get("prompt"),
+            "truth": first.get("ground_truth"),
+        }
+    )
+    for record in members:
+        ids = [token for token in record.get("token_ids") or () if isinstance(token, int)]
+        data.samples.append(
+            {
+                "id": record.get("id"),
+                "group": group,
+                "text": record.get("completion"),
+                "finish": record.get("finish_reason"),
+                "reward": record.get("reward"),
+                "parts": record.get("reward_components") or {},
+                "error": record.get("reward_error"),
+                "excluded": record.get("excluded"),
+                "tokens": texts.indices(ids) if texts else ids,
+                **{name: _compact(record[name]) for name in _TOKEN_DATA if record.get(name)},
+            }
+        )
+
+
+def _compact(values: Sequence[Any]) -> list[Any] | Any:
+    """Rounded; a single number where all tokens have the same, as advantages of GRPO do."""
+    rounded = [round(value, _DIGITS) if isinstance(value, float) else value for value in values]
+    return rounded[0] if len(set(map(repr, rounded))) == 1 else rounded
+
+
+def _num_lines(file: RolloutFile) -> int:
+    with file.path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))

@@ -1,0 +1,31 @@
+"""Columns, and which charts a run gets."""
+
+from __future__ import annotations
+
+from chatlearn_observe.report.curves import charts_of, metric_columns
+
+
+def test_columns_keep_gaps_and_what_is_not_finite() -> None:
+    columns = metric_columns(
+        [{"step": 0, "a": 1}, {"step": 1, "b": "nan"}, {"step": 2, "a": float("inf"), "b": 0.12345678}]
+    )
+    assert columns == {"a": [1.0, None, "inf"], "b": [None, "nan", 0.1234568]}
+
+
+def test_a_chart_takes_the_first_metric_that_is_there() -> None:
+    titles = {chart["title"]: chart for chart in charts_of({"grad_norm": [1.0], "reward": [1.0], "reward_std": [0.1]})}
+    assert titles.keys() == {"Reward", "Gradient norm"}
+    assert titles["Reward"]["spread"] == "reward_std"
+    assert titles["Gradient norm"]["metric"] == "grad_norm"
+
+
+def test_every_named_evaluation_has_its_chart() -> None:
+    charts = charts_of({"eval/accuracy": [0.5], "eval/math/accuracy": [0.2]})
+    assert [(chart["title"], chart["points"]) for chart in charts] == [
+        ("Held-out accuracy", True),
+        ("Held-out accuracy: math", True),
+    ]
+
+
+def test_a_metric_that_was_never_measured_has_no_chart() -> None:
+    assert charts_of({"reward": [None, None]}) == []

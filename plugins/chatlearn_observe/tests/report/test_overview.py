@@ -1,0 +1,57 @@
+"""The head of the report, for runs in every state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chatlearn_observe.report.overview import duration, overview_of, short_duration, shown_events
+from chatlearn_observe.report.run_files import read_run
+
+
+def test_a_complete_run(run_dir: Path) -> None:
+    overview = overview_of(read_run(run_dir))
+    assert (overview.name, overview.status, overview.error) == ("sums <grpo>", "complete", None)
+    assert (overview.before, overview.after, overview.gained) == ("31.0%", "62.5%", "+31.5 points")
+    facts = dict(overview.facts)
+    assert facts["Steps"] == "6 of 6"
+    assert facts["Wall time"] == "1 min 23 s"
+    assert facts["Samples"] == "72, excluded 1"
+    assert ("python", "3.11.7") in overview.versions
+
+
+def test_a_run_in_progress_takes_accuracy_and_time_from_its_metrics(run_dir: Path) -> None:
+    (run_dir / "summary.json").unlink()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
+    overview = overview_of(read_run(run_dir))
+    assert overview.status_label == "Running, or killed"
+    assert overview.before == "31.0%"
+    assert overview.after == "34.8%"  # step 3: 0.31 + 0.4 * (1 - exp(-3/30)) = 0.34806
+    assert dict(overview.facts)["Steps"] == "4 of 6"
+    assert dict(overview.facts)["Wall time"].endswith("in steps so far")
+
+
+@pytest.mark.parametrize(
+    ("status", "look"), [("completed", "complete"), ("failed", "failed"), ("interrupted", "open"), ("odd", "open")]
+)
+def test_statuses(run_dir: Path, status: str, look: str) -> None:
+    files = read_run(run_dir)
+    files.summary |= {"status": status, "error": "OSError: disk full"}
+    overview = overview_of(files)
+    assert overview.status == look
+    assert overview.error == "OSError: disk full"
+
+
+def test_many_events_are_cut_and_said(run_dir: Path) -> None:
+    files = read_run(run_dir)
+    files.events = [{"event": "warning", "step": i, "text": f"w{i}"} for i in range(600)]
+    events = shown_events(files)
+    assert len(events) == 501
+    assert events[0].text.startswith("100 earlier events")
+    assert (events[-1].step, events[-1].text) == ("599", "w599")
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (8.31, 59.99, 252, 11220)] == ["8.3 s", "60.0 s", "4 min 12 s", "3 h 07 min"]
+    assert [short_duration(s) for s in (0.0412, 1.25, 75)] == ["41.2 ms", "1.25 s", "1 min 15 s"]

@@ -1,0 +1,1 @@
+"""Runtime ``ray``: roles as groups of Ray actors, on one machine or a cluster."""

@@ -1,0 +1,49 @@
+"""What a worker sends back: a value, or a failure that the driver raises again under the worker's name."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, ChatLearnError
+
+from chatlearn_core import exceptions
+
+
+@dataclass(slots=True, frozen=True)
+class Failure:
+    """An error as text: what a plugin raises may not survive pickling, and its class may not exist on the driver."""
+
+    error_class: str
+    """The nearest class of ``chatlearn_core.exceptions``."""
+    message: str
+    traceback: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """Describe an error that is being handled."""
+        known = (cls.__name__ for cls in type(error).__mro__ if getattr(exceptions, cls.__name__, None) is cls)
+        text = str(error) if isinstance(error, ChatLearnError) else f"{type(error).__name__}: {error}"
+        return Failure(next(known, "BackendError"), text, "".join(traceback.format_exception(error)))
+
+    def error(self, label: str, method: str) -> ChatLearnError:
+        """The error as the driver raises it.
+
+        Its message leads with role, rank and method. What ChatLearn itself raised says what to do and keeps its words
+        and class, the traceback goes into a note; anything else is shown with its traceback.
+        """
+        cls = getattr(exceptions, self.error_class)
+        assert issubclass(cls, ChatLearnError)
+        error: ChatLearnError = cls(f"{label}, {method}: {self.message}")
+        if cls is BackendError:
+            return BackendError(f"{error}\n{self.traceback.rstrip()}")
+        error.add_note(f"raised in the worker:\n{self.traceback.rstrip()}")
+        return error
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A returned value."""
+
+    value: Any

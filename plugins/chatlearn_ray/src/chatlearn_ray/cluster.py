@@ -1,0 +1,163 @@
+"""The Ray cluster of a run: started here or joined, resources reserved, and left as it was found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from chatlearn_core.exceptions import BackendError, ConfigError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.seating import Amounts, Seat, Seating, amounts_text, shortage
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_SAY_EVERY_S = 30.0
+_LOOK_EVERY_S = 1.0
+
+
+class Cluster:
+    """Joins Ray once; a Ray that this process had already is used and left running."""
+
+    def __init__(self, options: RayRuntimeOptions) -> None:
+        self.options = options
+        self._owns = False
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def join(self, seating: Seating) -> None:
+        """Start Ray on this machine, or connect to the cluster that ``address`` names. Blocks for seconds.
+
+        Raises:
+            ConfigError: this machine cannot hold the run.
+            BackendError: Ray does not start, or there is no cluster at that address.
+        """
+        if ray.is_initialized():
+            return
+        options = self.options
+        arguments: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if options.working_dir is not None:
+            arguments["runtime_env"] = {"working_dir": options.working_dir}
+        if options.address is None:
+            here = this_machine(options, seating)
+            missing = shortage(seating, {"this machine": here})
+            if missing is not None:
+                raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
+            arguments |= {
+                "num_cpus": int(here["CPU"]),
+                "num_gpus": int(here.get("GPU", 0)),
+                "include_dashboard": False,
+                "resources": {name: n for name, n in here.items() if name not in ("CPU", "GPU")},
+                "object_store_memory": options.object_store_mb and options.object_store_mb * _MIB,
+                "_temp_dir": options.temp_dir,
+            }
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        else:
+            arguments["address"] = options.address
+        try:
+            with _own_signal_handlers():
+                ray.init(**arguments)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            where = "on this machine" if options.address is None else f"at {options.address} (runtime.options.address)"
+            raise BackendError(f"Ray did not start {where}: {type(error).__name__}: {error}") from error
+        self._owns = True
+
+    async def reserve(self, seating: Seating) -> None:
+        """Reserve every group of bundles; waits while the cluster is too small or busy, and says what is missing.
+
+        Raises:
+            BackendError: not there after ``resource_wait_s``; names what is missing.
+        """
+        start = time.monotonic()
+        said = 0.0
+        while (missing := shortage(seating, nodes())) is not None:
+            waited = time.monotonic() - start
+            if waited >= self.options.resource_wait_s or self.options.address is None:
+                raise BackendError(f"the roles do not fit the cluster, after {waited:.0f} s:\n{missing}\n  {_REMEDY}")
+            if waited >= said:
+                logger.warning("waiting for resources since %.0f s; missing:\n%s", waited, missing)
+                said = waited + _SAY_EVERY_S
+            await asyncio.sleep(_LOOK_EVERY_S)
+        for group in seating.groups:
+            self._groups[group.name] = placement_group([dict(b) for b in group.bundles], strategy=group.strategy)
+        for name, reserved in self._groups.items():
+            while not await asyncio.to_thread(reserved.wait, _LOOK_EVERY_S):
+                waited = time.monotonic() - start
+                free = amounts_text(ray.available_resources())  # type: ignore[no-untyped-call]  # Ray has no types here
+                state = f"{name} waits for its place since {waited:.0f} s; free in the cluster: {free}"
+                if waited >= self.options.resource_wait_s:
+                    raise BackendError(
+                        f"{state}. It needs {', '.join(amounts_text(b) for b in reserved.bundle_specs)}; other jobs "
+                        "hold the rest (ray status). Raise runtime.options.resource_wait_s, or wait for them"
+                    )
+                if waited >= said:
+                    logger.warning("%s", state)
+                    said = waited + _SAY_EVERY_S
+
+    def actor_options(self, seat: Seat) -> dict[str, Any]:
+        """How to ask Ray for an actor on a seat."""
+        amounts = dict(seat.amounts)
+        return {
+            "num_cpus": amounts.pop("CPU", 0),
+            "num_gpus": amounts.pop("GPU", 0),
+            "resources": amounts,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._groups[seat.group],
+                placement_group_bundle_index=seat.bundle,
+                placement_group_capture_child_tasks=False,
+            ),
+        }
+
+    def leave(self) -> None:
+        """Give reservations back, and stop a Ray that was started here. Twice is fine."""
+        groups, self._groups = self._groups, {}
+        if ray.is_initialized():
+            for group in groups.values():
+                remove_placement_group(group)
+            if self._owns:
+                with _own_signal_handlers():
+                    ray.shutdown()
+        self._owns = False
+
+
+_REMEDY = "Add nodes, or lower roles.*.ranks and replicas, or what they take (runtime.options.roles, pools)"
+
+
+def this_machine(options: RayRuntimeOptions, seating: Seating) -> Amounts:
+    """What a Ray started here offers: real GPUs; CPUs and custom resources are names, so as many as are asked for."""
+    import torch
+
+    need = seating.total
+    cpus = options.num_cpus or max(os.cpu_count() or 1, -int(-need.get("CPU", 0.0) // 1))
+    gpus = torch.cuda.device_count() if options.num_gpus is None else options.num_gpus
+    custom = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
+    return {"CPU": float(cpus), "GPU": float(gpus), **custom}
+
+
+def nodes() -> Mapping[str, Amounts]:
+    """Nodes that are alive and their total resources."""
+    listed = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+    return {
+        f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}": node["Resources"] for node in listed if node["Alive"]
+    }
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray puts its own handler on SIGTERM; the program's stays."""
+    try:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

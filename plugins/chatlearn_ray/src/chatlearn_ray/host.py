@@ -1,0 +1,54 @@
+"""The actor: a process that becomes what its spec says.
+
+Imports the standard library only, so that environment variables are set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class WorkerHost:
+    """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread."""
+
+    def __init__(self, environment: Mapping[str, str], path: Sequence[str], directory: str) -> None:
+        os.environ.update(environment)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        # Child processes (reward pools, engines) import what this one does.
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*sys.path, *_python_path()]))
+        if os.path.isdir(directory):  # noqa: PTH112  # pathlib is one import more than this needs
+            os.chdir(directory)
+        self._worker: Any = None
+
+    async def start(self, spec: Any) -> Any:
+        """Build the worker; returns an ``Answer`` with nothing, or a ``Failure``."""
+        from chatlearn_ray.answer import Answer, Failure
+        from chatlearn_ray.workers import build_worker
+
+        try:
+            self._worker = build_worker(spec)
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+        return Answer(None)
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        """Call a coroutine method of the worker; returns ``Answer`` or ``Failure``, and raises nothing."""
+        from chatlearn_ray.answer import Answer, Failure
+
+        try:
+            return Answer(await getattr(self._worker, method)(*args))
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+
+    async def stacks(self) -> str:
+        """Where every thread of this process is now."""
+        from chatlearn_ray.stacks import all_stacks
+
+        return all_stacks()
+
+
+def _python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

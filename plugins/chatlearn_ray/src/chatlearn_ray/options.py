@@ -1,0 +1,88 @@
+"""What a configuration may set under ``runtime.options`` of the runtime ``ray``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Amount = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Part(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolOptions(Part):
+    """A named pool: equal slots, reserved together, that one or several roles sit in."""
+
+    slots: Positive = Field(description="How many places; a slot lies on one node.")
+    cpus: Amount = Field(1.0, description="CPUs of one slot.")
+    gpus: Amount = Field(0.0, description="GPUs of one slot.")
+    resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources of one slot.")
+    strategy: Literal["pack", "spread", "one_node", "node_each"] = Field(
+        "pack",
+        description="pack: as few nodes as can be; one_node: exactly one; spread, node_each: the opposites.",
+    )
+
+
+class SeatOptions(Part):
+    """Where one role sits, and what each of its workers takes."""
+
+    pool: str | None = Field(None, description="A pool of runtime.options.pools; by default places of its own.")
+    first_slot: Count = Field(0, description="Its first worker's slot in the pool; roles that overlap share devices.")
+    cpus: Amount | None = Field(None, description="CPUs a worker; 1, or its equal share of the pool's slot.")
+    gpus: Amount | None = Field(
+        None, description="GPUs a worker, fractions allowed; 1 on cuda, or its equal share of the pool's slot."
+    )
+    resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources a worker.")
+    one_node: bool = Field(False, description="Keep the ranks of a replica on one node (tensor parallelism).")
+
+
+class RayRuntimeOptions(Part):
+    """Options of the runtime ``ray``."""
+
+    address: str | None = Field(
+        None, description="null: start Ray on this machine; auto or host:port: join a cluster that runs."
+    )
+    num_cpus: Positive | None = Field(
+        None,
+        description="Logical CPUs of a Ray started here; by default the machine's, or more if the roles ask for it.",
+    )
+    num_gpus: Count | None = Field(None, description="GPUs of a Ray started here; by default the machine's.")
+    object_store_mb: Positive | None = Field(
+        None, description="Object store of a Ray started here, MiB; Ray's own choice by default."
+    )
+    temp_dir: str | None = Field(None, description="Where a Ray started here keeps its session; /tmp/ray by default.")
+    working_dir: str | None = Field(
+        None,
+        description="Uploaded to every node, for code that other machines do not see; by default workers enter this "
+        "directory where they find it.",
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of every worker.")
+    num_threads: Positive | None = Field(
+        None,
+        description="Threads of torch's CPU operations in every worker; OMP_NUM_THREADS or a worker's CPUs if null.",
+    )
+    pools: dict[str, PoolOptions] = Field(default_factory=dict, description="Named resource pools.")
+    roles: dict[str, SeatOptions] = Field(default_factory=dict, description="Where roles sit, by role name.")
+    resource_wait_s: Annotated[float, Field(ge=0)] = Field(
+        300.0,
+        description="How long to wait for a cluster's resources; what cannot fit a Ray started here fails at once.",
+    )
+    start_timeout_s: Seconds = Field(600.0, description="Longest time until a worker's process is up.")
+    max_generator_restarts: Count = Field(2, description="How often in a run a dead generator replica is rebuilt.")
+    max_reward_restarts: Count = Field(2, description="How often in a run a dead reward worker is rebuilt.")
+    max_trainer_restarts: Count = Field(
+        1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
+    )
+
+    @property
+    def placement(self) -> Literal["host", "anywhere"]:
+        """How far apart roles may be: a Ray that is started here has one node."""
+        return "host" if self.address is None else "anywhere"

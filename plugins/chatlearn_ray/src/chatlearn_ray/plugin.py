@@ -1,0 +1,25 @@
+"""Registers the runtime ``ray``. Imports nothing heavy: listing plugins never imports Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import RuntimeSpec
+
+RAY = ("ray>=2.40",)
+
+
+@hookimpl
+def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
+    """The runtime over several processes and machines."""
+    return [
+        RuntimeSpec(
+            name="ray",
+            summary="Every rank and replica a Ray actor, on this machine or a cluster.",
+            factory="chatlearn_ray.runtime:RayRuntime",
+            options="chatlearn_ray.options:RayRuntimeOptions",
+            requires=(RAY,),
+            placement="anywhere",
+        )
+    ]

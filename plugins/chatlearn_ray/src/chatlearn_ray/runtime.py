@@ -1,0 +1,284 @@
+"""The runtime ``ray``: every rank and replica an actor, on this machine or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
+from chatlearn_core.runtime.local import part_name
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
+from chatlearn_core.types import SyncReceipt
+
+from chatlearn_ray.cluster import Cluster, nodes, this_machine
+from chatlearn_ray.errors import WorkerDiedError
+from chatlearn_ray.generator_fleet import RayGeneratorFleet
+from chatlearn_ray.host import WorkerHost
+from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.remote import RemoteWorker, all_or_first_error
+from chatlearn_ray.reward_group import RayRewardGroup
+from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
+from chatlearn_ray.trainer_group import RayTrainerGroup
+from chatlearn_ray.weight_transfer import RayWeightTransfer
+from chatlearn_ray.worker_spec import PluginChoice, RewardShare, WorkerSpec
+
+_CLOSE_S = 20.0
+"""A worker may take this long to close; then its process is ended."""
+
+
+class RayRuntime:
+    """Builds the roles of a plan as groups of Ray actors.
+
+    Nothing of a backend is imported here: workers find the plugins that the driver chose among their own, by name.
+
+    Raises:
+        ConfigError: the pools do not fit the roles.
+    """
+
+    def __init__(self, options: RayRuntimeOptions, plan: RunPlan) -> None:
+        self.options = options
+        self.plan = plan
+        unknown = sorted(set(options.roles) - set(plan.roles))
+        if unknown and not _partial(plan):
+            raise ConfigError(
+                f"runtime.options.roles names {', '.join(map(repr, unknown))}, but the run has the roles "
+                f"{', '.join(map(repr, plan.roles))}"
+            )
+        self.cluster = Cluster(options)
+        self._seating = self._seat(gpus=None)
+        self._workers: dict[tuple[str, int], RemoteWorker] = {}
+        self._trainers: dict[str, RayTrainerGroup] = {}
+        self._fleets: dict[str, RayGeneratorFleet] = {}
+        self._rewards: dict[str, RayRewardGroup] = {}
+        self._transfers: dict[tuple[str, str], RayWeightTransfer] = {}
+        self._driver_host = socket.gethostname()
+
+    def _seat(self, gpus: bool | None) -> Seating:
+        """Seats of all roles; ``device: auto`` is a GPU where there are ``gpus`` (None: look at this machine)."""
+        if gpus is None:
+            gpus = self.options.address is None and this_machine(self.options, Seating((), ())).get("GPU", 0) > 0
+        return seat_roles([_seated(role, gpus) for role in self.plan.roles.values()], self.options)
+
+    async def start(self) -> None:
+        """Join Ray, reserve all places, launch all roles at the same time; if one fails, close the others and raise."""
+        try:
+            self.cluster.join(self._seating)
+            self._seating = self._seat(gpus=any(node.get("GPU", 0) > 0 for node in nodes().values()))
+            await self.cluster.reserve(self._seating)
+            await all_or_first_error([self._start_role(role) for role in self.plan.roles.values()], grace_s=0.0)
+            for sync in self.plan.weight_syncs:
+                transfer = RayWeightTransfer(
+                    sync,
+                    PluginChoice.of(self.plan.registry, sync.record, sync.options, "weight_sync"),
+                    self.plan.run_dir / "weight_sync",
+                    self._trainers[sync.trainer],
+                    self._fleets[sync.generator],
+                )
+                await transfer.open_senders()
+                self._transfers[sync.trainer, sync.generator] = transfer
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start_role(self, role: RolePlan) -> None:
+        if role.kind == "trainer":
+            group = self._trainers[role.name] = RayTrainerGroup(role.name)
+            await group.start(await self._launch_all(role))
+        elif role.kind == "generator":
+
+            async def launch_replica(index: int) -> RemoteWorker:
+                return await self._launch_ready(role, index)
+
+            fleet = self._fleets[role.name] = RayGeneratorFleet(
+                role.name, launch_replica, role.replicas, role.timeout_s, self.options.max_generator_restarts
+            )
+            await fleet.start()
+        else:
+
+            async def launch_worker(index: int) -> RemoteWorker:
+                return await self._launch_ready(role, index)
+
+            rewards = self._rewards[role.name] = RayRewardGroup(
+                role.name, launch_worker, role.replicas, self.options.max_reward_restarts
+            )
+            await rewards.start()
+
+    async def _launch_all(self, role: RolePlan) -> list[RemoteWorker]:
+        workers: list[RemoteWorker] = await all_or_first_error([self._launch(role, i) for i in range(role.ranks)])
+        return workers
+
+    async def _launch_ready(self, role: RolePlan, index: int) -> RemoteWorker:
+        worker = await self._launch(role, index)
+        worker.facts = await worker.call("setup")
+        return worker
+
+    async def _launch(self, role: RolePlan, index: int) -> RemoteWorker:
+        """Start the process of one worker and let it find its plugins."""
+        seat = self._seating.of(role.name)[index]
+        actor = (
+            ray.remote(WorkerHost)
+            .options(max_restarts=0, **self.cluster.actor_options(seat))
+            .remote(self._environment(), [entry for entry in sys.path if entry], str(Path.cwd()))
+        )
+        worker = RemoteWorker(_label(role, index), actor, role.timeout_s, f"roles.{role.name}.timeout_s")
+        self._workers[role.name, index] = worker
+        await worker.start(self._spec(role, index), self.options.start_timeout_s)
+        return worker
+
+    def _environment(self) -> dict[str, str]:
+        """What workers inherit from the driver wherever they are."""
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        threads = {} if self.options.num_threads is None else {"OMP_NUM_THREADS": str(self.options.num_threads)}
+        return inherited | threads | self.options.environment
+
+    def _spec(self, role: RolePlan, index: int) -> WorkerSpec:
+        is_trainer = role.kind == "trainer"
+        context = self.plan.context(
+            role, replica=0 if is_trainer else index, rank=index if is_trainer else 0, device=role.device
+        )
+        spec = WorkerSpec(
+            role.kind, context, role.timeout_s, num_threads=self.options.num_threads, driver_host=self._driver_host
+        )
+        if role.kind == "reward":
+            shares = tuple(
+                RewardShare(part_name(role, part.key), self._choice(part), part.weight, part.data_sources)
+                for part in role.backends
+            )
+            return replace(spec, shares=shares)
+        return replace(spec, plugin=self._choice(role.backend))
+
+    def _choice(self, backend: BackendPlan) -> PluginChoice:
+        return PluginChoice.of(self.plan.registry, backend.record, backend.options, backend.key)
+
+    def trainer(self, role: str) -> RayTrainerGroup:
+        """The trainer group of a role."""
+        return self._trainers[role]
+
+    def generator(self, role: str) -> RayGeneratorFleet:
+        """The generator fleet of a role."""
+        return self._fleets[role]
+
+    def reward(self, role: str) -> RayRewardGroup:
+        """The reward group of a role."""
+        return self._rewards[role]
+
+    async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
+        """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
+        fleet = self._fleets[generator]
+        transfer = self._transfers[trainer, generator]
+        confirmed: dict[int, SyncReceipt] = {}
+
+        async def resync(index: int) -> None:
+            [receipt] = await transfer.sync([index], policy_version)
+            if receipt.state != "serving":
+                raise WeightSyncError(
+                    f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
+                )
+            confirmed[index] = receipt
+
+        fleet.resync = resync
+        for receipt in await transfer.sync(range(len(fleet.replicas)), policy_version):
+            confirmed[receipt.replica] = receipt
+            if receipt.state == "dead":
+                await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
+        return [confirmed[index] for index in sorted(confirmed)]
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        """End the remaining ranks of every broken trainer, and build it anew on the same places."""
+        for name, group in self._trainers.items():
+            if not group.is_broken:
+                continue
+            if group.num_restarts >= self.options.max_trainer_restarts:
+                raise TrainerLostError(
+                    f"{lost}. {group.num_restarts} restart(s) of role {name!r}, the limit "
+                    "(runtime.options.max_trainer_restarts), are used up"
+                ) from lost
+            group.num_restarts += 1
+            for worker in group.workers:
+                worker.kill()
+            await group.start(await self._launch_all(self.plan.roles[name]))
+            for (trainer, _), transfer in self._transfers.items():
+                if trainer == name:
+                    await transfer.open_senders()
+
+    def describe(self) -> Mapping[str, Any]:
+        """Every role with its backend, and the seat of each of its workers; processes once they run."""
+        described: dict[str, Any] = {}
+        for role in self.plan.roles.values():
+            places = []
+            for seat in self._seating.of(role.name):
+                worker = self._workers.get((role.name, seat.worker))
+                facts = worker.facts if worker is not None else None
+                running = f" -> process {facts.pid} on {facts.host}, {facts.device}" if facts is not None else ""
+                places.append(f"{_label(role, seat.worker).split(', ')[1]}: {seat.text}{running}")
+            described[role.name] = {
+                "kind": role.kind,
+                "backend": " + ".join(backend.record.name for backend in role.backends),
+                "places": places,
+            }
+        return described
+
+    async def close(self) -> None:
+        """Close all workers, then end their processes; what fails while closing is raised after everything is gone."""
+        workers, self._workers = self._workers, {}
+        replicas = [replica for fleet in self._fleets.values() for replica in fleet.replicas]
+        for replica in replicas:
+            replica.stop()
+        self._transfers, self._fleets, self._trainers, self._rewards = {}, {}, {}, {}
+        outcomes = await asyncio.gather(*(_close(worker) for worker in workers.values()), return_exceptions=True)
+        self.cluster.leave()
+        problems = [str(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+        if problems:
+            raise ChatLearnError("closing failed for " + "; ".join(problems))
+
+
+_INHERITED = (
+    "CHATLEARN_DISABLE_PLUGINS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+)
+"""Variables of the driver that change what workers compute or find."""
+
+
+async def _close(worker: RemoteWorker) -> None:
+    try:
+        if worker.facts is not None:
+            await worker.call("close", timeout_s=_CLOSE_S)
+    except WorkerDiedError:
+        pass  # it is closed
+    finally:
+        worker.kill()
+
+
+def _label(role: RolePlan, index: int) -> str:
+    if role.kind == "trainer":
+        return f"role {role.name!r}, rank {index} of {role.ranks}"
+    return f"role {role.name!r}, {'replica' if role.kind == 'generator' else 'worker'} {index}"
+
+
+def _seated(role: RolePlan, gpus: bool) -> SeatedRole:
+    device = role.device
+    if role.kind != "reward":
+        if device == "auto":
+            device = "cuda" if gpus else "cpu"
+        elif device.startswith("cuda:"):
+            raise ConfigError(
+                f"roles.{role.name}.device is {device!r}, but the runtime 'ray' hands out devices itself. Set it to "
+                "cuda"
+            )
+    return SeatedRole(role.name, role.kind, device, role.replicas, role.ranks)
+
+
+def _partial(plan: RunPlan) -> bool:
+    """Whether this is the plan of an evaluation, which has some of the configured roles only."""
+    return not plan.weight_syncs

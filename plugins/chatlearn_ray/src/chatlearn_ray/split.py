@@ -1,0 +1,99 @@
+"""How a batch is divided over the ranks of a trainer, and how their answers are put together again. Pure, no Ray.
+
+Ranks that share a data-parallel rank (a model-parallel group) get the same slice, and one of them answers for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from chatlearn_core.batching import balance
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types import Metrics, Outputs, TrainBatch, merge_metrics
+from torch import Tensor
+
+SEQUENCE_OUTPUTS = frozenset({"scores"})
+"""Outputs with one row a sequence; all others have one a token."""
+
+T = TypeVar("T")
+
+
+def assign(batch: TrainBatch, num_slices: int) -> list[list[int]]:
+    """Sequence indices of each data-parallel slice: balanced by tokens, units whole; some may be empty.
+
+    With one slice it is the batch as it is, in its own order.
+    """
+    if num_slices == 1:
+        return [list(range(batch.num_sequences))]
+    return balance(batch.lengths, batch.unit_index.tolist(), num_slices)
+
+
+def take(batch: TrainBatch, assignment: Sequence[Sequence[int]]) -> list[TrainBatch]:
+    """The slices; one that holds everything in order is the batch itself."""
+    everything = list(range(batch.num_sequences))
+    return [batch if list(indices) == everything else batch.select(indices) for indices in assignment]
+
+
+def speaker_of_slices(answers: Sequence[Mapping[str, T]], data_parallel_ranks: Sequence[int]) -> list[Mapping[str, T]]:
+    """For each data-parallel rank the answer of its first rank that has one.
+
+    Ranks of a model-parallel group either all know the result, or only some do (the last pipeline stage); counting more
+    than one of them would count samples twice.
+
+    Args:
+        answers: one a rank; empty where a rank has nothing to say.
+        data_parallel_ranks: which slice each rank took.
+    """
+    slices: list[Mapping[str, T]] = [{} for _ in range(max(data_parallel_ranks) + 1)]
+    for answer, slice_index in zip(answers, data_parallel_ranks, strict=True):
+        if answer and not slices[slice_index]:
+            slices[slice_index] = answer
+    return slices
+
+
+def gather_metrics(answers: Sequence[Metrics], data_parallel_ranks: Sequence[int]) -> Metrics:
+    """Metric parts of all slices, merged by sum and count, each slice once."""
+    return merge_metrics(*(dict(part) for part in speaker_of_slices(answers, data_parallel_ranks)))
+
+
+def gather_outputs(
+    batch: TrainBatch,
+    assignment: Sequence[Sequence[int]],
+    answers: Sequence[Outputs],
+    data_parallel_ranks: Sequence[int],
+) -> Outputs:
+    """Outputs of the slices in the order of the batch: [T, ...] per token, [S, ...] for ``SEQUENCE_OUTPUTS``.
+
+    Raises:
+        BackendError: a slice with sequences has no answer, or one of another length than its slice.
+    """
+    slices = speaker_of_slices(answers, data_parallel_ranks)
+    bounds = batch.cu_seqlens.tolist()
+    gathered: Outputs = {}
+    for index, (indices, part) in enumerate(zip(assignment, slices, strict=True)):
+        if not indices:
+            continue
+        if not part:
+            raise BackendError(
+                f"no rank of data-parallel slice {index} returned outputs for its {len(indices)} sequences"
+            )
+        for name, values in part.items():
+            rows = indices if name in SEQUENCE_OUTPUTS else _token_rows(bounds, indices)
+            if len(values) != len(rows):
+                raise BackendError(
+                    f"data-parallel slice {index} returned {len(values)} rows of {name!r} for {len(indices)} sequences "
+                    f"of {sum(bounds[i + 1] - bounds[i] for i in indices)} tokens; {len(rows)} were expected"
+                )
+            size = batch.num_sequences if name in SEQUENCE_OUTPUTS else batch.num_tokens
+            if name not in gathered:
+                gathered[name] = values.new_empty((size, *values.shape[1:]))
+            gathered[name][torch.as_tensor(rows, dtype=torch.int64)] = values
+    if not gathered:  # an empty batch: whatever was returned is empty
+        return dict(next((part for part in slices if part), {}))
+    return gathered
+
+
+def _token_rows(bounds: Sequence[int], indices: Sequence[int]) -> Tensor:
+    return torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices])

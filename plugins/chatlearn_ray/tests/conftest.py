@@ -1,0 +1,97 @@
+"""One Ray for all tests of this folder, and a distribution with light backends that its workers find."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import ModelSource
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
+from pydantic import BaseModel
+
+MODULE = "chatlearn_ray_test_backends"
+
+
+def write_distribution(folder: Path, version: str) -> None:
+    """A distribution that can be imported from ``folder``."""
+    shutil.copy(Path(__file__).parent / "fake_backends.py", folder / f"{MODULE}.py")
+    info = folder / f"{MODULE}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[chatlearn]\nfakes = {MODULE}\n")
+
+
+@pytest.fixture(scope="session")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginRegistry]:
+    """The plugins of this process, the light backends among them."""
+    folder = tmp_path_factory.mktemp("distribution")
+    write_distribution(folder, "1.0")
+    sys.path.append(str(folder))
+    yield discover_plugins()
+    sys.path.remove(str(folder))
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A Ray with more names of CPUs than cores: workers mostly wait."""
+    import ray
+
+    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+class Roles:
+    """Writes plans."""
+
+    def __init__(self, registry: PluginRegistry, run_dir: Path) -> None:
+        self.registry = registry
+        self.run_dir = run_dir
+
+    def role(
+        self,
+        name: str,
+        kind: str,
+        backend: str,
+        *,
+        replicas: int = 1,
+        ranks: int = 1,
+        timeout_s: float = 60.0,
+        **options: object,
+    ) -> RolePlan:
+        record = self.registry.select(kind, backend)
+        made: BaseModel = self.registry.load_options(record)(**options)
+        return RolePlan(
+            name=name,
+            kind=kind,
+            backends=(BackendPlan(f"roles.{name}", record, made),),
+            model=ModelSource("nowhere", "nowhere"),
+            head="lm",
+            device="cpu",
+            replicas=replicas,
+            ranks=ranks,
+            trainable=True,
+            engine={},
+            timeout_s=timeout_s,
+        )
+
+    def plan(self, *roles: RolePlan) -> RunPlan:
+        return RunPlan(
+            registry=self.registry,
+            roles={role.name: role for role in roles},
+            weight_syncs=(),
+            run_dir=self.run_dir,
+            seed=0,
+            total_updates=None,
+        )
+
+
+@pytest.fixture
+def roles(fakes: PluginRegistry, tmp_path: Path) -> Roles:
+    return Roles(fakes, tmp_path)

@@ -1,0 +1,263 @@
+"""The runtime on a real Ray, with light backends: what is split, gathered, routed, refused and repaired."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ConfigError,
+    PluginIncompatibleError,
+    ReplicaLostError,
+    TrainerLostError,
+)
+from chatlearn_core.runtime.plan import RunPlan
+from chatlearn_core.types import (
+    GenerateRequest,
+    OutputRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    pack_samples,
+)
+from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.runtime import RayRuntime
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+
+@asynccontextmanager
+async def running(plan: RunPlan, **options: Any) -> AsyncIterator[RayRuntime]:
+    runtime = RayRuntime(RayRuntimeOptions.model_validate(options), plan)
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+def request(name: str, group: str = "g", max_tokens: int = 4) -> GenerateRequest:
+    return GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=max_tokens), group)
+
+
+def samples(count: int) -> list[Sample]:
+    prompt = Prompt("p", np.arange(1), "")
+    tokens = np.arange(1000)
+    return [
+        Sample(f"s{i}", f"g{i // 2}", prompt, tokens[: 2 + i * 7 % 11] + 100 * i, tokens[: 2 + i * 7 % 11] > 0)
+        for i in range(count)
+    ]
+
+
+def batch(count: int) -> TrainBatch:
+    return pack_samples(samples(count))
+
+
+def loss(factor: float) -> Any:
+    import chatlearn_ray_test_backends as backends
+
+    return backends.CountingLoss(factor)
+
+
+@pytest.mark.parametrize(("count", "ranks", "model_parallel"), [(13, 4, 1), (1, 4, 1), (5, 4, 2)])
+async def test_a_trainer_sees_every_sample_once(roles: Any, count: int, ranks: int, model_parallel: int) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=ranks, model_parallel=model_parallel)
+    async with running(roles.plan(role)) as runtime:
+        trainer = runtime.trainer("trainer")
+        whole = batch(count)
+        metrics = await trainer.update(whole, loss(3.0))
+        assert metrics["sequences"].value == count
+        assert metrics["token_ids"].value == float(whole.token_ids.sum())
+        assert metrics["loss_called"].value == 3.0
+        outputs = await trainer.compute(whole, OutputRequest(frozenset({"logprobs", "scores"})))
+        assert outputs["logprobs"].tolist() == (whole.token_ids * 2).tolist()
+        assert outputs["scores"].tolist() == whole.token_ids[whole.cu_seqlens[:-1].long()].tolist()
+
+
+async def test_one_cluster_life(roles: Any, tmp_path: Path) -> None:
+    """All roles at once: checkpoints of every rank, routing, requests in order, rewards elsewhere, who sits where."""
+    plan = roles.plan(
+        roles.role("trainer", "trainer", "counting", ranks=2),
+        roles.role("generator", "generator", "echo", replicas=2),
+        roles.role("reward", "reward", "where", replicas=2),
+    )
+    async with running(plan) as runtime:
+        await runtime.trainer("trainer").save(tmp_path / "saved")
+        pids = {path.read_text() for path in (tmp_path / "saved").iterdir()}
+        assert len(pids) == 2
+        assert str(os.getpid()) not in pids
+        await runtime.trainer("trainer").load(tmp_path / "saved")
+
+        fleet = runtime.generator("generator")
+        names = [f"r{i}" for i in range(20)]
+        answers = await asyncio.gather(*(fleet.generate(request(name, group="one")) for name in names))
+        assert [a.request_id for a in answers] == names
+        assert len({float(a.logprobs[0]) for a in answers}) == 1, "a group stays on one replica"
+        assert answers[-1].text == ",".join(names), "requests of one turn arrive in their order"
+        groups = await asyncio.gather(*(fleet.generate(request(f"q{i}", group=str(i))) for i in range(12)))
+        assert len({float(a.logprobs[0]) for a in groups}) == 2
+        assert fleet.policy_version == 3
+
+        with pytest.raises(BackendError, match=r"role 'generator', replica \d.*generate\(bad\): ValueError: thirteen"):
+            await fleet.generate(request("bad", max_tokens=13))
+        assert fleet.num_restarts == 0, "a request that fails kills no replica"
+
+        judged = await runtime.reward("reward").score(samples(3))
+        again = await runtime.reward("reward").score(samples(3))
+        assert [r.components["tokens"] for r in judged] == [float(len(s.token_ids)) for s in samples(3)]
+        assert len({judged[0].value, again[0].value, float(os.getpid())}) == 3, "user code never runs in the driver"
+
+        place = runtime.describe()["trainer"]["places"][1]
+        assert place.startswith("rank 1 of 2: role 'trainer', slot 1: 1 CPU -> process ")
+
+
+async def test_a_killed_replica_is_rebuilt_and_its_requests_start_again(roles: Any, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    role = roles.role("generator", "generator", "echo", delay_file=str(slow))
+    async with running(roles.plan(role), max_generator_restarts=1) as runtime:
+        fleet = runtime.generator("generator")
+        synced: list[int] = []
+
+        async def resync(index: int) -> None:
+            synced.append(index)
+
+        fleet.resync = resync
+        first = fleet.replicas[0].worker.facts.pid
+        waiting = asyncio.gather(*(fleet.generate(request(f"r{i}")) for i in range(5)))
+        await asyncio.sleep(0.5)
+        os.kill(first, signal.SIGKILL)
+        slow.unlink()
+        answers = await waiting
+        assert [a.request_id for a in answers] == [f"r{i}" for i in range(5)]
+        assert {float(a.logprobs[0]) for a in answers} == {float(fleet.replicas[0].worker.facts.pid)} != {float(first)}
+        assert synced == [0], "it takes the current weights before it serves"
+        assert fleet.num_restarts == 1
+
+        os.kill(fleet.replicas[0].worker.facts.pid, signal.SIGKILL)
+        with pytest.raises(ReplicaLostError, match=r"1 restart\(s\), the limit \(runtime.options.max_generator"):
+            await fleet.generate(request("late"))
+
+
+async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp_path: Path) -> None:
+    trap = tmp_path / "die"
+    trap.touch()
+    role = roles.role("reward", "reward", "where", die_once=str(trap))
+    async with running(roles.plan(role), max_reward_restarts=1) as runtime:
+        results = await runtime.reward("reward").score(samples(3))
+        assert [r.components["tokens"] for r in results] == [float(len(s.token_ids)) for s in samples(3)]
+        trap.touch()
+        with pytest.raises(BackendError, match=r"'reward': worker 0 died, and 1 restart\(s\), the limit"):
+            await runtime.reward("reward").score(samples(1))
+
+
+async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=2)
+    async with running(roles.plan(role), max_trainer_restarts=1) as runtime:
+        trainer = runtime.trainer("trainer")
+        os.kill(trainer.workers[1].facts.pid, signal.SIGKILL)
+        with pytest.raises(
+            TrainerLostError, match=r"role 'trainer', rank 1 of 2 \(process .*update: the process is"
+        ) as lost:
+            await trainer.update(batch(4), loss(1.0))
+        with pytest.raises(BackendError, match="role 'trainer' cannot save: it is broken since update failed"):
+            await trainer.save(Path("anywhere"))
+        await runtime.recover(lost.value)
+        assert (await trainer.update(batch(4), loss(1.0)))["sequences"].value == 4
+        os.kill(trainer.workers[0].facts.pid, signal.SIGKILL)
+        with pytest.raises(TrainerLostError, match="rank 0 of 2") as lost:
+            await trainer.update(batch(4), loss(1.0))
+        with pytest.raises(TrainerLostError, match=r"1 restart\(s\) of role 'trainer', the limit"):
+            await runtime.recover(lost.value)
+
+
+async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=2, timeout_s=2.0, hang_rank=1)
+    async with running(roles.plan(role)) as runtime:
+        with pytest.raises(BackendTimeoutError) as error:
+            await runtime.trainer("trainer").update(batch(4), loss(1.0))
+        text = str(error.value)
+        assert "role 'trainer', rank 1 of 2 (process" in text
+        assert "update did not return within 2 s (roles.trainer.timeout_s)" in text
+        assert "time.sleep(3600)" in text
+        runtime._workers.clear()  # the hung one is ended by the session; closing would wait for it
+
+
+async def test_a_stopped_process_is_reported_by_the_driver(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatlearn_ray.remote._STACK_WAIT_S", 0.5)
+    role = roles.role("trainer", "trainer", "counting", timeout_s=1.0)
+    async with running(roles.plan(role)) as runtime:
+        worker = runtime.trainer("trainer").workers[0]
+        os.kill(worker.facts.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(BackendTimeoutError, match="rank 0 of 1 .*no answer within 6 s.*does not even say"):
+                await runtime.trainer("trainer").update(batch(2), loss(1.0))
+        finally:
+            os.kill(worker.facts.pid, signal.SIGCONT)
+
+
+async def test_an_error_of_one_rank_names_it_with_its_traceback(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=2, fail_rank=1)
+    async with running(roles.plan(role)) as runtime:
+        with pytest.raises(BackendError) as error:
+            await runtime.trainer("trainer").update(batch(4), loss(1.0))
+        text = str(error.value)
+        assert text.startswith("role 'trainer', rank 1 of 2 (process")
+        assert "RuntimeError: the optimizer is upset" in text
+        assert "fake_backends.py" in text or "chatlearn_ray_test_backends.py" in text
+        assert "in update" in text
+
+
+async def test_a_version_that_differs_is_refused_by_the_worker(roles: Any) -> None:
+    role = roles.role("reward", "reward", "where")
+    entries = tuple(replace(e, version="0.9") if e.name == "where" else e for e in roles.registry.entries)
+    plan = replace(roles.plan(role), registry=replace(roles.registry, entries=entries))
+    runtime = RayRuntime(RayRuntimeOptions(), plan)
+    with pytest.raises(
+        PluginIncompatibleError, match=r"backends 0\.9 on the driver .* backends 1\.0 on worker|1\.0 on"
+    ):
+        await runtime.start()
+
+
+async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
+    import ray
+
+    before = ray.available_resources().get("CPU")
+    plan = roles.plan(
+        roles.role("generator", "generator", "echo"), roles.role("trainer", "trainer", "counting", refuse=True)
+    )
+    runtime = RayRuntime(RayRuntimeOptions(), plan)
+    with pytest.raises(ConfigError, match="role 'trainer', rank 0 of 1, setup: the trainer refuses to start"):
+        await runtime.start()
+    for _ in range(50):
+        if ray.available_resources().get("CPU") == before:
+            break
+        await asyncio.sleep(0.1)
+    assert ray.available_resources().get("CPU") == before
+
+
+async def test_what_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=2)
+    runtime = RayRuntime(RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 40}}}), roles.plan(role))
+    with pytest.raises(BackendError, match=r"CPU: 80 \(role 'trainer'\) = 80, and 1 node\(s\) have 32: 48 missing"):
+        await runtime.start()
+
+
+async def test_a_wait_for_resources_says_what_is_missing(roles: Any) -> None:
+    holder = roles.role("generator", "generator", "echo")
+    asker = roles.role("trainer", "trainer", "counting")
+    async with running(roles.plan(holder), roles={"generator": {"cpus": 30}}):
+        options = RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 20}}, "resource_wait_s": 2})
+        with pytest.raises(BackendError, match=r"role 'trainer' waits for its place since \d s; free .* needs 20 CPU"):
+            await RayRuntime(options, roles.plan(asker)).start()

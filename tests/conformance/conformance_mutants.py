@@ -1,0 +1,548 @@
+"""First-party backends, each wrapped so that it breaks one rule, and the contract test that must notice.
+
+Loaded under this module's own name (see conftest.py), so that records can name the mutants by import string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from chatlearn_core.plugins.records import PluginRecord
+from chatlearn_core.protocols import LossOutput
+from chatlearn_core.types import Completion, RewardResult, TrainBatch, VersionSpan, WeightManifest, WeightShard
+from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_rewards.function_reward import FunctionReward
+from chatlearn_sync.checkpoint import CheckpointReceiver, CheckpointSender
+from chatlearn_sync.direct import DirectReceiver, DirectSender
+from chatlearn_transformers.generator import TransformersGenerator
+from chatlearn_transformers.weight_loader import TransformersWeightLoader
+
+# Trainers
+
+
+class ShiftedLogprobs(FSDPTrainer):
+    """Logprobs one entry early, as if labels had not been shifted."""
+
+    def compute(self, batch, request):
+        outputs = super().compute(batch, request)
+        return outputs | {"logprobs": outputs["logprobs"].roll(-1)}
+
+
+class CrossingSequences(FSDPTrainer):
+    """Attention crosses the borders of packed sequences."""
+
+    def compute(self, batch, request):
+        one = replace(
+            batch.select(range(batch.num_sequences)),
+            cu_seqlens=torch.tensor([0, batch.num_tokens], dtype=torch.int32),
+            sample_ids=("all",),
+            unit_index=torch.zeros(1, dtype=torch.int64),
+        )
+        return super().compute(one if batch.num_tokens else batch, request)
+
+
+class IgnoredTemperature(FSDPTrainer):
+    """Logprobs at temperature 1, whatever was asked for."""
+
+    def compute(self, batch, request):
+        return super().compute(batch, replace(request, temperature=1.0))
+
+
+class WrongOrder(FSDPTrainer):
+    """Micro-batches' outputs are not put back into the batch's order."""
+
+    def compute(self, batch, request):
+        order = [index for cut in self._cut(batch) for index in cut]
+        outputs = super().compute(batch, request)
+        if not order or set(outputs) & {"scores"}:
+            return outputs
+        return {name: _in_order(batch, values, order) for name, values in outputs.items()}
+
+
+class DroppedMask(FSDPTrainer):
+    """The loss sees a mask that is all True."""
+
+    def update(self, batch, loss):
+        return super().update(replace(batch, loss_mask=torch.ones_like(batch.loss_mask)), loss)
+
+
+class _ScaledLoss:
+    def __init__(self, loss, scale):
+        self._loss, self._scale = loss, scale
+        self.needs, self.unit = loss.needs, loss.unit
+
+    def __call__(self, outputs, batch):
+        result = self._loss(outputs, batch)
+        return LossOutput(result.total * self._scale, result.metrics)
+
+
+class ScaledByMicroBatches(FSDPTrainer):
+    """The loss is divided by the number of micro-batches, as gradient accumulation of means would be."""
+
+    def update(self, batch, loss):
+        return super().update(batch, _ScaledLoss(loss, 1 / max(1, len(self._cut(batch)))))
+
+
+class HiddenScale(FSDPTrainer):
+    """Twice the gradient under the right loss: clipping and Adam hide it, the norm before clipping does not."""
+
+    def update(self, batch, loss):
+        metrics = super().update(batch, _ScaledLoss(loss, 2.0))
+        return metrics | {"loss": replace(metrics["loss"], total=metrics["loss"].total / 2)}
+
+
+class ClippedNorm(FSDPTrainer):
+    """Reports the gradient norm after clipping to 0.01."""
+
+    def update(self, batch, loss):
+        metrics = super().update(batch, loss)
+        return metrics | {"grad_norm": replace(metrics["grad_norm"], total=min(0.01, metrics["grad_norm"].total))}
+
+
+class SwallowedNonFinite(FSDPTrainer):
+    """A loss that is not finite is a step that silently does not happen."""
+
+    def update(self, batch, loss):
+        try:
+            return super().update(batch, loss)
+        except Exception:
+            return {}
+
+
+class Ascent(FSDPTrainer):
+    """The gradient's sign is wrong, and the reported loss is right."""
+
+    def update(self, batch, loss):
+        metrics = super().update(batch, _ScaledLoss(loss, -1.0))
+        return metrics | {"loss": replace(metrics["loss"], total=-metrics["loss"].total)}
+
+
+class LostOptimizer(FSDPTrainer):
+    """A checkpoint without the optimizer's moments."""
+
+    def load(self, directory):
+        super().load(directory)
+        for state in self._optimizer.state.values():
+            for name, tensor in state.items():
+                if name != "step":
+                    tensor.zero_()
+
+
+class StaleStream(FSDPTrainer):
+    """Streams the weights it had when it first streamed."""
+
+    _kept: list[WeightShard] | None = None
+
+    def setup(self):
+        super().setup()
+        self._kept = [replace(s, tensor=s.tensor.clone()) for s in super().weights()]
+
+    def weights(self, export="full_tensors"):
+        return iter(self._kept) if export == "full_tensors" else super().weights(export)
+
+
+class WrappedNames(FSDPTrainer):
+    """Names carry a wrapper's prefix instead of the checkpoint's."""
+
+    def manifest(self):
+        own = super().manifest()
+        tensors = {f"module.{n}": replace(s, name=f"module.{n}") for n, s in own.tensors.items()}
+        return WeightManifest(tensors, {a: f"module.{n}" for a, n in own.aliases.items()})
+
+    def weights(self, export="full_tensors") -> Iterator[WeightShard]:
+        return (replace(shard, name=f"module.{shard.name}") for shard in super().weights(export))
+
+
+# Generators
+
+
+class StaleVersion(TransformersGenerator):
+    """Completions carry the version before the one that sampled them."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        spans = tuple(VersionSpan(s.start, s.stop, max(0, s.version - 1)) for s in completion.version_spans)
+        return replace(completion, version_spans=spans)
+
+
+class WrongBasis(TransformersGenerator):
+    """Raw logprobs under the name of the processed distribution."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        return replace(completion, logprobs=completion.raw_logprobs)
+
+
+class ShiftedGeneratorLogprobs(TransformersGenerator):
+    """Each token has its neighbour's logprob."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        return replace(completion, logprobs=completion.logprobs[::-1].copy())
+
+
+class IgnoredSeed(TransformersGenerator):
+    """Every request samples with seed 0."""
+
+    async def generate(self, request, on_tokens=None):
+        return await super().generate(replace(request, sampling=replace(request.sampling, seed=0)), on_tokens)
+
+
+class SharedRandomness(TransformersGenerator):
+    """Random numbers depend on how many requests came before."""
+
+    _count = 0
+
+    async def generate(self, request, on_tokens=None):
+        type(self)._count += 1
+        sampling = replace(request.sampling, seed=request.sampling.seed + type(self)._count)
+        return await super().generate(replace(request, sampling=sampling), on_tokens)
+
+
+class LostPartial(TransformersGenerator):
+    """An aborted request returns nothing of what it had."""
+
+    async def generate(self, request, on_tokens=None):
+        found = await super().generate(request, on_tokens)
+        if found.finish_reason != "abort":
+            return found
+        empty = found.logprobs[:0]
+        return Completion(
+            found.request_id, found.token_ids[:0], empty, found.basis, "abort", found.sampling, (), empty, ""
+        )
+
+
+class ForgottenPrior(TransformersGenerator):
+    """A resumed request starts again with other random numbers."""
+
+    async def generate(self, request, on_tokens=None):
+        if request.resume_from is None:
+            return await super().generate(request, on_tokens)
+        sampling = replace(request.sampling, seed=request.sampling.seed + 1, stop_token_ids=())
+        return await super().generate(replace(request, resume_from=None, sampling=sampling), on_tokens)
+
+
+class DeafPause(TransformersGenerator):
+    """``pause`` does nothing."""
+
+    async def pause(self, mode):
+        if mode != "keep":
+            await super().pause(mode)
+
+
+class _LoaderMutant(TransformersGenerator):
+    """Changes the loader's class once it exists."""
+
+    loader_class: type[TransformersWeightLoader]
+
+    def setup(self):
+        super().setup()
+        self._loader.__class__ = self.loader_class
+
+
+class _AcceptingLoader(TransformersWeightLoader):
+    async def begin(self, policy_version, manifest):
+        await super().begin(policy_version, self._expected)
+
+    def _checked(self, tensors):
+        return super()._checked((n, t) for n, t in tensors if n in self._expected.tensors)
+
+    async def finish(self):
+        self._arrived = set(self._expected.tensors)
+        return await super().finish()
+
+
+class AcceptedUnknownNames(_LoaderMutant):
+    """The manifest is not checked and unknown names are dropped, as some engines do."""
+
+    loader_class = _AcceptingLoader
+
+
+class _SwappingLoader(TransformersWeightLoader):
+    def _checked(self, tensors):
+        swapped = {"q_norm": "k_norm", "k_norm": "q_norm"}
+        for name, tensor in tensors:
+            part = next((p for p in swapped if f"layers.0.self_attn.{p}" in name), None)
+            yield from super()._checked([(name.replace(part, swapped[part]) if part else name, tensor)])
+
+
+class WrongName(_LoaderMutant):
+    """Two norms of equal shape are loaded under each other's name."""
+
+    loader_class = _SwappingLoader
+
+
+class _IgnoringLoader(TransformersWeightLoader):
+    async def load_tensors(self, tensors):
+        self._arrived |= {name for name, _ in tensors}
+
+
+class NeverLoaded(_LoaderMutant):
+    """New weights are confirmed and not loaded."""
+
+    loader_class = _IgnoringLoader
+
+
+class NamelessErrors(TransformersGenerator):
+    """Errors do not say which request."""
+
+    async def generate(self, request, on_tokens=None):
+        try:
+            return await super().generate(request, on_tokens)
+        except Exception as error:
+            raise type(error)("something went wrong") from None
+
+
+# Rewards
+
+
+class WrongRewardOrder(FunctionReward):
+    """Results come sorted by value."""
+
+    async def score(self, samples):
+        return sorted(await super().score(samples), key=lambda r: -math.inf if r.value is None else r.value)
+
+
+class SwallowedRewardError(FunctionReward):
+    """What cannot be judged gets 0."""
+
+    async def score(self, samples):
+        return [r if r.error is None else RewardResult(0.0) for r in await super().score(samples)]
+
+
+class RaisingReward(FunctionReward):
+    """One bad sample raises for all."""
+
+    async def score(self, samples):
+        results = await super().score(samples)
+        if any(result.error for result in results):
+            raise RuntimeError("a sample failed")
+        return results
+
+
+class SlowLeak(FunctionReward):
+    """``close`` leaves the worker processes."""
+
+    def close(self):
+        if not getattr(self, "_leaked", None):
+            self._leaked = True
+            return
+        # The suite closes once more at the end of a test, so that a failing test leaves no process behind.
+        if self._leaked is True:
+            self._leaked = "once more"
+            return
+        super().close()
+
+
+# Transports
+
+
+def _streaming(shards):
+    """A trainer whose stream passes through ``shards``."""
+
+    class Streamed:
+        def __init__(self, trainer):
+            self._trainer = trainer
+
+        def weights(self, export="full_tensors"):
+            return shards(list(self._trainer.weights(export)))
+
+    return Streamed
+
+
+class DroppedTensor(DirectSender):
+    """The last tensor is not sent, and the manifest is trimmed so that nobody asks for it."""
+
+    def send(self, plan, trainer):
+        return super().send(plan, _streaming(lambda shards: iter(shards[:-1]))(trainer))
+
+
+class _UncheckedReceiver(DirectReceiver):
+    """Takes what comes: its checks are against what was sent."""
+
+    async def receive(self, plan, offers, loader):
+        names = sorted(plan.manifest.tensors)[:-1]
+        trimmed = WeightManifest({name: plan.manifest.tensors[name] for name in names})
+        return await super().receive(dataclasses.replace(plan, manifest=trimmed), offers, loader)
+
+
+class SwappedNames(DirectSender):
+    """Two tensors of one shape and dtype under each other's name."""
+
+    def send(self, plan, trainer):
+        def swap(shards):
+            names = {"layers.0.norm.weight": "layers.1.norm.weight", "layers.1.norm.weight": "layers.0.norm.weight"}
+            return iter([replace(s, name=names.get(s.name, s.name)) for s in shards])
+
+        return super().send(plan, _streaming(swap)(trainer))
+
+
+class SwallowedSenderError(DirectSender):
+    """The trainer's error ends in the sender."""
+
+    def send(self, plan, trainer):
+        try:
+            return super().send(plan, trainer)
+        except RuntimeError:
+            return 0
+
+
+class HangingReceiver(DirectReceiver):
+    """A failing loader is taken for a success."""
+
+    async def receive(self, plan, offers, loader):
+        try:
+            return await super().receive(plan, offers, loader)
+        except RuntimeError:
+            return 10**9
+
+
+class StaleSender(DirectSender):
+    """Sends the tensors of its first sync for ever."""
+
+    def send(self, plan, trainer):
+        self._first = getattr(self, "_first", None) or list(trainer.weights())
+        return super().send(plan, _streaming(lambda _: iter(self._first))(trainer))
+
+
+class RoundedTensors(DirectSender):
+    """Float32 passes through bfloat16 on its way."""
+
+    def send(self, plan, trainer):
+        def rounded(shards):
+            return iter([replace(s, tensor=s.tensor.bfloat16().to(s.tensor.dtype)) for s in shards])
+
+        return super().send(plan, _streaming(rounded)(trainer))
+
+
+class TrustedFiles(CheckpointReceiver):
+    """Checksums are never compared."""
+
+    def __init__(self, options, endpoint):
+        super().__init__(options.model_copy(update={"verify_checksums": False}), endpoint)
+
+
+class HoardingSender(CheckpointSender):
+    """Old versions are never removed."""
+
+    def release(self, plan):
+        pass
+
+
+class SilentTimeout(CheckpointReceiver):
+    """A timeout ends as if everything had arrived."""
+
+    async def receive(self, plan, offers, loader):
+        try:
+            return await super().receive(plan, offers, loader)
+        except Exception:
+            await asyncio.sleep(0)
+            return 0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken backend and who notices."""
+
+    kind: str
+    base: str
+    """Name of the first-party backend that is wrapped."""
+    code: str
+    """Class in this module; for a transport the one end that is broken."""
+    caught_by: str
+    """Contract test that must fail."""
+    part: str = "factory"
+    other: tuple[tuple[str, str], ...] = ()
+
+    def record(self, base: PluginRecord) -> Any:
+        """The base's record with the mutant's code, under a name of its own."""
+        changes = {self.part: self.code, **dict(self.other)}
+        strings = {part: f"{__name__}:{code}" for part, code in changes.items()}
+        return dataclasses.replace(base, name=f"mutant_{self.code.lower()}", **strings)
+
+
+def _of(kind: str, base: str, part: str = "factory", **caught_by: str) -> list[Mutant]:
+    return [Mutant(kind, base, code, test, part) for code, test in caught_by.items()]
+
+
+MUTANTS = [
+    *_of(
+        "trainer",
+        "fsdp",
+        ShiftedLogprobs="test_logprobs_equal_a_plain_forward",
+        CrossingSequences="test_logprobs_equal_a_plain_forward",
+        IgnoredTemperature="test_logprobs_equal_a_plain_forward",
+        WrongOrder="test_outputs_do_not_depend_on_micro_batches",
+        DroppedMask="test_masked_tokens_teach_nothing",
+        ScaledByMicroBatches="test_update_does_not_depend_on_micro_batches",
+        HiddenScale="test_update_reports_the_loss_and_gradient_norm_of_a_plain_forward",
+        ClippedNorm="test_update_reports_the_loss_and_gradient_norm_of_a_plain_forward",
+        SwallowedNonFinite="test_a_loss_that_is_not_finite_is_refused",
+        Ascent="test_updates_descend",
+        LostOptimizer="test_save_and_load_continue_bit_identically",
+        StaleStream="test_stream_and_export_follow_updates",
+        WrappedNames="test_manifest_has_the_names_of_the_model_directory",
+    ),
+    *_of(
+        "generator",
+        "transformers",
+        StaleVersion="test_new_weights_change_the_output",
+        WrongBasis="test_logprobs_are_of_the_stated_basis",
+        ShiftedGeneratorLogprobs="test_greedy_equals_a_plain_forward",
+        IgnoredSeed="test_seeds_decide",
+        SharedRandomness="test_seeds_decide",
+        LostPartial="test_abort_returns_what_was_sampled",
+        ForgottenPrior="test_resume_continues_an_aborted_completion",
+        DeafPause="test_pause_and_keep_goes_on_later",
+        AcceptedUnknownNames="test_weights_that_were_not_announced_are_refused",
+        WrongName="test_new_weights_change_the_output",
+        NeverLoaded="test_new_weights_change_the_output",
+        NamelessErrors="test_errors_name_the_request",
+    ),
+    *_of(
+        "reward",
+        "function",
+        WrongRewardOrder="test_one_result_a_sample_in_order",
+        SwallowedRewardError="test_one_result_a_sample_in_order",
+        RaisingReward="test_one_result_a_sample_in_order",
+        SlowLeak="test_closing_leaves_no_process",
+    ),
+    Mutant(
+        "weight_sync",
+        "direct",
+        "DroppedTensor",
+        "test_every_tensor_arrives_bit_for_bit",
+        "sender",
+        (("receiver", "_UncheckedReceiver"),),
+    ),
+    *_of(
+        "weight_sync",
+        "direct",
+        "sender",
+        SwappedNames="test_every_tensor_arrives_bit_for_bit",
+        RoundedTensors="test_every_tensor_arrives_bit_for_bit",
+        StaleSender="test_several_syncs_in_a_row",
+        SwallowedSenderError="test_a_failing_sender_reaches_the_receivers",
+    ),
+    *_of("weight_sync", "direct", "receiver", HangingReceiver="test_a_failing_loader_fails_its_replica_only"),
+    *_of(
+        "weight_sync",
+        "checkpoint",
+        "receiver",
+        TrustedFiles="test_corrupted_files_are_refused",
+        SilentTimeout="test_a_silent_sender_is_a_timeout_that_names_it",
+    ),
+    *_of("weight_sync", "checkpoint", "sender", HoardingSender="test_several_syncs_in_a_row"),
+]
+"""Every kind has some; each wraps a first-party backend that passes its suite."""
+
+
+def _in_order(batch: TrainBatch, values: torch.Tensor, order: list[int]) -> torch.Tensor:
+    bounds = batch.cu_seqlens.tolist()
+    return torch.cat([values[bounds[i] : bounds[i + 1]] for i in order])

@@ -1,0 +1,395 @@
+"""What tests across packages share: a tiny model, data, a plugin that interferes where it is told to, and processes.
+
+``chatlearn(...)`` starts the command line in a process of its own, forked from a server that has everything imported.
+The distribution ``probe`` is installed into a folder on PYTHONPATH as an installer would leave it. It registers rewards
+good and bad, and trainer and generator ``watched``: first-party ones that send their process SIGKILL (or
+``PROBE_SIGNAL``), or fail, at the point that the environment names (``PROBE=point:count``: the count-th time this
+process gets there).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PROBE_PLUGIN = """
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
+from probe_points import reach
+
+@hookimpl
+def chatlearn_rewards():
+    return [RewardSpec(name=name, factory=f"probe_backends:{name.title()}Reward", options="probe_options:Options")
+            for name in ("letters", "raising", "hanging", "blocking", "nan", "miscounting", "moody")]
+
+@hookimpl
+def chatlearn_trainers():
+    from chatlearn_fsdp.plugin import chatlearn_trainers
+    from dataclasses import replace
+    [record] = chatlearn_trainers()
+    return [replace(record, name="watched", factory="probe_backends:WatchedTrainer")]
+
+@hookimpl
+def chatlearn_generators():
+    from chatlearn_transformers.plugin import chatlearn_generators
+    from dataclasses import replace
+    [record] = chatlearn_generators()
+    return [replace(record, name="watched", factory="probe_backends:WatchedGenerator")]
+
+@hookimpl
+def chatlearn_run_start(run_dir):
+    reach("start")
+
+@hookimpl
+def chatlearn_rollout_end(step):
+    reach("rollout")
+
+@hookimpl
+def chatlearn_weights_synced(policy_version):
+    reach("synced")
+
+@hookimpl
+def chatlearn_step_end(step):
+    reach("metrics")
+
+@hookimpl
+def chatlearn_checkpoint_saved(step):
+    reach("saved")
+
+@hookimpl
+def chatlearn_run_end(status):
+    reach(f"end {status}")
+"""
+
+PROBE_POINTS = """
+import collections, os, signal
+
+_counts = collections.Counter()
+
+def arrived(point):
+    _counts[point] += 1
+    wanted, _, count = os.environ.get("PROBE", "").partition(":")
+    return wanted == point and _counts[point] == int(count or 1)
+
+def reach(point):
+    if arrived(point):
+        os.kill(os.getpid(), int(os.environ.get("PROBE_SIGNAL", signal.SIGKILL)))
+"""
+
+PROBE_OPTIONS = """
+from pydantic import BaseModel
+
+class Options(BaseModel):
+    pass
+"""
+
+PROBE_BACKENDS = """
+import asyncio, os, time
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types import RewardResult
+from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_transformers.generator import TransformersGenerator
+from probe_points import arrived, reach
+
+class Reward:
+    def __init__(self, options, context): ...
+    def setup(self): ...
+    def health(self): return None
+    def offload(self, parts): ...
+    def onload(self, parts): ...
+    def close(self): ...
+
+class LettersReward(Reward):
+    async def score(self, samples):
+        return [self.judge(sample) for sample in samples]
+
+    def judge(self, sample):
+        text = sample.completion.text
+        return RewardResult(sum(letter in "aeiou" for letter in text) / max(1, len(text)))
+
+class RaisingReward(Reward):
+    async def score(self, samples):
+        raise KeyError("answer")
+
+class HangingReward(Reward):
+    async def score(self, samples):
+        await asyncio.Event().wait()
+
+class BlockingReward(Reward):
+    async def score(self, samples):
+        print("the reward blocks", flush=True)
+        time.sleep(600)
+
+class NanReward(Reward):
+    async def score(self, samples):
+        return [RewardResult(float("nan")) for _ in samples]
+
+class MiscountingReward(Reward):
+    async def score(self, samples):
+        return [RewardResult(1.0) for _ in samples][1:] + [RewardResult(1.0)] * 2
+
+class MoodyReward(LettersReward):
+    def judge(self, sample):
+        index = int(sample.id.rpartition("#")[2])
+        if index == 0:
+            return RewardResult(float("nan"))
+        return RewardResult(None, error="no answer in it") if index == 1 else super().judge(sample)
+
+class WatchedTrainer(FSDPTrainer):
+    def update(self, batch, loss):
+        reach("update begins")
+        metrics = super().update(batch, loss)
+        reach("update")
+        return metrics
+
+    def save(self, directory):
+        super().save(directory)
+        reach("save")
+        if arrived("half a save"):
+            file = directory / "optimizer.pt"
+            with file.open("r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+            os.kill(os.getpid(), 9)
+
+    def export_model(self, directory):
+        super().export_model(directory)
+        if arrived("export"):
+            (directory / "config.json").unlink()
+            os.kill(os.getpid(), 9)
+
+class WatchedGenerator(TransformersGenerator):
+    deaths = 0
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        reach("completion")
+        limit = int(os.environ.get("PROBE_DEATHS", "0"))
+        if WatchedGenerator.deaths < limit and arrived("engine"):
+            WatchedGenerator.deaths += 1
+            await self.die("the engine process was killed")
+            raise BackendError("the engine process was killed")
+        if WatchedGenerator.deaths < limit and limit > 1 and WatchedGenerator.deaths:
+            WatchedGenerator.deaths += 1
+            await self.die("the engine process was killed again")
+            raise BackendError("the engine process was killed again")
+        return completion
+"""
+
+
+@dataclass
+class Finished:
+    """A process that has ended."""
+
+    code: int
+    """Exit status; -9 for SIGKILL."""
+    output: str
+    """stdout and stderr."""
+    pid: int
+
+
+@dataclass
+class Started:
+    """A process that runs."""
+
+    pid: int
+    output: Path
+    server: RunServer
+
+    def wait(self) -> Finished:
+        """Wait for its end."""
+        code = self.server.ask({"wait": self.pid})["code"]
+        return Finished(code, self.output.read_text(errors="replace"), self.pid)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the output holds ``text``."""
+        while text not in (self.output.read_text(errors="replace") if self.output.exists() else ""):
+            if not Path(f"/proc/{self.pid}/cmdline").read_bytes():
+                raise AssertionError(f"ended before it said {text!r}:\n{self.output.read_text(errors='replace')}")
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        os.kill(self.pid, number)
+
+
+@dataclass
+class RunServer:
+    """The forking server and the folder it writes outputs to."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    count: int = 0
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def start(self, *argv: str, cwd: Path, file_limit: int | None = None, **env: str) -> Started:
+        self.count += 1
+        output = self.folder / f"{self.count}.txt"
+        order = {"argv": argv, "env": env, "cwd": str(cwd), "output": str(output), "file_limit": file_limit}
+        return Started(self.ask(order)["pid"], output, self)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that plays site-packages, with the distribution ``probe`` in it."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "probe-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+    info.joinpath("RECORD").write_text("")
+    info.joinpath("entry_points.txt").write_text("[chatlearn]\nprobe = probe_plugin\n")
+    sources = {"plugin": PROBE_PLUGIN, "points": PROBE_POINTS, "options": PROBE_OPTIONS, "backends": PROBE_BACKENDS}
+    for name, source in sources.items():
+        folder.joinpath(f"probe_{name}.py").write_text(textwrap.dedent(source))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment(site: Path) -> dict[str, str]:
+    """Environment variables of every process that a test starts."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("CHATLEARN_", "PROBE"))}
+    return variables | {
+        "PYTHONPATH": str(site),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "COLUMNS": "400",
+    }
+
+
+@pytest.fixture(scope="session")
+def run_server(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunServer]:
+    """The server that processes are forked from."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("run_server.py"))],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"ready": True}
+    yield RunServer(process, tmp_path_factory.mktemp("output"))
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+
+
+@pytest.fixture
+def start(run_server: RunServer, tmp_path: Path) -> Callable[..., Started]:
+    """``start(*argv, **environment)``: the command line, in the background."""
+    return lambda *argv, **settings: run_server.start(*map(str, argv), cwd=tmp_path, **settings)
+
+
+@pytest.fixture
+def chatlearn(start: Callable[..., Started]) -> Callable[..., Finished]:
+    """``chatlearn(*argv, **environment)``: the command line, to its end."""
+    return lambda *argv, **settings: start(*argv, **settings).wait()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 2 layers."""
+    import torch
+    from chatlearn_hf.tiny import build_tiny_model
+
+    torch.set_num_threads(1)
+    return build_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, intermediate=64)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 questions, one a line."""
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [{"prompt": f"what is {i} plus {i + 1}?", "answer": str(2 * i + 1)} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@dataclass
+class Recipe:
+    """A configuration and where it is written."""
+
+    file: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.file.parent / "run"
+
+    def write(self) -> Path:
+        self.file.write_text(yaml.safe_dump(self.content, sort_keys=False))
+        return self.file
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_model: Path, sums: Path) -> Recipe:
+    """GRPO with several mini-batches and epochs, small enough for a second."""
+    content = {
+        "name": "test",
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(tiny_model)},
+        "data": {"train": [{"path": str(sums), "format": "prompt"}]},
+        "algorithm": {"name": "grpo", "options": {"group_size": 3, "kl_coef": 0.01}},
+        "roles": {
+            "trainer": {"kind": "trainer", "backend": "watched", "options": {"learning_rate": 0.003}},
+            "reference": {"kind": "trainer", "backend": "fsdp"},
+            "generator": {"kind": "generator", "backend": "watched"},
+            "reward": {"kind": "reward", "backend": "letters"},
+        },
+        "sampling": {"max_tokens": 8},
+        "train": {"steps": 4, "prompts_per_step": 4, "mini_batches": 2, "epochs": 2},
+        "checkpoint": {"every": 1},
+        "runtime": {"options": {"num_threads": 1}},
+    }
+    recipe = Recipe(tmp_path / "run.yaml", content)
+    recipe.write()
+    return recipe
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves that must not depend on how it came about."""
+
+    model: bytes
+    metrics: list[dict[str, Any]]
+    rollouts: dict[str, str]
+    totals: dict[str, float]
+
+
+@pytest.fixture
+def result_of() -> Callable[[Path], Result]:
+    """Reads the result of a run directory, without times."""
+
+    def read(run_dir: Path) -> Result:
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        untimed = [
+            {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/throughput"))}
+            for line in lines
+        ]
+        return Result(
+            (run_dir / "model" / "model.safetensors").read_bytes(),
+            untimed,
+            {file.name: file.read_text() for file in sorted((run_dir / "rollouts").iterdir())},
+            json.loads((run_dir / "summary.json").read_text())["totals"],
+        )
+
+    return read

@@ -1,0 +1,69 @@
+"""Starts ``chatlearn`` in processes of their own without importing torch anew for each: a forking server.
+
+Run as a script. Reads one JSON object a line: ``argv``, ``env``, ``cwd``, ``output`` (a file for stdout and stderr) and
+``file_limit`` (bytes, or null); answers with the process id and, when asked with ``{"wait": pid}``, with the exit
+status as ``subprocess`` has it. Each child leads a session of its own, so that what it leaves behind can be found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+PRELOADED = (
+    "chatlearn_core.cli.main",
+    "chatlearn_core.executor.evaluation",
+    "chatlearn_core.executor.run",
+    "chatlearn_core.runtime.local",
+    "chatlearn_fsdp.trainer",
+    "chatlearn_hf.family",
+    "chatlearn_sync.checkpoint",
+    "chatlearn_sync.direct",
+    "chatlearn_transformers.generator",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+
+
+def run(order: dict[str, Any]) -> None:
+    """In the child: become the command line."""
+    os.setsid()
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(order["cwd"])
+    os.environ.update(order["env"])
+    if order["file_limit"] is not None:
+        # What exceeds it fails with EFBIG, as a full disk fails with ENOSPC: the kernel refuses the bytes.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"], order["file_limit"]))
+    sys.argv = ["chatlearn", *order["argv"]]
+    from chatlearn_core.cli.main import main
+
+    main(order["argv"])
+
+
+def serve() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            run(order)  # leaves with SystemExit, through the interpreter's ordinary shutdown
+            sys.exit(0)
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,77 @@
+"""Who imports whom: the contracts hold, and what has to be light is light."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "transformers", "numpy", "ray", "vllm", "sglang", "deepspeed", "megatron", "datasets", "pyarrow"}
+
+
+def imported_by(code: str, environment: dict[str, str]) -> set[str]:
+    """Top-level modules in memory after ``code``."""
+    report = "; import sys, json; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code + report], env=environment, capture_output=True, text=True, check=True
+    )
+    return set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import chatlearn_core.plugins, chatlearn_core.plugins.records",
+        "from chatlearn_core.plugins.loader import discover_plugins; discover_plugins(strict=True)",
+        "from chatlearn_core.cli.main import app",
+    ],
+)
+def test_finding_plugins_imports_no_engine(code: str, environment: dict[str, str]) -> None:
+    plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    assert imported_by(code, plain) & HEAVY == set()
+
+
+@pytest.mark.parametrize("command", ["plugins list", "plugins list --json", "--help", "run --help"])
+def test_light_commands_import_no_engine(command: str, environment: dict[str, str]) -> None:
+    code = (
+        "import contextlib, sys\nfrom chatlearn_core.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main({command.split()!r})\nNone"
+    )
+    plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    assert imported_by(code, plain) & HEAVY == set()
+
+
+def test_options_modules_import_no_engine(environment: dict[str, str]) -> None:
+    code = (
+        "from chatlearn_core.plugins.loader import discover_plugins\n"
+        "registry = discover_plugins(strict=True)\n"
+        "for entry in registry.entries:\n"
+        "    if getattr(entry.record, 'options', None): registry.load_options(entry.record)\n"
+        "None"
+    )
+    plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    assert imported_by(code, plain) & HEAVY == set()
+
+
+@pytest.mark.slow
+def test_import_contracts_hold() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    finished = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout[-4000:]
+
+
+def test_every_distribution_has_the_same_shape() -> None:
+    projects = [file.parent for file in ROOT.glob("*/pyproject.toml")] + [
+        file.parent for file in ROOT.glob("plugins/*/pyproject.toml") if file.parent.name != "template"
+    ]
+    assert len(projects) >= 9
+    for project in projects:
+        assert (project / "README.md").is_file(), project
+        assert (project / "tests").is_dir(), project
+        [package] = [path for path in (project / "src").iterdir() if path.is_dir()]
+        assert package.name == project.name
+        assert (package / "py.typed").is_file(), project

@@ -1,0 +1,135 @@
+"""A run killed with SIGKILL at any moment and resumed ends bit-identical to one that was not."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """Results by configuration, computed once."""
+    return {}
+
+
+@pytest.fixture
+def expected(undisturbed: dict[str, Any], recipe: Any, chatlearn: Any, result_of: Any) -> Any:
+    """What a run that nobody killed leaves."""
+    if not undisturbed:
+        finished = chatlearn("run", recipe.file, f"output_dir={recipe.file.parent / 'undisturbed'}")
+        assert finished.code == 0, finished.output
+        undisturbed["result"] = result_of(recipe.file.parent / "undisturbed")
+    result = undisturbed["result"]
+    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
+    assert all(line["training/updates"] == 4 for line in result.metrics), "2 mini-batches x 2 epochs"
+    assert any(line["actor/grad_norm"] > 0 for line in result.metrics), "something is learned"
+    return result
+
+
+@pytest.mark.parametrize(
+    ("moment", "every"),
+    [
+        ("completion:30", 1),  # while step 3 generates: 12 samples a step
+        ("rollout:3", 1),
+        ("update begins:1", 1),  # the very first update
+        ("update:10", 1),  # between two updates of step 3
+        ("update:14", 2),  # step 4: step 3 is made once more
+        ("synced:4", 1),  # the generators hold step 3's weights, its line is not written
+        ("metrics:4", 1),  # the line is written, the checkpoint is not
+        ("metrics:3", 2),  # a line without a checkpoint
+        ("half a save:2", 1),  # half a file of the checkpoint is written
+        ("half a save:2", 2),
+        ("saved:1", 1),
+        ("export:1", 1),  # the model directory is incomplete
+        ("end completed:1", 1),  # everything is written
+    ],
+)
+def test_killed_at_a_defined_moment(
+    moment: str, every: int, recipe: Any, chatlearn: Any, result_of: Any, expected: Any
+) -> None:
+    settings = (f"checkpoint.every={every}",)
+    killed = chatlearn("run", recipe.file, *settings, PROBE=moment)
+    assert killed.code == KILLED, killed.output
+    resumed = chatlearn("run", recipe.file, *settings)
+    if moment.startswith("end completed"):
+        assert resumed.code == 2
+        assert "is complete: it made 4 of 4 steps" in resumed.output
+    else:
+        assert resumed.code == 0, resumed.output
+    assert result_of(recipe.run_dir) == expected
+    left = [path.name for path in (recipe.run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert left == [], "nothing unfinished is left"
+
+
+def test_killed_again_and_again(recipe: Any, chatlearn: Any, result_of: Any, expected: Any) -> None:
+    for moment in ("update:2", "metrics:1", "save:1", "completion:5", "synced:2", "update:3"):
+        assert chatlearn("run", recipe.file, PROBE=moment).code == KILLED
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    assert result_of(recipe.run_dir) == expected
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(recipe: Any, start: Callable[..., Any], result_of: Any, expected: Any) -> None:
+    draw = random.Random(20)
+    for _ in range(5):
+        process = start("run", recipe.file)
+        time.sleep(draw.uniform(0.2, 1.5))
+        process.signal(signal.SIGKILL)
+        if process.wait().code == 0:
+            break  # the machine was quicker
+    finished = start("run", recipe.file).wait()
+    assert finished.code == 0 or "is complete: it made 4 of 4 steps" in finished.output, finished.output
+    assert result_of(recipe.run_dir) == expected
+
+
+def test_a_step_more_goes_on_where_the_run_ended(recipe: Any, chatlearn: Any, result_of: Any) -> None:
+    assert chatlearn("run", recipe.file, "train.steps=2").code == 0
+    first = result_of(recipe.run_dir)
+    longer = chatlearn("run", recipe.file, "train.steps=3")
+    assert longer.code == 0, longer.output
+    assert "resuming after step 2" in longer.output
+    both = result_of(recipe.run_dir)
+    assert both.metrics[:2] == first.metrics
+    assert both.model != first.model
+
+
+@pytest.mark.parametrize("damage", ["cut short", "byte flipped", "file missing"])
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: str, recipe: Any, chatlearn: Any, result_of: Any, expected: Any
+) -> None:
+    assert chatlearn("run", recipe.file, PROBE="saved:3").code == KILLED
+    file: Path = recipe.run_dir / "checkpoints" / "step_00000003" / "roles" / "trainer" / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "file missing":
+        file.unlink()
+    elif damage == "cut short":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[-10] ^= 1
+        file.write_bytes(content)
+    resumed = chatlearn("run", recipe.file)
+    assert resumed.code == 0, resumed.output
+    assert "passed over a checkpoint" in resumed.output
+    assert "step_00000003 is damaged: roles/trainer/weights.safetensors" in resumed.output
+    assert "resuming after step 2" in resumed.output
+    assert result_of(recipe.run_dir) == expected
+
+
+def test_changed_settings_are_refused(recipe: Any, chatlearn: Any) -> None:
+    assert chatlearn("run", recipe.file, PROBE="saved:1").code == KILLED
+    refused = chatlearn("run", recipe.file, "seed=1", "roles.trainer.options.learning_rate=0.1")
+    assert refused.code == 2
+    assert "seed: was 0, is 1" in refused.output
+    assert "learning_rate: was 0.003, is 0.1" in refused.output
+    assert "Traceback" not in refused.output
