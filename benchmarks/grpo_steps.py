@@ -95,19 +95,17 @@ def grpo_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any])
     class Recorder(RunListener):
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
-            self.ends: list[float] = []
-            self.began = 0.0
+            self.clocks: list[tuple[float, float]] = []
 
         def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
-            self.began = time.perf_counter()
+            self.clocks.append((time.perf_counter(), time.process_time()))
 
         def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-            now = time.perf_counter()
+            self.clocks.append((time.perf_counter(), time.process_time()))
+            wall_s, cpu_s = (now - before for before, now in zip(*self.clocks[-2:], strict=True))
             forward_s = sum(forwards)
             forwards.clear()
-            began = self.ends[-1] if self.ends else self.began
-            self.steps.append({**metrics, "wall_s": now - began, "forward_s": forward_s})
-            self.ends.append(now)
+            self.steps.append({**metrics, "wall_s": wall_s, "cpu_s": cpu_s, "forward_s": forward_s})
 
     registry = discover_plugins()
     text = yaml.safe_dump(configuration(model, data, run_dir, settings))

@@ -166,14 +166,14 @@ def attention_share(lengths: Sequence[int], budget: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="directory of GSM8K's train.jsonl")
-    parser.add_argument("--sequences", type=int, default=256, help="sequences of one optimizer step")
+    parser.add_argument("--sequences", type=int, default=128, help="sequences of one optimizer step")
     parser.add_argument("--budget", type=int, default=8192, help="computed tokens of one micro-batch")
     parser.add_argument("--rounds", type=int, default=5, help="times each way is timed, in turns")
     parser.add_argument(
         "--quick", action="store_true", help="few sequences, two rounds: checks that this program works"
     )
     arguments = parser.parse_args()
-    num_sequences, rounds = (32, 2) if arguments.quick else (arguments.sequences, arguments.rounds)
+    num_sequences, rounds = (16, 2) if arguments.quick else (arguments.sequences, arguments.rounds)
 
     everything, origin = all_lengths(arguments.data, quick=arguments.quick)
     lengths = random.Random(SEED).sample(everything, num_sequences)

@@ -38,13 +38,13 @@ def trl_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any]) 
 
     class Recorder(TrainerCallback):
         def __init__(self) -> None:
-            self.ends: list[float] = []
+            self.clocks: list[tuple[float, float]] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter())
+            self.clocks.append((time.perf_counter(), time.process_time()))
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter())
+            self.clocks.append((time.perf_counter(), time.process_time()))
 
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     tokens = settings["completion_tokens"]
@@ -84,12 +84,15 @@ def trl_steps(model: str, data: str, run_dir: str, settings: Mapping[str, Any]) 
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    seconds = [end - begin for begin, end in pairwise(recorder.ends)]
+    seconds = [
+        (wall[1] - wall[0], cpu[1] - cpu[0])
+        for wall, cpu in (zip(*pair, strict=True) for pair in pairwise(recorder.clocks))
+    ]
     if len(seconds) != settings["steps"]:
         raise RuntimeError(f"TRL made {len(seconds)} optimizer steps, not {settings['steps']}")
     [length] = [entry["completions/mean_length"] for entry in trainer.state.log_history if "step_time" in entry]
     return {
-        "steps": [{"wall_s": wall, "response_length/mean": length} for wall in seconds],
+        "steps": [{"wall_s": wall, "cpu_s": cpu, "response_length/mean": length} for wall, cpu in seconds],
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB,
     }
 

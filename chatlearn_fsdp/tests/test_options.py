@@ -16,6 +16,19 @@ def test_master_dtype_below_compute_dtype_is_refused() -> None:
         FSDPOptions(param_dtype="float32", master_dtype="bfloat16")
 
 
+def test_ulysses_needs_its_attention() -> None:
+    assert FSDPOptions(ulysses=2).attention == "varlen"
+    with pytest.raises(ValidationError, match=r"ulysses 2 .* attention is 'sdpa'; set attention: varlen"):
+        FSDPOptions(ulysses=2, attention="sdpa")
+
+
+def test_adapters_from_a_file() -> None:
+    options = FSDPOptions.model_validate({"lora": {"rank": 8, "target_modules": ["q_proj", "v_proj"]}})
+    assert options.lora is not None
+    assert options.lora.target_modules == ("q_proj", "v_proj")
+    assert options.model_dump(mode="json")["lora"]["alpha"] == 32.0
+
+
 def test_plugin_and_options_import_no_engine() -> None:
     code = (
         "import sys, chatlearn_fsdp.plugin as p, chatlearn_fsdp.options; spec, = p.chatlearn_trainers();"

@@ -20,6 +20,7 @@ LAYOUTS = {
     "dp2": ([[0, 1, 2, 3, 4, 5], [6]], {}),
     "dp4": ([[0, 1], [2, 3, 4], [5, 6], []], {}),
     "hsdp2x2": ([[0, 6], [1, 5], [2], [3, 4]], {"dp_replicate": 2}),
+    "replicate2": ([[0, 1, 2, 3, 4, 5], [6]], {"dp_replicate": 2}),
     "ulysses2": (EVERYTHING, {"ulysses": 2}),
     "ulysses4_of_2_kv_heads": (EVERYTHING, {"ulysses": 4}),
     "dp2_ulysses2": ([[0, 1, 2], [3, 4, 5, 6]], {"ulysses": 2}),

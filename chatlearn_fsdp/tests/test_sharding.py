@@ -1,6 +1,7 @@
 """Starts, streams, checkpoints and errors of several ranks on gloo."""
 
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import box_of_rows, mesh_sizes
 from chatlearn_fsdp.trainer import FSDPTrainer
-from chatlearn_hf.checkpoint_names import expected_manifest
+from chatlearn_hf.checkpoint_names import checkpoint_layout, expected_manifest
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.tiny import build_tiny_model
 
@@ -149,6 +150,26 @@ def test_a_rendezvous_by_tcp_with_all_ranks_there(model_path, make_batch, policy
         assert trainer.update(make_batch(), policy_loss)["grad_norm"].value > 0
     finally:
         trainer.close()
+
+
+@pytest.mark.engine
+def test_a_model_without_views_of_its_checkpoint_is_loaded_whole_with_a_warning(
+    make_trainer, make_batch, policy_loss, weights_of, monkeypatch, caplog
+) -> None:
+    expected = weights_of(make_trainer())
+
+    def layout_without_views(model):
+        layout = checkpoint_layout(model)
+        first, *rest = layout.tensors
+        return replace(layout, tensors=(replace(first, parts=None), *rest))
+
+    monkeypatch.setattr("chatlearn_fsdp.model_start.checkpoint_layout", layout_without_views)
+    trainer = make_trainer(cpu_offload=True)
+    assert "keeps model.embed_tokens.weight in another form" in caplog.text
+    ours = weights_of(trainer)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert {shard.name for shard in trainer.weights("boxes")} == expected.keys()
+    trainer.update(make_batch(), policy_loss)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext, Trainer
 from chatlearn_core.types import OutputRequest, pack_samples
 from chatlearn_fsdp.optimizer import optimizer_tensors
@@ -222,6 +222,51 @@ def test_export_loads_with_from_pretrained(make_trainer, make_batch, policy_loss
         logprobs, _ = alone(load_causal_lm(str(tmp_path / "export"), attention="sdpa"), batch, 0.7)
     torch.testing.assert_close(trainer.compute(batch, policy_loss.needs)["logprobs"], logprobs, atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+
+
+def test_adapters_learn_and_leave_merged_while_weights_stay(
+    make_trainer, make_batch, policy_loss, weights_of, tmp_path
+) -> None:
+    trainer = make_trainer(lora={"rank": 4, "alpha": 8.0})
+    frozen = {name: p.clone() for name, p in trainer._model.named_parameters() if not p.requires_grad}
+    before = weights_of(trainer)
+    for seed in range(2):
+        trainer.update(make_batch(seed), policy_loss)
+    assert all(torch.equal(p, frozen[name]) for name, p in trainer._model.named_parameters() if name in frozen)
+    after = weights_of(trainer)
+    assert list(after) == list(trainer.manifest().tensors)
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if "_proj." in name}
+    trainer.export_model(tmp_path / "export")
+    saved = load_file(tmp_path / "export" / "model.safetensors")
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[name], after[name]) for name in saved)
+    batch = make_batch(2)
+    with torch.no_grad():
+        logprobs, _ = alone(load_causal_lm(str(tmp_path / "export"), attention="sdpa"), batch, 0.7)
+    torch.testing.assert_close(trainer.compute(batch, policy_loss.needs)["logprobs"], logprobs, atol=1e-5, rtol=0)
+
+
+def test_adapters_resume_bit_identical_and_only_with_the_same_shape(
+    make_trainer, make_batch, policy_loss, weights_of, tmp_path
+) -> None:
+    straight, resumed = (make_trainer(lora={"rank": 4, "alpha": 8.0}) for _ in range(2))
+    straight.update(make_batch(0), policy_loss)
+    straight.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+    for trainer in (straight, resumed):
+        trainer.update(make_batch(1), policy_loss)
+    ours, theirs = weights_of(straight), weights_of(resumed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(CheckpointError, match=r"lora \{.*'rank': 4"):
+        make_trainer(lora={"rank": 2, "alpha": 8.0}).load(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"this trainer: None"):
+        make_trainer().load(tmp_path / "saved")
+
+
+def test_loading_and_exporting_draw_no_progress_bars(make_trainer, tmp_path, capfd) -> None:
+    make_trainer().export_model(tmp_path / "export")
+    assert "it/s" not in capfd.readouterr().err
 
 
 def test_reserved_engine_argument_is_refused(model_path) -> None:

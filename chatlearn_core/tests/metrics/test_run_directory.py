@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chatlearn_core.exceptions import ChatLearnError
+from chatlearn_core.exceptions import BackendError, ChatLearnError
 from chatlearn_core.metrics import RunDirectory
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -88,3 +88,30 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(ChatLearnError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
         directory.append_metrics(1, {})
+
+
+def test_a_model_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with directory.replacing_model() as aside:
+        aside.mkdir()
+        (aside / "old.json").write_text("1")
+    with directory.replacing_model() as aside:
+        aside.mkdir()
+        (aside / "new.json").write_text("2")
+        assert [file.name for file in directory.model.iterdir()] == ["old.json"]
+    assert [file.name for file in directory.model.iterdir()] == ["new.json"]
+
+
+def test_a_model_that_the_disk_does_not_take_leaves_the_earlier_one(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.model.mkdir()
+
+    def fail() -> None:
+        with directory.replacing_model() as aside:
+            aside.mkdir()
+            raise BackendError("role 'trainer': export_model failed: No space left on device")
+
+    with pytest.raises(ChatLearnError, match=r"cannot write .*model: .*No space left on device.*output_dir"):
+        fail()
+    assert directory.model.is_dir()
+    assert not (tmp_path / ".writing_model").exists()

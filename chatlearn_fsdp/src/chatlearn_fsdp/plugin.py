@@ -14,7 +14,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
     return [
         TrainerSpec(
             name="fsdp",
-            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, micro-batches by token budget",
+            summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, Ulysses, LoRA",
             factory="chatlearn_fsdp.trainer:FSDPTrainer",
             options="chatlearn_fsdp.options:FSDPOptions",
             requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),

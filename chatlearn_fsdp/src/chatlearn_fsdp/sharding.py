@@ -169,10 +169,12 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     return local, start
 
 
-def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank's part of a tensor is the first of its copies (HSDP holds one a replica)."""
+def is_first_copy(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank's part of a tensor is the first of its copies: HSDP holds one a replica, and every rank has the
+    whole of what is not sharded (buffers).
+    """
     if not isinstance(tensor, DTensor):
-        return True
+        return rank == 0
     mesh = tensor.device_mesh
     copies = (i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
     return all(mesh.get_local_rank(i) == 0 for i in copies)

@@ -222,7 +222,8 @@ class FSDPTrainer:
         """Stream the weights in checkpoint names, tied ones once. Collective.
 
         ``full_tensors``: every rank gathers every tensor in the same order and yields it whole with owner rank 0; ranks
-        other than the owner have nothing to send. ``boxes``: every rank yields what it holds, without communication.
+        other than the owner have nothing to send. ``boxes``: every rank yields what it holds, without
+        communication (under adapters their small A is gathered).
         """
         model = self._ready("weights")
         layout = self._checkpoint_layout()

@@ -33,7 +33,7 @@ def stream_full(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[We
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
     """The rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
 
-    Of several copies (HSDP) the first is streamed. A tensor that cannot be had as a view is gathered, and yielded whole
+    Of several copies (HSDP, buffers) the first is streamed. A tensor that cannot be had as a view is gathered, and yielded whole
     by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered for that.
     """
     state, adapter_of = base_state(model), adapters(model)
@@ -49,7 +49,7 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
         adapter = adapter_of.get(entry.key)
         if adapter is not None:
             local = adapter.merge(local, whole(adapter.down), local_rows(adapter.up)[0])
-        if is_first_copy(tensor):
+        if is_first_copy(tensor, rank):
             for held in held_rows(entry, local.contiguous(), start):
                 box = ((held.first, held.last), *full_box(held.shape[1:]))
                 yield WeightShard(held.name, held.shape, box, rank, held.view)

@@ -70,19 +70,31 @@ def loss(factor: float) -> Any:
     return backends.CountingLoss(factor)
 
 
-@pytest.mark.parametrize(("count", "ranks", "model_parallel"), [(13, 4, 1), (1, 4, 1), (5, 4, 2)])
-async def test_a_trainer_sees_every_sample_once(roles: Any, count: int, ranks: int, model_parallel: int) -> None:
-    role = roles.role("trainer", "trainer", "counting", ranks=ranks, model_parallel=model_parallel)
+async def sees_every_sample_once(runtime: RayRuntime, count: int) -> None:
+    trainer = runtime.trainer("trainer")
+    whole = batch(count)
+    metrics = await trainer.update(whole, loss(3.0))
+    assert metrics["sequences"].value == count
+    assert metrics["token_ids"].value == float(whole.token_ids.sum())
+    assert metrics["loss_called"].value == 3.0
+    held = [whole.token_ids, whole.loss_mask, whole.unit_index, whole.group_index]
+    assert metrics["perf/object_store_bytes"].value >= sum(tensor.nbytes for tensor in held)
+    outputs = await trainer.compute(whole, OutputRequest(frozenset({"logprobs", "scores"})))
+    assert outputs["logprobs"].tolist() == (whole.token_ids * 2).tolist()
+    assert outputs["scores"].tolist() == whole.token_ids[whole.cu_seqlens[:-1].long()].tolist()
+
+
+async def test_a_trainer_of_four_ranks_sees_every_sample_once(roles: Any) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=4)
     async with running(roles.plan(role)) as runtime:
-        trainer = runtime.trainer("trainer")
-        whole = batch(count)
-        metrics = await trainer.update(whole, loss(3.0))
-        assert metrics["sequences"].value == count
-        assert metrics["token_ids"].value == float(whole.token_ids.sum())
-        assert metrics["loss_called"].value == 3.0
-        outputs = await trainer.compute(whole, OutputRequest(frozenset({"logprobs", "scores"})))
-        assert outputs["logprobs"].tolist() == (whole.token_ids * 2).tolist()
-        assert outputs["scores"].tolist() == whole.token_ids[whole.cu_seqlens[:-1].long()].tolist()
+        for count in (13, 1):
+            await sees_every_sample_once(runtime, count)
+
+
+async def test_a_model_parallel_group_counts_once(roles: Any) -> None:
+    role = roles.role("trainer", "trainer", "counting", ranks=2, model_parallel=2)
+    async with running(roles.plan(role)) as runtime:
+        await sees_every_sample_once(runtime, 5)
 
 
 async def test_one_cluster_life(roles: Any, tmp_path: Path) -> None:
@@ -201,13 +213,13 @@ async def test_a_stopped_process_is_reported_by_the_driver(roles: Any, monkeypat
         worker = runtime.trainer("trainer").workers[0]
         os.kill(worker.facts.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(BackendTimeoutError, match="rank 0 of 1 .*no answer within 6 s.*does not even say"):
+            with pytest.raises(BackendTimeoutError, match=r"rank 0 of 1 .*no answer within 6 s.*does not even say"):
                 await runtime.trainer("trainer").update(batch(2), loss(1.0))
         finally:
             os.kill(worker.facts.pid, signal.SIGCONT)
 
 
-async def test_an_error_of_one_rank_names_it_with_its_traceback(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_one_rank_names_it_with_its_traceback(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2, fail_rank=1)
     async with running(roles.plan(role)) as runtime:
         with pytest.raises(BackendError) as error:
@@ -233,7 +245,7 @@ async def test_a_version_that_differs_is_refused_by_the_worker(roles: Any) -> No
 async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
     import ray
 
-    before = ray.available_resources().get("CPU")
+    everything = ray.cluster_resources()["CPU"]
     plan = roles.plan(
         roles.role("generator", "generator", "echo"), roles.role("trainer", "trainer", "counting", refuse=True)
     )
@@ -241,10 +253,10 @@ async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
     with pytest.raises(ConfigError, match="role 'trainer', rank 0 of 1, setup: the trainer refuses to start"):
         await runtime.start()
     for _ in range(50):
-        if ray.available_resources().get("CPU") == before:
+        if ray.available_resources().get("CPU") == everything:
             break
         await asyncio.sleep(0.1)
-    assert ray.available_resources().get("CPU") == before
+    assert ray.available_resources()["CPU"] == everything
 
 
 async def test_what_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:

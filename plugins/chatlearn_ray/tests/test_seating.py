@@ -86,7 +86,7 @@ def test_a_pool_with_too_few_slots_is_refused() -> None:
 
 
 def test_an_unknown_pool_is_refused() -> None:
-    with pytest.raises(ConfigError, match="roles.trainer.pool is 'gpu', but runtime.options.pools has 'gpus'"):
+    with pytest.raises(ConfigError, match=r"roles\.trainer\.pool is 'gpu', but runtime\.options\.pools has 'gpus'"):
         seat(TRAINER, pools={"gpus": {"slots": 4}}, roles={"trainer": {"pool": "gpu"}})
 
 

@@ -32,16 +32,16 @@ def test_another_version_on_the_worker_is_an_error_that_names_both(choice: Plugi
 
 def test_a_worker_without_the_plugin_says_where_it_is_missing(choice: PluginChoice, fakes: PluginRegistry) -> None:
     fewer = tuple(e for e in fakes.entries if e.distribution != choice.distribution)
-    with pytest.raises(PluginNotFoundError, match="roles.generator, on worker"):
+    with pytest.raises(PluginNotFoundError, match=r"roles\.generator, on worker"):
         choice.find(replace(fakes, entries=fewer), "driver-host")
 
 
 def test_another_core_or_python_is_an_error() -> None:
     spec = WorkerSpec("reward", RoleContext("reward"), 1.0, driver_host="driver-host")
     spec.check_versions()
-    with pytest.raises(PluginIncompatibleError, match="chatlearn-core is 9.9 on the driver"):
+    with pytest.raises(PluginIncompatibleError, match=r"chatlearn-core is 9\.9 on the driver"):
         replace(spec, core_version="9.9").check_versions()
-    with pytest.raises(PluginIncompatibleError, match="Python is 3.99 on the driver"):
+    with pytest.raises(PluginIncompatibleError, match=r"Python is 3\.99 on the driver"):
         replace(spec, python_version="3.99.1").check_versions()
 
 

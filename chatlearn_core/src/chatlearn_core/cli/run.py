@@ -89,6 +89,7 @@ def evaluate(
 
 def describe(assembly: Assembly) -> str:
     """What a run would do: flow, roles, weight transport, data."""
+    from chatlearn_core.executor.run import build_runtime
     from chatlearn_core.flow import to_text
 
     plan = assembly.plan
@@ -100,6 +101,9 @@ def describe(assembly: Assembly) -> str:
             f"  {role.name:<12} {role.kind:<10} {backends:<20} device {role.device}, "
             f"{role.replicas} replica(s) x {role.ranks} rank(s){learns}"
         )
+    lines += ["", "places"]
+    for name, facts in build_runtime(assembly).describe().items():
+        lines += [f"  {name:<12} {place}" for place in facts.get("places", ["in this process"])]
     lines += ["", "weight sync"]
     lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}" for s in plan.weight_syncs] or ["  none"]
     lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]

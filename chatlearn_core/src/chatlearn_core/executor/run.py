@@ -256,9 +256,18 @@ class Run:
     def _write_step(self, step: int, line: Mapping[str, float]) -> None:
         self.directory.append_metrics(step, line)
         for logger in self._loggers:
-            logger.log(step, line)
+            self._log(logger, step, line)
         self.observers.step_end(step, line)
         self.listener.step_done(step, line)
+
+    def _log(self, logger: Logger, step: int, line: Mapping[str, float]) -> None:
+        """Pass a step on to a logger; one that fails is told about, and the run, whose own files are whole, goes on."""
+        try:
+            logger.log(step, line)
+        except Exception as error:
+            text = f"logger {type(logger).__name__} failed at step {step}: {type(error).__name__}: {error}"
+            self.listener.warning(text)
+            self.directory.append_event("warning", step=step, text=text)
 
     def _epochs(self) -> dict[str, float]:
         epochs = self.sampler.epochs

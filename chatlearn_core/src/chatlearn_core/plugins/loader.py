@@ -241,16 +241,12 @@ def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
 
 
 def require_all_ok(registry: PluginRegistry) -> None:
-    """Raise PluginError if any plugin is neither ``ok`` nor ``disabled``.
+    """Raise PluginError if any plugin is broken, incompatible or in conflict.
 
-    A generator that can run in another interpreter may lack its engine in this one.
+    One whose engine is not installed is no fault of the installation (the engine may be an extra, or live in another
+    interpreter): selecting it says what is missing.
     """
-    bad = [
-        entry
-        for entry in registry.entries
-        if entry.status not in ("ok", "disabled")
-        and not (entry.status == "missing-engine" and runs_elsewhere(entry.record))
-    ]
+    bad = [entry for entry in registry.entries if entry.status not in ("ok", "disabled", "missing-engine")]
     lines = [f"{entry.kind or 'plugin'} {entry.title}: {entry.status}: {entry.reason}" for entry in bad]
     lines += registry.warnings
     if lines:

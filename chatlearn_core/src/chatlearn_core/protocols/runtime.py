@@ -104,7 +104,9 @@ class Runtime(Protocol):
         """
 
     def describe(self) -> Mapping[str, Any]:
-        """Who sits where, for the log and ``--dry-run``."""
+        """Who sits where, for the log and ``--dry-run``, before ``start`` as planned: by role a mapping, in which
+        ``places`` has one line a worker where the workers are processes of their own.
+        """
 
     async def close(self) -> None:
         """Close all roles. Twice is fine."""

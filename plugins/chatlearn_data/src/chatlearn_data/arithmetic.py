@@ -2,7 +2,7 @@ r"""Arithmetic word problems from a seed, so that nothing needs to be downloaded
 
 A problem is an operation and two operands; its text is one of many wordings. Splits are disjoint in the problems
 themselves, so held-out accuracy measures arithmetic, not memory: ``a + b`` and ``b + a`` are one problem. Every text
-is made of the pieces that ``vocabulary`` lists, a whole number being one piece, so that a tokenizer with a few hundred
+is made of the pieces that ``vocabulary`` lists, a digit being one piece, so that a tokenizer with about a hundred
 tokens covers it.
 """
 
@@ -20,7 +20,7 @@ Operation = Literal["add", "subtract"]
 AnswerStyle = Literal["boxed", "hash"]
 
 OPERATIONS: tuple[Operation, ...] = ("add", "subtract")
-PIECE = re.compile(r"\\boxed\{|####|\d+|[A-Za-z]+|[^\w\s]")
+PIECE = re.compile(r"\\boxed\{|####|\d|[A-Za-z]+|[^\w\s]")
 """One piece of a text, as ``vocabulary`` lists them: a word-level tokenizer splits by this pattern."""
 
 _SYMBOLS: dict[Operation, str] = {"add": "+", "subtract": "-"}
@@ -77,24 +77,27 @@ class Splits:
     heldout: tuple[Problem, ...]
 
 
-def problems(operations: Sequence[str] = OPERATIONS, max_operand: int = 50) -> list[Problem]:
-    """Every problem once: operands from 1 to ``max_operand``, no negative answer, sums with the smaller number first.
+def problems(operations: Sequence[str] = OPERATIONS, max_operand: int = 49, min_operand: int = 10) -> list[Problem]:
+    """Every problem once: sums of two operands in the range, and differences that undo such a sum (the second operand
+    and the answer are in the range). A sum has its smaller operand first.
 
     Raises:
-        DataError: an unknown operation or no operand.
+        DataError: an unknown operation, or an empty range.
     """
     unknown = [operation for operation in operations if operation not in OPERATIONS]
     if unknown or not operations:
         raise DataError(f"operations are {', '.join(OPERATIONS)}, not {', '.join(unknown) or 'none at all'}")
-    if max_operand < 1:
-        raise DataError(f"max_operand is {max_operand}; it must be at least 1")
-    pairs = [(small, large) for large in range(1, max_operand + 1) for small in range(1, large + 1)]
-    return [
-        Problem(operation, *((small, large) if operation == "add" else (large, small)))
-        for operation in OPERATIONS
-        if operation in operations
-        for small, large in pairs
-    ]
+    if not 0 <= min_operand <= max_operand:
+        raise DataError(
+            f"operands from {min_operand} to {max_operand}: the smallest must be 0 or more, not above the other"
+        )
+    operands = range(min_operand, max_operand + 1)
+    made: list[Problem] = []
+    if "add" in operations:
+        made += [Problem("add", small, large) for large in operands for small in range(min_operand, large + 1)]
+    if "subtract" in operations:
+        made += [Problem("subtract", answer + right, right) for answer in operands for right in operands]
+    return made
 
 
 def split_problems(all_problems: Sequence[Problem], *, validation: int, heldout: int, seed: int) -> Splits:
@@ -162,30 +165,43 @@ def solution(problem: Problem, style: AnswerStyle = "boxed", *, worked: bool = T
     Args:
         problem: what is answered.
         style: ``boxed`` ends in ``\boxed{41}``, ``hash`` in ``#### 41``.
-        worked: with the working, which adds or takes away tens before units: ``23+18=23+10+8=33+8=\boxed{41}``;
-            otherwise the bare result, ``\boxed{41}``.
+        worked: with the working, column by column from the units as in school:
+            ``23+18:3+8=11,2+1+1=4:\boxed{41}`` and ``41-18:11-8=3,4-1-1=2:\boxed{23}``, the carry or the borrowed
+            ten written out in every column; otherwise the bare result, ``\boxed{41}``.
     """
     answer = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
     if not worked:
         return answer
     sign = _SYMBOLS[problem.operation]
-    tens, units = problem.right - problem.right % 10, problem.right % 10
-    steps = [f"{problem.left}{sign}{problem.right}"]
-    if tens and units:
-        between = problem.left + tens if problem.operation == "add" else problem.left - tens
-        steps += [f"{problem.left}{sign}{tens}{sign}{units}", f"{between}{sign}{units}"]
-    if style == "hash":
-        steps.append(f"{problem.answer} ")
-    return "=".join(steps) + ("=" if style == "boxed" else "") + answer
+    return f"{problem.left}{sign}{problem.right}:{','.join(_columns(problem))}:{answer}"
 
 
-def vocabulary(max_operand: int = 50) -> list[str]:
-    """Every piece that ``render`` and ``solution`` can write, sorted; numbers up to the largest sum."""
+def _columns(problem: Problem) -> Iterator[str]:
+    """One step a column of digits; in all but the last the sum or minuend has two, so that a carry is always said."""
+    num_columns = max(len(str(problem.left)), len(str(problem.right)))
+    carry = 0
+    for column in range(num_columns):
+        left, right = problem.left // 10**column % 10, problem.right // 10**column % 10
+        before = f"{'+' if problem.operation == 'add' else '-'}{carry}" if column else ""
+        last = column == num_columns - 1
+        if problem.operation == "add":
+            total = left + right + carry
+            yield f"{left}+{right}{before}={total if last else f'{total:02d}'}"
+            carry = total // 10
+        else:
+            borrow = int(left - right - carry < 0)
+            shown = left if last else f"{borrow}{left}"
+            yield f"{shown}-{right}{before}={10 * borrow + left - right - carry}"
+            carry = borrow
+
+
+def vocabulary() -> list[str]:
+    """Every piece that ``render`` and ``solution`` can write, sorted; a number is written digit by digit."""
     words = {piece for templates in _TEMPLATES.values() for t in templates for piece in PIECE.findall(_blank(t))}
     words |= {name for names in _NAMES.values() for name in names} | set(_THINGS)
     words |= {form for pronoun in _NAMES for form in (pronoun, pronoun.capitalize())}
-    words |= {*_SYMBOLS.values(), "=", ".", "\\boxed{", "}", "####"}
-    return sorted(words) + [str(number) for number in range(2 * max_operand + 1)]
+    words |= {*_SYMBOLS.values(), *"=,:0123456789", "\\boxed{", "}", "####"}
+    return sorted(words)
 
 
 def _blank(template: str) -> str:

@@ -57,7 +57,8 @@ def math(
 def prepare_arithmetic(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for train, validation, heldout and sft.")],
     operations: Annotated[str, typer.Option(help="Comma-separated: add, subtract.")] = ",".join(arithmetic.OPERATIONS),
-    max_operand: Annotated[int, typer.Option(min=1, help="Largest operand.")] = 50,
+    min_operand: Annotated[int, typer.Option(min=0, help="Smallest operand; of a difference, answer too.")] = 10,
+    max_operand: Annotated[int, typer.Option(min=0, help="Largest operand.")] = 49,
     train: Count = 4000,
     validation: Count = 200,
     heldout: Count = 200,
@@ -75,7 +76,7 @@ def prepare_arithmetic(
     check_suffix(output / f"train{suffix}")
     names = [name.strip() for name in operations.split(",") if name.strip()]
     splits = arithmetic.split_problems(
-        arithmetic.problems(names, max_operand), validation=validation, heldout=heldout, seed=seed
+        arithmetic.problems(names, max_operand, min_operand), validation=validation, heldout=heldout, seed=seed
     )
     try:
         shares = [float(share) for share in worked_shares.split(",")]

@@ -158,8 +158,3 @@ class CheckpointFiles:
         """Rows [first, last) of a tensor's first dimension, on the host, in the file's dtype; nothing else is read."""
         rows: Tensor = self._handle_of[name].get_slice(name)[first:last]
         return rows
-
-    def scalar(self, name: str) -> Tensor:
-        """A tensor without dimensions."""
-        value: Tensor = self._handle_of[name].get_tensor(name)
-        return value

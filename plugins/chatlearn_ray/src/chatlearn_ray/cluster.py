@@ -34,11 +34,22 @@ class Cluster:
         self._owns = False
         self._groups: dict[str, PlacementGroup] = {}
 
+    def require_room(self, seating: Seating) -> None:
+        """Check a run against a Ray that would be started here; a cluster that is joined may still grow.
+
+        Raises:
+            ConfigError: this machine cannot hold it; shows the arithmetic.
+        """
+        if self.options.cluster_address is not None or ray.is_initialized():
+            return
+        missing = shortage(seating, {"this machine": this_machine(self.options, seating)})
+        if missing is not None:
+            raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
+
     def join(self, seating: Seating) -> None:
         """Start Ray on this machine, or connect to the cluster that ``address`` names. Blocks for seconds.
 
         Raises:
-            ConfigError: this machine cannot hold the run.
             BackendError: Ray does not start, or there is no cluster at that address.
         """
         if ray.is_initialized():
@@ -47,12 +58,10 @@ class Cluster:
         arguments: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if options.working_dir is not None:
             arguments["runtime_env"] = {"working_dir": options.working_dir}
-        if options.address is None:
+        if options.cluster_address is None:
             here = this_machine(options, seating)
-            missing = shortage(seating, {"this machine": here})
-            if missing is not None:
-                raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
             arguments |= {
+                "address": "local",
                 "num_cpus": int(here["CPU"]),
                 "num_gpus": int(here.get("GPU", 0)),
                 "include_dashboard": False,
@@ -62,12 +71,16 @@ class Cluster:
             }
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         else:
-            arguments["address"] = options.address
+            arguments["address"] = options.cluster_address
         try:
             with _own_signal_handlers():
                 ray.init(**arguments)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            where = "on this machine" if options.address is None else f"at {options.address} (runtime.options.address)"
+            where = (
+                "on this machine"
+                if options.cluster_address is None
+                else f"at {options.cluster_address} (runtime.options.address)"
+            )
             raise BackendError(f"Ray did not start {where}: {type(error).__name__}: {error}") from error
         self._owns = True
 
@@ -81,7 +94,7 @@ class Cluster:
         said = 0.0
         while (missing := shortage(seating, nodes())) is not None:
             waited = time.monotonic() - start
-            if waited >= self.options.resource_wait_s or self.options.address is None:
+            if waited >= self.options.resource_wait_s or self.options.cluster_address is None:
                 raise BackendError(f"the roles do not fit the cluster, after {waited:.0f} s:\n{missing}\n  {_REMEDY}")
             if waited >= said:
                 logger.warning("waiting for resources since %.0f s; missing:\n%s", waited, missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,7 +49,9 @@ class RayRuntimeOptions(Part):
     """Options of the runtime ``ray``."""
 
     address: str | None = Field(
-        None, description="null: start Ray on this machine; auto or host:port: join a cluster that runs."
+        None,
+        description="null: start Ray on this machine, or join the cluster of RAY_ADDRESS (ray job submit sets it); "
+        "auto or host:port: join a cluster that runs.",
     )
     num_cpus: Positive | None = Field(
         None,
@@ -83,6 +86,11 @@ class RayRuntimeOptions(Part):
     )
 
     @property
+    def cluster_address(self) -> str | None:
+        """The cluster to join; None where Ray is started here."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
+
+    @property
     def placement(self) -> Literal["host", "anywhere"]:
         """How far apart roles may be: a Ray that is started here has one node."""
-        return "host" if self.address is None else "anywhere"
+        return "host" if self.cluster_address is None else "anywhere"

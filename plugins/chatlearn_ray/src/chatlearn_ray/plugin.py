@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.plugins.records import CliCommandSpec, RuntimeSpec
 
 RAY = ("ray>=2.40",)
 
@@ -21,5 +21,18 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
             options="chatlearn_ray.options:RayRuntimeOptions",
             requires=(RAY,),
             placement="anywhere",
+        )
+    ]
+
+
+@hookimpl
+def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
+    """``chatlearn cluster``."""
+    return [
+        CliCommandSpec(
+            name="cluster",
+            app="chatlearn_ray.cli:app",
+            help="Bring a Ray cluster up under torchrun, SLURM or PAI-DLC.",
+            requires=(RAY,),
         )
     ]

@@ -39,7 +39,7 @@ class RayRuntime:
     Nothing of a backend is imported here: workers find the plugins that the driver chose among their own, by name.
 
     Raises:
-        ConfigError: the pools do not fit the roles.
+        ConfigError: the pools do not fit the roles, or this machine cannot hold them.
     """
 
     def __init__(self, options: RayRuntimeOptions, plan: RunPlan) -> None:
@@ -53,6 +53,7 @@ class RayRuntime:
             )
         self.cluster = Cluster(options)
         self._seating = self._seat(gpus=None)
+        self.cluster.require_room(self._seating)
         self._workers: dict[tuple[str, int], RemoteWorker] = {}
         self._trainers: dict[str, RayTrainerGroup] = {}
         self._fleets: dict[str, RayGeneratorFleet] = {}
@@ -63,7 +64,9 @@ class RayRuntime:
     def _seat(self, gpus: bool | None) -> Seating:
         """Seats of all roles; ``device: auto`` is a GPU where there are ``gpus`` (None: look at this machine)."""
         if gpus is None:
-            gpus = self.options.address is None and this_machine(self.options, Seating((), ())).get("GPU", 0) > 0
+            gpus = (
+                self.options.cluster_address is None and this_machine(self.options, Seating((), ())).get("GPU", 0) > 0
+            )
         return seat_roles([_seated(role, gpus) for role in self.plan.roles.values()], self.options)
 
     async def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class RayTrainerGroup:
         self.num_restarts = 0
         self._broken: str | None = None
         self._slices: list[int] = []
+        self._put_bytes = 0
+        self._put_s = 0.0
 
     async def start(self, workers: Sequence[RemoteWorker]) -> None:
         """Let the ranks meet and set up their trainers."""
@@ -86,9 +89,13 @@ class RayTrainerGroup:
 
     async def _over_slices(self, batch: TrainBatch, method: str, argument: Any) -> tuple[list[list[int]], list[Any]]:
         """Give every rank its slice; one object a slice is shared by the ranks that take it."""
+        start = time.perf_counter()
         assignment = assign(batch, self.num_slices)
-        references = [ray.put(BatchArrays.of(part)) for part in take(batch, assignment)]
+        parts = [BatchArrays.of(part) for part in take(batch, assignment)]
+        references = [ray.put(part) for part in parts]
         shared = ray.put(argument)
+        self._put_s += time.perf_counter() - start
+        self._put_bytes += sum(part.num_bytes for part in parts)
         calls = [
             (worker, (references[index], shared)) for worker, index in zip(self.workers, self._slices, strict=True)
         ]
@@ -101,9 +108,16 @@ class RayTrainerGroup:
         return gather_outputs(batch, assignment, outputs, self._slices)
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """One optimizer step; adds ``training/ranks_imbalance``: tokens of the fullest slice over the mean."""
+        """One optimizer step.
+
+        Adds ``perf/object_store_bytes`` and ``timing_s/object_store``, what the driver put there since the last update
+        and how long it took, and with several slices ``training/ranks_imbalance``: tokens of the fullest over the mean.
+        """
         assignment, answers = await self._over_slices(batch, "update", loss)
         metrics = gather_metrics(answers, self._slices)
+        metrics["perf/object_store_bytes"] = Metric(self._put_bytes, reducer="sum")
+        metrics["timing_s/object_store"] = Metric(self._put_s, reducer="sum")
+        self._put_bytes, self._put_s = 0, 0.0
         if self.num_slices > 1 and batch.num_tokens:
             lengths = batch.lengths
             fullest = max(sum(lengths[i] for i in indices) for indices in assignment)

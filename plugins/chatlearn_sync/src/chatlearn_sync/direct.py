@@ -159,7 +159,9 @@ class DirectReceiver:
 
     async def _wait(self, news: asyncio.Event, channels: list[Channel], plan: SyncPlan, where: str) -> None:
         try:
-            await asyncio.wait_for(news.wait(), plan.timeout_s)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the result.
+            async with asyncio.timeout(plan.timeout_s):
+                await news.wait()
         except TimeoutError as error:
             ranks = sorted(channel.sender.rank for channel in channels)
             raise BackendTimeoutError(

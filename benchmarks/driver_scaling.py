@@ -1,0 +1,180 @@
+"""What one step costs the driver of the runtime ``ray``, by samples and replicas.
+
+    python benchmarks/driver_scaling.py [--samples 1000 10000 100000] [--replicas 1 64 512]
+
+The driver's own code runs: scheduler, generator fleet, reward group, packing, splitting over as many data-parallel ranks
+as there are replicas, and putting answers together. Workers are simulated in the process and answer at once with ready
+arrays, so that CPU time is the driver's alone. Then the object store of a real Ray against a plain copy of the same
+bytes. Printed last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from chatlearn_core.executor.environment import make_slots
+from chatlearn_core.executor.evaluator import evaluation_flow
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.flow import trace
+from chatlearn_core.metrics import Timers
+from chatlearn_core.types import Completion, Prompt, RewardResult, SamplingParams, VersionSpan, pack_samples
+from chatlearn_ray.arrays import BatchArrays
+from chatlearn_ray.generator_fleet import RayGeneratorFleet
+from chatlearn_ray.reward_group import RayRewardGroup
+from chatlearn_ray.split import assign, gather_outputs, take
+from chatlearn_ray.workers import ReplicaReport
+from machine import machine_facts
+
+PROMPT_TOKENS = 64
+COMPLETION_TOKENS = 128
+GROUP_SIZE = 8
+ANSWERS_AT_ONCE = 64
+"""Requests that end in one decode step of a replica."""
+STORE_BYTES = 200 << 20
+
+
+class SimulatedWorker:
+    """Takes requests and answers them at once: a completion of random length, cut from a ready array."""
+
+    label = "simulated"
+
+    def __init__(self, seed: int) -> None:
+        self._waiting: list[Any] = []
+        self._lengths = np.random.default_rng(seed)
+        self._tokens = np.arange(COMPLETION_TOKENS)
+        self._logprobs = np.zeros(COMPLETION_TOKENS, np.float32)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        if method == "submit":
+            self._waiting.extend(args[0])
+            return None
+        if method == "collect":
+            ended, self._waiting = self._waiting[:ANSWERS_AT_ONCE], self._waiting[ANSWERS_AT_ONCE:]
+            return ReplicaReport("serving", 1, tuple((request.id, self._completion(request)) for request in ended))
+        assert method == "score"
+        return [RewardResult(1.0) for _ in args[0]]
+
+    def _completion(self, request: Any) -> Completion:
+        length = int(self._lengths.integers(COMPLETION_TOKENS // 4, COMPLETION_TOKENS))
+        return Completion(
+            request_id=request.id,
+            token_ids=self._tokens[:length],
+            logprobs=self._logprobs[:length],
+            basis=request.sampling.basis,
+            finish_reason="stop",
+            sampling=request.sampling,
+            version_spans=(VersionSpan(0, length, 1),),
+        )
+
+
+class SimulatedRuntime:
+    def __init__(self, replicas: int) -> None:
+        async def launch(index: int) -> Any:
+            return SimulatedWorker(index)
+
+        self._fleet = RayGeneratorFleet("generator", launch, replicas, timeout_s=3600.0, max_restarts=0)
+        self._rewards = RayRewardGroup("reward", launch, num_workers=4, max_restarts=0)
+
+    async def start(self) -> None:
+        await self._fleet.start()
+        await self._rewards.start()
+
+    def generator(self, role: str) -> RayGeneratorFleet:
+        return self._fleet
+
+    def reward(self, role: str) -> RayRewardGroup:
+        return self._rewards
+
+
+async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
+    """CPU seconds of the driver, by part."""
+    graph = trace(evaluation_flow, {"generator": "generator", "reward": "reward"}, name="benchmark")
+    runtime: Any = SimulatedRuntime(replicas)
+    await runtime.start()
+    prompts = [Prompt(f"p{i}", np.arange(PROMPT_TOKENS), "") for i in range(num_samples // GROUP_SIZE)]
+    clock, parts = time.process_time(), {}
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.process_time()
+        parts[name], clock = now - clock, now
+
+    slots = make_slots(prompts, 1, GROUP_SIZE, SamplingParams(max_tokens=COMPLETION_TOKENS), 0)
+    samples = await FlowScheduler(graph, runtime).run(slots, Timers())
+    lap("rollout")
+    batch = pack_samples(samples)
+    lap("pack")
+    assignment = assign(batch, replicas)
+    lap("balance")
+    slices = take(batch, assignment)
+    arrays = [BatchArrays.of(part) for part in slices]
+    lap("slice")
+    answers: list[Any] = [{"logprobs": part.token_ids.float()} for part in slices]
+    outputs = gather_outputs(batch, assignment, answers, list(range(replicas)))
+    lap("gather")
+    assert len(arrays) == replicas
+    assert torch.equal(outputs["logprobs"], batch.token_ids.float())
+    return {name: round(seconds, 4) for name, seconds in parts.items()}
+
+
+def object_store() -> dict[str, float]:
+    """GB/s of putting numpy bytes into Ray's store and of taking a view, against a copy in memory."""
+    import ray
+
+    values = np.ones(STORE_BYTES, np.uint8)
+    target = np.empty_like(values)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=3 * STORE_BYTES)
+    try:
+        rates: dict[str, float] = {}
+        for name, work in (("memcpy", lambda: np.copyto(target, values)), ("put", lambda: ray.put(values))):
+            best = math.inf
+            for _ in range(4):
+                start = time.perf_counter()
+                work()
+                best = min(best, time.perf_counter() - start)
+            rates[f"{name}_gb_s"] = round(STORE_BYTES / best / 1e9, 2)
+        reference = ray.put(values)
+        start = time.perf_counter()
+        ray.get(reference)
+        rates["get_view_s"] = round(time.perf_counter() - start, 5)
+    finally:
+        ray.shutdown()
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 64, 512])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for replicas in arguments.replicas:
+        for samples in arguments.samples:
+            parts = asyncio.run(one_step(samples, replicas))
+            total = sum(parts.values())
+            rows.append({"samples": samples, "replicas": replicas, "driver_s": round(total, 3), **parts})
+            print(f"{samples:>7} samples, {replicas:>3} replicas: {total:7.2f} s  {parts}", flush=True)
+    largest, smallest = max(arguments.samples), min(arguments.samples)
+    per_sample = {(row["samples"], row["replicas"]): row["driver_s"] / row["samples"] for row in rows}
+    growth = {str(r): round(per_sample[largest, r] / per_sample[smallest, r], 2) for r in arguments.replicas}
+    result = {
+        "benchmark": "driver_scaling",
+        "rows": rows,
+        "cost_a_sample_largest_over_smallest": growth,
+        "object_store": object_store(),
+        "machine": machine_facts(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Every benchmark runs alone and prints one JSON line last. What it measures is not judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+TRL_PYTHON = BENCHMARKS / ".venv-trl" / "bin" / "python"
+MACHINE_FACTS = {"cpu", "cores", "memory_gib", "platform", "python", "torch", "load_1min"}
+
+
+def run_benchmark(name: str, *arguments: str) -> dict[str, Any]:
+    """The JSON line that the program prints last."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1], parse_constant=refuse_constant)
+    assert result["benchmark"] == name
+    assert isinstance(result["met"], bool)
+    assert set(result["machine"]) == MACHINE_FACTS
+    return result
+
+
+def refuse_constant(text: str) -> float:
+    raise AssertionError(f"{text} is no JSON")
+
+
+@pytest.mark.slow
+def test_plugin_listing() -> None:
+    result = run_benchmark("plugin_listing", "--repeats", "1")
+    assert result["heavy_imported"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_step_overhead() -> None:
+    result = run_benchmark("step_overhead", "--quick")
+    [measured] = result["workloads"].values()
+    parts = measured["median_s"]
+    assert result["step_over_inside"] == measured["ratio"]
+    low, high = measured["ratio_range"]
+    assert 1.0 <= low <= measured["ratio"] <= high, "what is inside a step cannot be more than the step"
+    assert min(parts[name] for name in ("generate", "forward", "backward", "optimizer")) > 0.0
+    assert measured["workload"]["parameters"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_packing() -> None:
+    result = run_benchmark("packing", "--quick")
+    ways = result["ways"]
+    assert ways["packed"]["real_share"] == result["real_share"] == 1.0, "packed rows hold no padding"
+    assert ways["padded"]["real_share"] <= ways["padded_sorted"]["real_share"] < 1.0
+    for way in ways.values():
+        assert math.isclose(way["gradient_norm"], ways["packed"]["gradient_norm"], rel_tol=1e-3)
+    assert 0.0 < result["attention_real_share"] <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="TRL is not installed; `python benchmarks/against_trl.py` does it")
+def test_against_trl() -> None:
+    result = run_benchmark("against_trl", "--quick")
+    assert {"chatlearn", result["best_trl"]} <= set(result["settings"])
+    low, high = result["range"]
+    assert low <= result["samples_per_s_over_trl"] <= high
+    for setting in result["settings"].values():
+        assert setting["samples_per_s"] > 0.0
+        assert setting["peak_rss_mib"] > 0.0
+
+
+@pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda file: file.stem)
+def test_recorded_results_name_the_machine_and_no_place_on_it(file: Path) -> None:
+    result = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    assert result["benchmark"] == file.stem
+    assert set(result["machine"]) == MACHINE_FACTS
+    assert not result.get("quick", False), "a quick run measures nothing"
+    texts = [value for value in strings(result) if "/" in value]
+    assert not [text for text in texts if text.startswith("/") or "://" in text]
+
+
+def strings(value: Any) -> list[str]:
+    """Every string inside a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return []
