@@ -69,18 +69,20 @@ def version_in(python: Path, distribution: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def run_once(program: str, python: Path, made: PreparedWorkload, settings: Mapping[str, Any]) -> dict[str, Any]:
+def run_once(
+    program: str, python: Path, made: PreparedWorkload, settings: Mapping[str, Any], threads: int
+) -> dict[str, Any]:
     """Run a program of this directory in a fresh process and read the JSON line that it prints last."""
     with tempfile.TemporaryDirectory() as run_dir:
         command = [str(python), str(HERE / program), str(made.model), str(made.data), f"{run_dir}/run"]
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
         start = time.perf_counter()
         done = subprocess.run(
             [*command, json.dumps(dict(settings))],
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | offline,
+            env=os.environ | own,
         )
         wall_s = time.perf_counter() - start
     if done.returncode != 0:
@@ -118,6 +120,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps measured a run, after the warm-up")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of making one")
     parser.add_argument("--continuous-batching", action="store_true", help="also TRL with continuous batching (slow)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch's threads; more than one suffers on a busy machine"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round: checks that this program works")
     arguments = parser.parse_args()
     workload, rounds, num_steps = WORKLOAD, arguments.rounds, arguments.steps
@@ -131,9 +136,11 @@ def main() -> None:
         parameters = made.parameters
         for _ in range(rounds):
             for name, own in OURS.items():
-                runs[name].append(run_once("grpo_steps.py", Path(sys.executable), made, made.settings() | own))
+                runs[name].append(
+                    run_once("grpo_steps.py", Path(sys.executable), made, made.settings() | own, arguments.threads)
+                )
             for name, own in theirs.items():
-                runs[name].append(run_once("trl_steps.py", python, made, made.settings() | own))
+                runs[name].append(run_once("trl_steps.py", python, made, made.settings() | own, arguments.threads))
     results = {name: figures(of_name, workload.samples) for name, of_name in runs.items()}
     best = min(theirs, key=lambda name: results[name]["step_s"])
     ratios = sorted(step_s(trl) / step_s(ours) for ours, trl in zip(runs["chatlearn"], runs[best], strict=True))
@@ -159,6 +166,7 @@ def main() -> None:
                 "settings": results,
                 "workload": made.settings() | {"parameters": parameters},
                 "rounds": rounds,
+                "threads": arguments.threads,
                 "quick": arguments.quick,
                 "trl": version_in(python, "trl"),
                 "transformers": installed_version("transformers"),

@@ -2,8 +2,8 @@
 
     python benchmarks/driver_scaling.py [--samples 1000 10000 100000] [--replicas 1 64 512]
 
-The driver's own code runs: scheduler, generator fleet, reward group, packing, splitting over as many data-parallel ranks
-as there are replicas, and putting answers together. Workers are simulated in the process and answer at once with ready
+The driver's own code runs: scheduler, generator fleet, reward group, packing, splitting over as many data-parallel
+ranks as there are replicas, and putting answers together. Workers are simulated in the process and answer at once with ready
 arrays, so that CPU time is the driver's alone. Then the object store of a real Ray against a plain copy of the same
 bytes. Printed last, one JSON line.
 """

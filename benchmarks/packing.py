@@ -169,10 +169,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128, help="sequences of one optimizer step")
     parser.add_argument("--budget", type=int, default=8192, help="computed tokens of one micro-batch")
     parser.add_argument("--rounds", type=int, default=5, help="times each way is timed, in turns")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads; more suffer on a busy machine")
     parser.add_argument(
         "--quick", action="store_true", help="few sequences, two rounds: checks that this program works"
     )
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     num_sequences, rounds = (16, 2) if arguments.quick else (arguments.sequences, arguments.rounds)
 
     everything, origin = all_lengths(arguments.data, quick=arguments.quick)
@@ -220,6 +222,7 @@ def main() -> None:
                 },
                 "budget_tokens": arguments.budget,
                 "rounds": rounds,
+                "threads": arguments.threads,
                 "quick": arguments.quick,
                 "transformers": installed_version("transformers"),
                 "machine": machine_facts(),
@@ -251,11 +254,13 @@ def run(ways: Mapping[str, PackedWay | PaddedWay], num_tokens: int, rounds: int)
         if abs(norm - norms["packed"]) > NORM_TOLERANCE * norms["packed"]:
             raise SystemExit(f"the ways do not do the same work: gradient norms are {norms} ({name} differs)")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             way.step()
             seconds[name].append(time.perf_counter() - start)
+            cpu_seconds[name].append(time.process_time() - cpu_start)
 
     def over_packed(name: str) -> list[float]:
         return sorted(mine / packed for mine, packed in zip(seconds[name], seconds["packed"], strict=True))
@@ -271,6 +276,7 @@ def run(ways: Mapping[str, PackedWay | PaddedWay], num_tokens: int, rounds: int)
                 "real_share": round(shares[name], 4),
                 "step_s": round(statistics.median(times), 4),
                 "step_range_s": [round(min(times), 4), round(max(times), 4)],
+                "cpu_s": round(statistics.median(cpu_seconds[name]), 4),
                 "gradient_norm": round(norms[name], 5),
             }
             for name, times in seconds.items()

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from grpo_steps import grpo_steps
 from machine import installed_version, machine_facts
 from workload import Workload
@@ -68,8 +69,12 @@ def median_s(steps: Sequence[Mapping[str, float]], name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="steps measured after the warm-up")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch's threads; more than one suffers on a busy machine"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, two steps: checks that this program works")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     num_steps = 2 if arguments.quick else arguments.steps
     results = {workload.name: measure(workload, num_steps) for workload in (QUICK if arguments.quick else WORKLOADS)}
     for name, result in results.items():
@@ -85,6 +90,7 @@ def main() -> None:
                 "aim": AIM,
                 "met": all(result["ratio"] <= AIM for result in results.values()),
                 "steps": num_steps,
+                "threads": arguments.threads,
                 "quick": arguments.quick,
                 "workloads": results,
                 "transformers": installed_version("transformers"),

@@ -140,6 +140,7 @@ class EchoGenerator:
 
 
 class RewardOptions(BaseModel):
+    block_s: float = 0.0
     die_once: str | None = None
     """A file; while it exists the worker deletes it and kills itself."""
 
@@ -153,6 +154,8 @@ class WhereReward:
     def setup(self) -> None: ...
 
     async def score(self, samples):
+        if self.options.block_s:
+            time.sleep(self.options.block_s)  # not awaited: the worker's event loop stands still
         path = self.options.die_once
         if path is not None and Path(path).exists():
             Path(path).unlink()

@@ -170,8 +170,31 @@ async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp
         results = await runtime.reward("reward").score(samples(3))
         assert [r.components["tokens"] for r in results] == [float(len(s.token_ids)) for s in samples(3)]
         trap.touch()
-        with pytest.raises(BackendError, match=r"'reward': worker 0 died, and 1 restart\(s\), the limit"):
+        with pytest.raises(BackendError, match=r"'reward': worker 0 was lost, and 1 restart\(s\), the limit"):
             await runtime.reward("reward").score(samples(1))
+
+
+async def test_a_reward_that_blocks_its_worker_costs_its_samples_and_shows_where(roles: Any) -> None:
+    role = roles.role("reward", "reward", "where", timeout_s=1.0, block_s=60.0)
+    async with running(roles.plan(role)) as runtime:
+        results = await runtime.reward("reward").score(samples(2))
+        assert [r.value for r in results] == [None, None]
+        assert "role 'reward', worker 0 (process" in results[0].error
+        assert "time.sleep(self.options.block_s)" in results[0].error
+        assert runtime.reward("reward").num_restarts == 1
+
+
+async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    role = roles.role("generator", "generator", "echo", timeout_s=1.0, delay_file=str(slow))
+    async with running(roles.plan(role)) as runtime:
+        fleet = runtime.generator("generator")
+        with pytest.raises(BackendTimeoutError, match=r"replica 0 .*request 'r0' had no completion within 1 s"):
+            await fleet.generate(request("r0"))
+        slow.unlink()
+        assert (await fleet.generate(request("r1"))).request_id == "r1"
+        assert fleet.num_restarts == 0
 
 
 async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -> None:
@@ -203,7 +226,6 @@ async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
         assert "role 'trainer', rank 1 of 2 (process" in text
         assert "update did not return within 2 s (roles.trainer.timeout_s)" in text
         assert "time.sleep(3600)" in text
-        runtime._workers.clear()  # the hung one is ended by the session; closing would wait for it
 
 
 async def test_a_stopped_process_is_reported_by_the_driver(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
-from chatlearn_ray.workers import ReplicaReport
+from chatlearn_ray.workers import POLL_S, ReplicaReport
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 """Start the worker of replica ``index``, set up."""
@@ -69,7 +69,7 @@ class Replica:
         """Take answers while requests are open."""
         try:
             while self._open:
-                self.note(await self.worker.call("collect"))
+                self.note(await self.worker.call("collect", timeout_s=POLL_S))
         except ChatLearnError as error:
             self.lose(error)
 

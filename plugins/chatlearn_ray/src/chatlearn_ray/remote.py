@@ -15,6 +15,8 @@ from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.workers import GRACE_S, WorkerFacts
 
 _STACK_WAIT_S = 5.0
+CONTROL = "control"
+"""A concurrency group with a thread of its own: it answers while the worker's event loop is blocked."""
 PEERS_S = 10.0
 """When one rank failed: how long to wait for what the others say. A death is noticed after their broken connections."""
 
@@ -78,7 +80,7 @@ class RemoteWorker:
         """Where the worker's threads are, or why that cannot be told."""
         try:
             async with asyncio.timeout(_STACK_WAIT_S):
-                text = await self.actor.stacks.remote()
+                text = await self.actor.stacks.options(concurrency_group=CONTROL).remote()
         except TimeoutError:
             return (
                 "It does not even say where it hangs: the process is stopped, or C code holds the interpreter. "

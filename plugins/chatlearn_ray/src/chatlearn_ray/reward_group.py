@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from chatlearn_core.exceptions import BackendError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import RewardResult, Sample
 
@@ -16,7 +16,10 @@ Launch = Callable[[int], Awaitable[RemoteWorker]]
 
 
 class RayRewardGroup:
-    """User code runs in its workers, never in the driver. A call that a dying worker took with it is made again."""
+    """User code runs in its workers, never in the driver.
+
+    A call that a dying worker took with it is made again; one that blocks its worker past the timeout costs its samples.
+    """
 
     def __init__(self, name: str, launch: Launch, num_workers: int, max_restarts: int) -> None:
         self.name = name
@@ -46,16 +49,19 @@ class RayRewardGroup:
                 results: list[RewardResult] = await worker.call("score", list(samples))
             except WorkerDiedError as error:
                 await self._restart(index, worker, error)
+            except BackendTimeoutError as error:  # it blocks the worker; a worse one could stop every run
+                await self._restart(index, worker, error)
+                return [RewardResult(None, error=str(error)) for _ in samples]
             else:
                 return results
 
-    async def _restart(self, index: int, dead: RemoteWorker, cause: WorkerDiedError) -> None:
+    async def _restart(self, index: int, dead: RemoteWorker, cause: BackendError) -> None:
         async with self._restart_locks[index]:
             if self.workers[index] is not dead:
                 return
             if self.num_restarts >= self._max_restarts:
                 raise BackendError(
-                    f"role {self.name!r}: worker {index} died, and {self.num_restarts} restart(s), the limit "
+                    f"role {self.name!r}: worker {index} was lost, and {self.num_restarts} restart(s), the limit "
                     f"(runtime.options.max_reward_restarts), are used up. Last cause: {cause}"
                 ) from cause
             self.num_restarts += 1

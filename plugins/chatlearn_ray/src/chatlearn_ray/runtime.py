@@ -22,7 +22,7 @@ from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet
 from chatlearn_ray.host import WorkerHost
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.remote import RemoteWorker, all_or_first_error
+from chatlearn_ray.remote import CONTROL, RemoteWorker, all_or_first_error
 from chatlearn_ray.reward_group import RayRewardGroup
 from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
 from chatlearn_ray.trainer_group import RayTrainerGroup
@@ -126,7 +126,7 @@ class RayRuntime:
         """Start the process of one worker and let it find its plugins."""
         seat = self._seating.of(role.name)[index]
         actor = (
-            ray.remote(WorkerHost)
+            ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)
             .options(max_restarts=0, **self.cluster.actor_options(seat))
             .remote(self._environment(), [entry for entry in sys.path if entry], str(Path.cwd()))
         )
@@ -231,6 +231,10 @@ class RayRuntime:
     async def close(self) -> None:
         """Close all workers, then end their processes; what fails while closing is raised after everything is gone."""
         workers, self._workers = self._workers, {}
+        for group in self._trainers.values():
+            if group.is_broken:  # its ranks may hang in a collective: no use to ask them
+                for worker in group.workers:
+                    worker.kill()
         replicas = [replica for fleet in self._fleets.values() for replica in fleet.replicas]
         for replica in replicas:
             replica.stop()

@@ -43,7 +43,7 @@ GRACE_S = 5.0
 """Whoever is nearer to a hang speaks first: an outer wait lasts this much longer than the inner one."""
 _STOP_S = 10.0
 """A call that still runs when the worker is closed may take this long to return."""
-_POLL_S = 30.0
+POLL_S = 30.0
 """``collect`` answers at least this often."""
 
 
@@ -247,7 +247,7 @@ class GeneratorWorker(Worker):
     async def collect(self) -> ReplicaReport:
         """Requests that ended since the last call; waits for one, but not for ever."""
         try:
-            async with asyncio.timeout(_POLL_S):
+            async with asyncio.timeout(POLL_S):
                 await self._news.wait()
         except TimeoutError:
             pass  # an empty report says that this worker is alive

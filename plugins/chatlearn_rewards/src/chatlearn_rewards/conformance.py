@@ -1,0 +1,43 @@
+"""What ``chatlearn plugins check chatlearn-rewards`` needs to know; never imported by a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chatlearn_core.testing.suites import RewardCase
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """A user's function, for the reward ``function``; ``raise`` makes it fail."""
+    if solution_str == "raise":
+        raise RuntimeError("broken on purpose")
+    return float(solution_str == ground_truth)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "reward/math": {
+        "options": {"num_workers": 1},
+        "cases": (
+            RewardCase("The answer is \\boxed{\\frac{1}{2}}.", 1.0, ground_truth="0.5"),
+            RewardCase("The answer is \\boxed{3}.", 0.0, ground_truth="4"),
+        ),
+    },
+    "reward/gsm8k": {
+        "cases": (
+            RewardCase("3 + 4 = 7\n#### 7", 1.0, ground_truth="7"),
+            RewardCase("#### 8", 0.0, ground_truth="7"),
+        ),
+    },
+    "reward/format": {
+        "options": {"pattern": "<think>.*</think>.*", "num_workers": 1},
+        "cases": (RewardCase("<think>a</think>b", 1.0), RewardCase("b", 0.0)),
+    },
+    "reward/function": {
+        "options": {"path": "chatlearn_rewards.conformance:exact_match", "num_workers": 1},
+        "cases": (
+            RewardCase("yes", 1.0, ground_truth="yes"),
+            RewardCase("no", 0.0, ground_truth="yes"),
+            RewardCase("raise", None),
+        ),
+    },
+}

@@ -1,0 +1,12 @@
+"""What ``chatlearn plugins check chatlearn-transformers`` needs to know; never imported by a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "generator/transformers": {
+        "build_model": "chatlearn_hf.tiny:build_tiny_model",
+        "load_reference": "chatlearn_hf.plain_forward:load_plain_model",
+    },
+}
