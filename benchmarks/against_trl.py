@@ -36,7 +36,7 @@ TRL = "trl==1.16.0"
 WARM_UP_STEPS = 1
 MIB = 1 << 20
 
-WORKLOAD = Workload("small", fixed_length=True)
+WORKLOAD = Workload("small", prompts=24, fixed_length=True)
 QUICK = Workload("quick", hidden=32, layers=2, prompts=4, group_size=4, completion_tokens=8, fixed_length=True)
 OURS = {"chatlearn": {"recompute_old_logprobs": False}}
 THEIRS = {
@@ -117,7 +117,7 @@ def step_s(run: Mapping[str, Any], clock: str = "wall_s") -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each setting, in turns")
-    parser.add_argument("--steps", type=int, default=3, help="steps measured a run, after the warm-up")
+    parser.add_argument("--steps", type=int, default=2, help="steps measured a run, after the warm-up")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of making one")
     parser.add_argument("--continuous-batching", action="store_true", help="also TRL with continuous batching (slow)")
     parser.add_argument(

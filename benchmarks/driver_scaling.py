@@ -3,9 +3,9 @@
     python benchmarks/driver_scaling.py [--samples 1000 10000 100000] [--replicas 1 64 512]
 
 The driver's own code runs: scheduler, generator fleet, reward group, packing, splitting over as many data-parallel
-ranks as there are replicas, and putting answers together. Workers are simulated in the process and answer at once with ready
-arrays, so that CPU time is the driver's alone. Then the object store of a real Ray against a plain copy of the same
-bytes. Printed last, one JSON line.
+ranks as there are replicas, and putting answers together. Workers are simulated in the process and answer at once
+with ready arrays, so that CPU time is the driver's alone. Then the object store of a real Ray against a plain copy
+of the same bytes. Printed last, one JSON line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from chatlearn_core.metrics import Timers
 from chatlearn_core.types import Completion, Prompt, RewardResult, SamplingParams, VersionSpan, pack_samples
 from chatlearn_ray.arrays import BatchArrays
 from chatlearn_ray.generator_fleet import RayGeneratorFleet
+from chatlearn_ray.generator_worker import ReplicaReport
 from chatlearn_ray.reward_group import RayRewardGroup
 from chatlearn_ray.split import assign, gather_outputs, take
-from chatlearn_ray.workers import ReplicaReport
 from machine import machine_facts
 
 PROMPT_TOKENS = 64

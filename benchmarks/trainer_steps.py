@@ -87,7 +87,8 @@ class FSDPWay:
 
     def __init__(self, model: str, batch: TrainBatch, device: str, **options: Any) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        # torchrun itself listens on MASTER_PORT.
+        # torchrun itself listens on MASTER_PORT, and tells torch to expect a listener on any other port too.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         port = int(os.environ.get("MASTER_PORT", "29500")) + 1
         context = RoleContext(
             "trainer",

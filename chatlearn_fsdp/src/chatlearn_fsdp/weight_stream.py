@@ -33,8 +33,9 @@ def stream_full(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[We
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
     """The rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
 
-    Of several copies (HSDP, buffers) the first is streamed. A tensor that cannot be had as a view is gathered, and yielded whole
-    by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered for that.
+    Of several copies (HSDP, buffers) the first is streamed. A tensor that cannot be had as a view is gathered, and
+    yielded whole by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered
+    for that.
     """
     state, adapter_of = base_state(model), adapters(model)
     for entry in layout.tensors:

@@ -1,6 +1,8 @@
+import sys
+
 import pytest
 import torch
-from chatlearn_core.exceptions import ModelError
+from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_hf.checkpoint_names import checkpoint_layout
 from chatlearn_hf.heads import load_model
 from chatlearn_hf.lora import LoraSettings, adapter_state, adapters, add_adapters, base_state, draw_adapters
@@ -70,6 +72,12 @@ def test_a_value_head_learns_whole(tiny) -> None:
     assert learned == adapter_state(model).keys()
     assert {"score.weight", "score.bias"} < learned
     assert len(adapters(model)) == 2
+
+
+def test_without_peft_it_says_what_to_install(tiny, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(BackendError, match=r"chatlearn-fsdp\[lora\]"):
+        adapted(tiny())
 
 
 def test_targets_that_match_nothing_or_no_linear_layer_are_refused(tiny) -> None:

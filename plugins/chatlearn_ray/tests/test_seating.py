@@ -90,6 +90,10 @@ def test_an_unknown_pool_is_refused() -> None:
         seat(TRAINER, pools={"gpus": {"slots": 4}}, roles={"trainer": {"pool": "gpu"}})
 
 
+def test_a_pool_that_nobody_uses_is_not_reserved() -> None:
+    assert dict(seat(REWARD, pools={"gpus": {"slots": 4, "gpus": 1}}).total) == {"CPU": 1.0}
+
+
 def test_what_fits_has_no_shortage() -> None:
     assert shortage(seat(TRAINER, REWARD), {"a": {"CPU": 8, "GPU": 2}, "b": {"CPU": 8, "GPU": 2}}) is None
 

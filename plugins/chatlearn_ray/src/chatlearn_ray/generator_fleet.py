@@ -11,8 +11,8 @@ from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 
 from chatlearn_ray.answer import Failure
+from chatlearn_ray.generator_worker import POLL_S, ReplicaReport
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
-from chatlearn_ray.workers import POLL_S, ReplicaReport
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 """Start the worker of replica ``index``, set up."""

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.errors import WorkerDiedError
-from chatlearn_ray.workers import GRACE_S, WorkerFacts
+from chatlearn_ray.worker import GRACE_S, WorkerFacts
 
 _STACK_WAIT_S = 5.0
 CONTROL = "control"

@@ -18,7 +18,8 @@ Launch = Callable[[int], Awaitable[RemoteWorker]]
 class RayRewardGroup:
     """User code runs in its workers, never in the driver.
 
-    A call that a dying worker took with it is made again; one that blocks its worker past the timeout costs its samples.
+    A call that a dying worker took with it is made again; one that blocks its worker past the timeout costs its
+    samples.
     """
 
     def __init__(self, name: str, launch: Launch, num_workers: int, max_restarts: int) -> None:

@@ -125,10 +125,10 @@ class RayRuntime:
     async def _launch(self, role: RolePlan, index: int) -> RemoteWorker:
         """Start the process of one worker and let it find its plugins."""
         seat = self._seating.of(role.name)[index]
-        actor = (
-            ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)
-            .options(max_restarts=0, **self.cluster.actor_options(seat))
-            .remote(self._environment(), [entry for entry in sys.path if entry], str(Path.cwd()))
+        host: Any = ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)  # type: ignore[call-overload]  # Ray's stub lacks it
+        options = self.cluster.actor_options(seat)
+        actor = host.options(max_restarts=0, **options).remote(
+            self._environment(), [entry for entry in sys.path if entry], str(Path.cwd())
         )
         worker = RemoteWorker(_label(role, index), actor, role.timeout_s, f"roles.{role.name}.timeout_s")
         self._workers[role.name, index] = worker

@@ -119,10 +119,12 @@ def seat_roles(roles: Sequence[SeatedRole], options: RayRuntimeOptions) -> Seati
             seats += own_seats
     for name, pool in options.pools.items():
         bundle = positive({"CPU": pool.cpus, "GPU": pool.gpus, **pool.resources})
-        groups.append(BundleGroup(f"pool {name!r}", STRATEGIES[pool.strategy], (bundle,) * pool.slots))
         guests = [
             (r, options.roles[r.name]) for r in roles if r.name in options.roles and options.roles[r.name].pool == name
         ]
+        if not guests:
+            continue  # an evaluation has some of the roles only: what nobody uses is not reserved
+        groups.append(BundleGroup(f"pool {name!r}", STRATEGIES[pool.strategy], (bundle,) * pool.slots))
         seats += _seats_in_pool(name, bundle, pool.slots, guests)
     order = {role.name: index for index, role in enumerate(roles)}
     seats.sort(key=lambda seat: (order[seat.role], seat.worker))

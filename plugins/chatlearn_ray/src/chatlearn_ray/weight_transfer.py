@@ -16,8 +16,8 @@ from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet, Replica
 from chatlearn_ray.trainer_group import RayTrainerGroup
+from chatlearn_ray.worker import GRACE_S
 from chatlearn_ray.worker_spec import PluginChoice
-from chatlearn_ray.workers import GRACE_S
 
 
 class RayWeightTransfer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,3 @@ def minor(version: str) -> str:
 def worker_place() -> str:
     """Host and interpreter of this process, for messages."""
     return f"worker {socket.gethostname()} ({sys.executable})"
-
-
-Build = Callable[..., Any]

@@ -1,0 +1,143 @@
+"""One replica of a generator, in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.plugins.records import WeightSyncSpec
+from chatlearn_core.protocols import Generator, MemoryPart, WeightReceiver
+from chatlearn_core.types import (
+    Completion,
+    Endpoint,
+    GenerateRequest,
+    ReplicaState,
+    SyncOffer,
+    SyncPlan,
+    SyncReceipt,
+)
+
+from chatlearn_ray.answer import Failure
+from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
+from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
+
+POLL_S = 30.0
+"""``collect`` answers at least this often."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReplicaReport:
+    """What a generator replica says of itself with every answer."""
+
+    state: ReplicaState
+    policy_version: int
+    results: tuple[tuple[str, Completion | Failure], ...] = ()
+    """(request id, outcome) of requests that ended."""
+
+
+class GeneratorWorker(Worker):
+    """One replica of a generator. Requests come many at a time and are answered as they end."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._generator: Generator | None = None
+        self._receivers: dict[str, WeightReceiver] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._ended: list[tuple[str, Completion | Failure]] = []
+        self._news = asyncio.Event()
+
+    @property
+    def generator(self) -> Generator:
+        assert self._generator is not None, "setup comes first"
+        return self._generator
+
+    async def setup(self) -> WorkerFacts:
+        """Start the engine."""
+        assert self.spec.plugin is not None
+        self._generator = self.build(self.spec.plugin)
+        await self.set_up(self.generator.setup)
+        return self.facts()
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Start requests, in order and in one turn of the event loop, so that a batch does not depend on timing."""
+        for request in requests:
+            task = asyncio.create_task(self._generate(request))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _generate(self, request: GenerateRequest) -> None:
+        outcome: Completion | Failure
+        try:
+            outcome = await self.generator.generate(request)
+        except Exception as error:
+            outcome = Failure.of(error)
+        self._ended.append((request.id, outcome))
+        self._news.set()
+
+    async def collect(self) -> ReplicaReport:
+        """Requests that ended since the last call; waits for one, but not for ever."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._news.wait()
+        except TimeoutError:
+            pass  # an empty report says that this worker is alive
+        self._news.clear()
+        ended, self._ended = self._ended, []
+        return self._report(ended)
+
+    def _report(self, ended: Sequence[tuple[str, Completion | Failure]] = ()) -> ReplicaReport:
+        return ReplicaReport(self.generator.state, self.generator.policy_version, tuple(ended))
+
+    async def status(self) -> ReplicaReport:
+        return self._report()
+
+    async def abort(self, request_ids: Collection[str] | None) -> None:
+        await self.generator.abort(request_ids)
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None:
+        await self.lane.run("offload", self.generator.offload, parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None:
+        await self.lane.run("onload", self.generator.onload, parts)
+
+    async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
+        """Build this replica's receiver."""
+        record, options = plugin.find(self.registry, self.spec.driver_host)
+        assert isinstance(record, WeightSyncSpec)
+        self._receivers[key] = self.registry.load_factory(record, "receiver")(options, self.endpoint())
+        return self.endpoint()
+
+    async def begin(self, plan: SyncPlan) -> None:
+        """Check the manifest and stop serving."""
+        await self.generator.loader.begin(plan.policy_version, plan.manifest)
+
+    async def receive(self, key: str, plan: SyncPlan, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        """Take the weights and serve them; a failure is a receipt, and the replica is dead."""
+        loader, start = self.generator.loader, time.perf_counter()
+        try:
+            async with asyncio.timeout(plan.timeout_s + GRACE_S):
+                num_bytes = await self._receivers[key].receive(plan, offers, loader)
+            version = await loader.finish()
+            if version != plan.policy_version:
+                raise WeightSyncError(f"it confirmed version {version} where {plan.policy_version} was sent")
+        except Exception as error:
+            reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
+            await loader.fail(reason)
+            text = f"{type(error).__name__}: {reason}"
+            return SyncReceipt(self.context.replica, plan.policy_version, "dead", error=text)
+        seconds = time.perf_counter() - start
+        return SyncReceipt(self.context.replica, version, "serving", num_bytes, seconds)
+
+    async def fail(self, reason: str) -> None:
+        """Give the replica up."""
+        await self.generator.loader.fail(reason)
+
+    async def close(self) -> None:
+        """Close receivers and engine."""
+        generator, self._generator = self._generator, None
+        receivers, self._receivers = self._receivers, {}
+        closers: list[Callable[[], None]] = [receiver.close for receiver in receivers.values()]
+        await self.close_all([*closers, *([generator.close] if generator else [])])

@@ -1,0 +1,111 @@
+"""One rank of a trainer, in its own process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from chatlearn_core.plugins.records import WeightSyncSpec
+from chatlearn_core.protocols import Loss, MemoryPart, Trainer, WeightSender
+from chatlearn_core.types import Endpoint, Metrics, OutputRequest, SyncOffer, SyncPlan, WeightManifest
+
+from chatlearn_ray.arrays import BatchArrays, TensorArray, to_arrays
+from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
+from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
+
+
+class TrainerWorker(Worker):
+    """One rank of a trainer."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._trainer: Trainer | None = None
+        self._senders: dict[str, WeightSender] = {}
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "setup comes first"
+        return self._trainer
+
+    async def find_rendezvous(self) -> str:
+        """``tcp://host:port`` on this node, for all ranks to meet at."""
+        address = node_address()
+        with closing(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+        return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+    async def setup(self, rendezvous: str | None) -> WorkerFacts:
+        """Build the trainer and meet the other ranks."""
+        assert self.spec.plugin is not None
+        self.context = replace(self.context, rendezvous=rendezvous)
+        self._trainer = self.build(self.spec.plugin)
+        await self.set_up(self.trainer.setup)
+        return replace(
+            self.facts(),
+            data_parallel_rank=self.trainer.data_parallel_rank,
+            data_parallel_size=self.trainer.data_parallel_size,
+        )
+
+    async def compute(self, arrays: BatchArrays, request: OutputRequest) -> dict[str, TensorArray]:
+        """Outputs of this rank's slice."""
+        outputs = await self.lane.run("compute", self.trainer.compute, arrays.batch(), request)
+        return to_arrays({str(name): tensor for name, tensor in outputs.items()})
+
+    async def update(self, arrays: BatchArrays, loss: Loss) -> Metrics:
+        """One optimizer step over this rank's slice."""
+        return await self.lane.run("update", self.trainer.update, arrays.batch(), loss)
+
+    async def save(self, directory: Path) -> None:
+        await self.lane.run("save", self.trainer.save, directory)
+
+    async def load(self, directory: Path) -> None:
+        await self.lane.run("load", self.trainer.load, directory)
+
+    async def export_model(self, directory: Path) -> None:
+        await self.lane.run("export_model", self.trainer.export_model, directory)
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None:
+        await self.lane.run("offload", self.trainer.offload, parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None:
+        await self.lane.run("onload", self.trainer.onload, parts)
+
+    async def manifest(self) -> WeightManifest:
+        return await self.lane.run("manifest", self.trainer.manifest)
+
+    async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
+        """Build this rank's sender."""
+        record, options = plugin.find(self.registry, self.spec.driver_host)
+        assert isinstance(record, WeightSyncSpec)
+        self._senders[key] = self.registry.load_factory(record, "sender")(options, self.endpoint())
+        return self.endpoint()
+
+    async def offer(self, key: str, plan: SyncPlan) -> SyncOffer:
+        return self._senders[key].offer(plan)
+
+    async def send(self, key: str, plan: SyncPlan) -> int:
+        """Bytes sent."""
+        sender = self._senders[key]
+        return await self.lane.run("send", sender.send, plan, self.trainer, timeout_s=plan.timeout_s + GRACE_S)
+
+    async def release(self, key: str, plan: SyncPlan) -> None:
+        self._senders[key].release(plan)
+
+    async def close(self) -> None:
+        """Close senders and trainer."""
+        trainer, self._trainer = self._trainer, None
+        senders, self._senders = self._senders, {}
+        await self.close_all([*(sender.close for sender in senders.values()), *([trainer.close] if trainer else [])])
+
+
+def node_address() -> str:
+    """The address under which other nodes reach this one."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray has no types here
+    return address
