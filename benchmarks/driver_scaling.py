@@ -51,7 +51,7 @@ class SimulatedWorker:
         self._tokens = np.arange(COMPLETION_TOKENS)
         self._logprobs = np.zeros(COMPLETION_TOKENS, np.float32)
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         await asyncio.sleep(0)
         if method == "submit":
             self._waiting.extend(args[0])

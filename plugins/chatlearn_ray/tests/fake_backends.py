@@ -130,7 +130,8 @@ class EchoGenerator:
             text=",".join(self.order),
         )
 
-    async def abort(self, request_ids=None) -> None: ...
+    async def abort(self, request_ids=None) -> None:
+        self.order += [f"abort {name}" for name in request_ids]
 
     def offload(self, parts) -> None: ...
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any
 
-from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 
@@ -32,6 +33,7 @@ class Replica:
         self.policy_version = 0
         self._open: dict[str, asyncio.Future[Completion | Failure]] = {}
         self._queue: list[GenerateRequest] = []
+        self._dropped: list[str] = []
         self._collector: asyncio.Task[None] | None = None
         self._senders: set[asyncio.Task[None]] = set()
 
@@ -44,6 +46,9 @@ class Replica:
         future = self._open[request.id] = loop.create_future()
         try:
             outcome: Completion | Failure = await future
+        except asyncio.CancelledError:
+            self._drop(request.id)
+            raise
         finally:
             self._open.pop(request.id, None)
         if isinstance(outcome, Failure):
@@ -52,15 +57,37 @@ class Replica:
 
     def _flush(self) -> None:
         requests, self._queue = self._queue, []
-        sending = asyncio.create_task(self._submit(requests))
-        self._senders.add(sending)
-        sending.add_done_callback(self._senders.discard)
+        self._send(self._submit(requests))
+
+    def _drop(self, request_id: str) -> None:
+        """Nobody waits for this request any more: the engine should not either."""
+        if not self._dropped:
+            asyncio.get_running_loop().call_soon(self._flush_dropped)
+        self._dropped.append(request_id)
+
+    def _flush_dropped(self) -> None:
+        dropped, self._dropped = tuple(self._dropped), []
+        self._send(self._abort(dropped))
+
+    async def _abort(self, request_ids: tuple[str, ...]) -> None:
+        try:
+            await self.worker.call("abort", request_ids)
+        except ChatLearnError as error:
+            self.lose(error)
+
+    def _send(self, sending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(sending)
+        self._senders.add(task)
+        task.add_done_callback(self._senders.discard)
 
     async def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
             await self.worker.call("submit", requests)
         except ChatLearnError as error:
             self.lose(error)
+            return
+        except Exception as error:  # such as a request that cannot be pickled
+            self.lose(BackendError(f"{self.worker.label}, submit: {type(error).__name__}: {error}"))
             return
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
@@ -72,6 +99,8 @@ class Replica:
                 self.note(await self.worker.call("collect", timeout_s=POLL_S))
         except ChatLearnError as error:
             self.lose(error)
+        except Exception as error:  # nobody awaits this task: those who wait for answers must hear of it
+            self.lose(BackendError(f"{self.worker.label}, collect: {type(error).__name__}: {error}"))
 
     def note(self, report: ReplicaReport) -> None:
         """Take over what the replica says of itself, and give answers to those who wait."""
