@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Errors of ChatLearn are printed without a traceback, unless ``CHATLEARN_TRACEBACK=1``. Any other exception is a
     bug, here or in a plugin, and keeps its traceback.
     """
+    # Read by OpenMP when torch is loaded, which nothing has done yet: threads that wait for work sleep instead of
+    # spinning. Spinning made a step up to ten times slower wherever something else wanted the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         get_command(app)(args=None if arguments is None else list(arguments), prog_name="chatlearn")
     except ChatLearnError as error:
