@@ -1,7 +1,7 @@
 """What the documents say is true: examples are valid and run, commands and links exist, lists are complete.
 
-A block of Python is executed, all those of a document in one namespace; one that begins with ``# src/acme/module.py`` is
-that module, and is imported. A block of YAML is checked as a configuration: a whole run as it is, a part of one on
+A block of Python is executed, all those of a document in one namespace; one that begins with ``# src/acme/module.py``
+is that module, and is imported. A block of YAML is checked as a configuration: a whole run as it is, a part of one on
 top of a run that is valid. A block that cannot run has ``<!-- not run: reason -->`` on the line before it.
 """
 

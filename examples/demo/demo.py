@@ -145,7 +145,8 @@ def show_result(console: Console, directory: Path, seconds: float) -> None:
         f"{seconds:.0f} s in all)\n"
         f"  report   {directory}/grpo/report.html\n"
         f"  model    {directory}/grpo/model\n"
-        f"  next     .venv/bin/chatlearn run examples/gsm8k_grpo.yaml",
+        f"  next     .venv/bin/chatlearn plugins list\n"
+        f"           .venv/bin/chatlearn run {directory}/grpo/config.yaml algorithm.name=dr_grpo output_dir={directory}/dr_grpo",
         soft_wrap=True,
     )
 

@@ -31,12 +31,12 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         (
             ["~roles.trainer.backend"],
             "roles.trainer.backend: a trainer role needs a backend\n"
-            "    name an installed trainer (chatlearn plugins list --kind trainer)",
+            "    name an installed trainer (chatlearn plugins list)",
         ),
         (
             ["roles.generator.backend=''"],
             "roles.generator.backend: a generator role needs a backend\n"
-            "    name an installed generator (chatlearn plugins list --kind generator)",
+            "    name an installed generator (chatlearn plugins list)",
         ),
         (
             ["~roles.reward.backend"],
@@ -172,7 +172,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "checkpoint.keep_best: ranks checkpoints by 'eval/accuracy', which is never measured: "
             "there is no data.eval (got 1)\n    checkpoint.metric = 'eval/accuracy' (default)\n"
             "    data.eval = [] (default)\n"
-            "    add data.eval, set another metric (reward/mean), or set keep_best to 0",
+            "    add data.eval, set another metric (reward), or set keep_best to 0",
         ),
         (
             ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.at_end=false"],
@@ -243,7 +243,7 @@ def test_rule(overrides: list[str], expected: str, valid: str, registry: PluginR
         ["roles.critic={kind: trainer, backend: fsdp, head: value}"],
         ["roles.generator.replicas=2", "roles.generator.ranks=2", "roles.reward.replicas=4"],
         ["weight_sync.backend=direct"],
-        ["checkpoint.keep_best=1", "checkpoint.metric=reward/mean"],
+        ["checkpoint.keep_best=1", "checkpoint.metric=reward"],
         ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.every=2"],
         ["model.max_length=612", "data.max_prompt_tokens=100"],
         ["train.mini_batches=16"],

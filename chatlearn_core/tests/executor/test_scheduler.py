@@ -240,7 +240,7 @@ async def test_an_empty_completion_is_excluded() -> None:
     run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
     await runtime.finish(*ids_of(slots))
     samples = await run
-    assert samples[0].exclusion == "empty completion"
+    assert samples[0].exclusion == "empty_completion"
     assert samples[1].exclusion is None
 
 

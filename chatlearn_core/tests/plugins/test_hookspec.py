@@ -72,7 +72,7 @@ CHECKS: dict[str, Check] = {
         [(2, 2)],
     ),
     "chatlearn_step_end": observes(
-        lambda observers, path: observers.step_end(5, {"reward/mean": 0.25}),
+        lambda observers, path: observers.step_end(5, {"reward": 0.25}),
         lambda module, path: module.rewards,
         {5: 0.25},
     ),

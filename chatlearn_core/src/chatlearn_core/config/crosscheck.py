@@ -73,7 +73,7 @@ def backend_given(checked: Checked) -> Iterator[Problem]:
             if not role.backend:
                 rule = f"a {role.kind} role needs a backend"
                 yield Problem(
-                    path, rule, remedy=f"name an installed {role.kind} (chatlearn plugins list --kind {role.kind})"
+                    path, rule, remedy=f"name an installed {role.kind} (chatlearn plugins list)"
                 )
             if role.parts:
                 rule = f"only reward roles combine parts; this role is a {role.kind}"
@@ -229,7 +229,7 @@ def best_metric_is_produced(checked: Checked) -> Iterator[Problem]:
     ranked: tuple[KeyPath, Any] = (("checkpoint", "metric"), metric)
     if not config.data.eval:
         rule = f"ranks checkpoints by '{metric}', which is never measured: there is no data.eval"
-        remedy = "add data.eval, set another metric (reward/mean), or set keep_best to 0"
+        remedy = "add data.eval, set another metric (reward), or set keep_best to 0"
         yield Problem(path, rule, keep, remedy, (ranked, (("data", "eval"), [])))
     elif config.eval.every == 0 and not config.eval.at_end:
         rule = f"ranks checkpoints by '{metric}', which is not measured after training starts"

@@ -114,7 +114,7 @@ class FlowScheduler:
         else:
             slot.sample = sample_from_completion(slot.sample_id, slot.group_id, slot.prompt, completion)
             if not len(completion.token_ids):
-                slot.sample.exclusion = "empty completion"
+                slot.sample.exclusion = "empty_completion"
         event.set()
 
     async def _score(

@@ -363,7 +363,7 @@ def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
 
         @hookimpl
         def chatlearn_step_end(step, metrics):
-            rewards[step] = metrics.get("reward/mean")
+            rewards[step] = metrics.get("reward")
     """
     raise NotImplementedError
 

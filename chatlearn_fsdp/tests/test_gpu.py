@@ -1,0 +1,69 @@
+"""What only a CUDA device can show: the flash kernels' numbers, mixed precision, and memory that is really freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from chatlearn_core.protocols import Loss, ModelSource, RoleContext
+from chatlearn_core.types import OutputRequest, TrainBatch
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.trainer import FSDPTrainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+LOGPROBS = OutputRequest(frozenset({"logprobs"}))
+
+
+@pytest.fixture
+def on_gpu(model_path: str) -> Iterator[Callable[..., FSDPTrainer]]:
+    made: list[FSDPTrainer] = []
+
+    def make(**options: object) -> FSDPTrainer:
+        context = RoleContext("trainer", ModelSource(model_path, model_path), device="cuda", trainable=True)
+        trainer = FSDPTrainer(FSDPOptions(**({"learning_rate": 1e-3} | options)), context)
+        trainer.setup()
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.15)])
+def test_logprobs_equal_those_on_the_cpu(
+    dtype: str,
+    tolerance: float,
+    on_gpu: Callable[..., FSDPTrainer],
+    make_trainer: Callable[..., FSDPTrainer],
+    make_batch: Callable[..., TrainBatch],
+) -> None:
+    """bfloat16 takes the flash kernels where torch has them."""
+    batch = make_batch()
+    expected = make_trainer().compute(batch, LOGPROBS)["logprobs"]
+    found = on_gpu(param_dtype=dtype).compute(batch, LOGPROBS)["logprobs"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def test_an_update_has_the_gradient_norm_of_the_cpu(
+    on_gpu: Callable[..., FSDPTrainer],
+    make_trainer: Callable[..., FSDPTrainer],
+    make_batch: Callable[..., TrainBatch],
+    policy_loss: Loss,
+) -> None:
+    batch = make_batch()
+    expected = make_trainer().update(batch, policy_loss)["grad_norm"].value
+    assert on_gpu().update(batch, policy_loss)["grad_norm"].value == pytest.approx(expected, rel=1e-3)
+
+
+def test_offload_frees_device_memory(
+    on_gpu: Callable[..., FSDPTrainer], make_batch: Callable[..., TrainBatch], policy_loss: Loss
+) -> None:
+    trainer = on_gpu()
+    trainer.update(make_batch(), policy_loss)
+    held = torch.cuda.memory_allocated()
+    trainer.offload({"weights", "gradients", "optimizer"})
+    assert torch.cuda.memory_allocated() < 0.1 * held
+    trainer.onload({"weights", "gradients", "optimizer"})
+    assert torch.cuda.memory_allocated() >= 0.9 * held

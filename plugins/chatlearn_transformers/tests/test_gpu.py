@@ -1,0 +1,60 @@
+"""What only a CUDA device can show: the same tokens and logprobs there, and memory that is really freed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_core.types import GenerateRequest
+from chatlearn_transformers.generator import TransformersGenerator
+from chatlearn_transformers.options import TransformersGeneratorOptions
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+
+@pytest.fixture
+def generator(model_dir: Callable[..., Path]) -> Any:
+    path = str(model_dir())
+    made = TransformersGenerator(
+        TransformersGeneratorOptions(), RoleContext("generator", ModelSource(path, path), device="cuda")
+    )
+    made.setup()
+    yield made
+    made.close()
+
+
+def test_greedy_tokens_equal_transformers(
+    generator: TransformersGenerator,
+    model_dir: Callable[..., Path],
+    load_model: Callable[[Path], Any],
+    random_prompts: Callable[..., list[np.ndarray]],
+    ask: Callable[..., GenerateRequest],
+) -> None:
+    model = load_model(model_dir())
+    prompts = random_prompts(8, seed=3)
+
+    async def generate() -> list[Any]:
+        requests = [ask(f"r{i}", prompt, temperature=0.0) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(generator.generate(request) for request in requests))
+
+    for prompt, completion in zip(prompts, asyncio.run(generate()), strict=True):
+        tokens = torch.as_tensor(np.concatenate([prompt, completion.token_ids]))[None]
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert completion.token_ids.tolist() == logprobs.argmax(-1).tolist()
+        torch.testing.assert_close(torch.as_tensor(completion.logprobs), logprobs.max(-1).values, rtol=0, atol=2e-3)
+
+
+def test_offload_frees_device_memory(generator: TransformersGenerator) -> None:
+    held = torch.cuda.memory_allocated()
+    assert held > 0
+    generator.offload({"weights", "kv_cache"})
+    assert torch.cuda.memory_allocated() < 0.1 * held
+    generator.onload({"weights", "kv_cache"})
+    assert torch.cuda.memory_allocated() >= 0.9 * held
