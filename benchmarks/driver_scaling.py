@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import machine_facts
+
 from chatlearn_core.executor.environment import make_slots
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.scheduler import FlowScheduler
@@ -30,7 +32,6 @@ from chatlearn_ray.generator_fleet import RayGeneratorFleet
 from chatlearn_ray.generator_worker import ReplicaReport
 from chatlearn_ray.reward_group import RayRewardGroup
 from chatlearn_ray.split import assign, gather_outputs, take
-from machine import machine_facts
 
 PROMPT_TOKENS = 64
 COMPLETION_TOKENS = 128

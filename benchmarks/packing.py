@@ -28,6 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gsm8k_lengths import FILE, embedded_lengths, measured_lengths
+from machine import installed_version, machine_facts
+from transformers import AutoModelForCausalLM
+
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.batching import micro_batches, packing_efficiency
 from chatlearn_core.losses import token_logprobs
@@ -38,9 +42,6 @@ from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 from chatlearn_hf.varlen_attention import PackedLayout
-from gsm8k_lengths import FILE, embedded_lengths, measured_lengths
-from machine import installed_version, machine_facts
-from transformers import AutoModelForCausalLM
 
 AIM = 0.98
 SEED = 3

@@ -30,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import installed_version, machine_facts
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.types import TrainBatch, cumulative_lengths
@@ -37,8 +40,6 @@ from chatlearn_fsdp.optimizer import build_optimizer
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
-from machine import installed_version, machine_facts
-from transformers import AutoConfig, AutoModelForCausalLM
 
 SEED = 5
 QWEN3_0_6B: dict[str, Any] = {

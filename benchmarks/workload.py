@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from chatlearn_data.arithmetic import problems, prompt_records, solution, vocabulary
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
-from safetensors import safe_open
 
 DRAW_SEED = 7
 

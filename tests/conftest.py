@@ -309,6 +309,7 @@ def chatlearn(start: Callable[..., Started]) -> Callable[..., Finished]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 2 layers."""
     import torch
+
     from chatlearn_hf.tiny import build_tiny_model
 
     torch.set_num_threads(1)

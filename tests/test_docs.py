@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from typer.main import get_command
+
 from chatlearn_core.cli.main import app
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.models import RunConfig, Section
@@ -31,7 +33,6 @@ from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import PluginSource
-from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = ROOT / "chatlearn_core/src/chatlearn_core/plugins/template"
@@ -361,6 +362,7 @@ def test_the_documented_algorithm_trains_and_every_metric_is_explained(
     tiny_model: Path, sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
+
     from chatlearn_core.executor.assembly import assemble
     from chatlearn_core.executor.run import Run
 

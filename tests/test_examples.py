@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.config.load import load_config
 from chatlearn_core.executor.assembly import assemble
 from chatlearn_core.executor.run import Run

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cumulative_lengths
 from chatlearn_fsdp.optimizer import optimizer_tensors

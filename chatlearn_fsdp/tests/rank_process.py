@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch

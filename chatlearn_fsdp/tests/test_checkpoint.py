@@ -2,6 +2,7 @@ import shutil
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import CheckpointError
 
 pytestmark = pytest.mark.engine

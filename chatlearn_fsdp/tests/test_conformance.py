@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.testing.suites import TrainerConformance
 from chatlearn_hf.tiny import build_tiny_model
 

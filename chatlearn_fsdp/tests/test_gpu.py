@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
 from chatlearn_core.protocols import Loss, ModelSource, RoleContext
 from chatlearn_core.types import OutputRequest, TrainBatch
 from chatlearn_fsdp.options import FSDPOptions

@@ -1,4 +1,5 @@
 import torch
+
 from chatlearn_fsdp.memory import OffloadedPart, live_bytes
 
 

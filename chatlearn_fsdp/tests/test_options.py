@@ -2,8 +2,9 @@ import subprocess
 import sys
 
 import pytest
-from chatlearn_fsdp.options import FSDPOptions
 from pydantic import ValidationError
+
+from chatlearn_fsdp.options import FSDPOptions
 
 
 def test_unknown_key_is_refused() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatlearn_core.types import OutputRequest, TrainBatch
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.packed_forward import PackedModel, packed_outputs

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.schedule import check_schedule, learning_rate

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.options import FSDPOptions

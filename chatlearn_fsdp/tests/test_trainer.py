@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext, Trainer
 from chatlearn_core.types import OutputRequest, pack_samples
@@ -13,8 +16,6 @@ from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.model_directory import load_causal_lm
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.engine
 

@@ -15,10 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from chatlearn_data import arithmetic
 from chatlearn_data.output import write_records
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
-from rich.console import Console
 
 HERE = Path(__file__).parent
 NUM_HELDOUT, NUM_VALIDATION = 300, 300
@@ -145,8 +146,9 @@ def show_result(console: Console, directory: Path, seconds: float) -> None:
         f"{seconds:.0f} s in all)\n"
         f"  report   {directory}/grpo/report.html\n"
         f"  model    {directory}/grpo/model\n"
-        f"  next     .venv/bin/chatlearn plugins list\n"
-        f"           .venv/bin/chatlearn run {directory}/grpo/config.yaml algorithm.name=dr_grpo output_dir={directory}/dr_grpo",
+        f"  next     the same with another algorithm, by name:\n"
+        f"           .venv/bin/chatlearn run {directory}/grpo/config.yaml algorithm.name=dr_grpo "
+        f"output_dir={directory}/dr_grpo",
         soft_wrap=True,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.protocols import LossOutput
 from chatlearn_core.types import Completion, RewardResult, TrainBatch, VersionSpan, WeightManifest, WeightShard

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance_mutants import MUTANTS, Mutant
+
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.testing.check import SUITES, run_conformance
 from chatlearn_core.testing.suites import RewardCase
 from chatlearn_hf.tiny import build_tiny_model
-from conformance_mutants import MUTANTS, Mutant
 
 PLAIN = "chatlearn_hf.plain_forward:load_plain_model"
 USERS_CODE = """

@@ -67,5 +67,5 @@ class WeightSyncError(BackendError):
     """Weights could not be moved: names the transport, the replica, and the tensors or ranks concerned."""
 
 
-class Interrupted(ChatLearnError):
+class Interrupted(ChatLearnError):  # noqa: N818  # a request, not an error of anybody
     """The run was stopped on request (Ctrl-C or SIGTERM) and can be resumed."""

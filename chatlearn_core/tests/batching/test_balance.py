@@ -3,9 +3,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from chatlearn_core.batching.balance import attention_cost, balance
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.batching.balance import attention_cost, balance
 
 
 @st.composite

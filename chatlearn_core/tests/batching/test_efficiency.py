@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.batching.efficiency import packing_efficiency, padding_efficiency
 
 LENGTHS = [10, 30, 20, 5]

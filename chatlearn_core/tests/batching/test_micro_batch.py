@@ -3,10 +3,11 @@ from __future__ import annotations
 import itertools
 import math
 
-from chatlearn_core.batching.efficiency import packing_efficiency
-from chatlearn_core.batching.micro_batch import micro_batches
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.batching.efficiency import packing_efficiency
+from chatlearn_core.batching.micro_batch import micro_batches
 
 
 @st.composite

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-from chatlearn_core.batching.mini_batch import mini_batches
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.batching.mini_batch import mini_batches
 
 
 @given(

@@ -3,9 +3,10 @@ from __future__ import annotations
 import itertools
 import random
 
-from chatlearn_core.batching.partition import _differencing, best_fit_decreasing, partition
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.batching.partition import _differencing, best_fit_decreasing, partition
 
 
 @given(costs=st.lists(st.integers(0, 30), min_size=1, max_size=7), num_bins=st.integers(1, 3))

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chatlearn_core.cli.config import app
 from typer.testing import CliRunner
+
+from chatlearn_core.cli.config import app
 
 runner = CliRunner()
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from chatlearn_core.cli import main as cli
-from chatlearn_core.exceptions import ConfigError, Interrupted
 
 import chatlearn_core
+from chatlearn_core.cli import main as cli
+from chatlearn_core.exceptions import ConfigError, Interrupted
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
 from chatlearn_core.cli import plugins_check
 from chatlearn_core.cli.plugins import app
 from chatlearn_core.exceptions import ChatLearnError, PluginError, PluginNotFoundError
 from chatlearn_core.plugins.scaffold import write_plugin
-from typer.testing import CliRunner
 
 REWARD = """
 from chatlearn_core.plugins import hookimpl

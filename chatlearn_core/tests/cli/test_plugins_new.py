@@ -3,10 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from chatlearn_core.cli.plugins import app
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.scaffold import TEMPLATE_KINDS
-from typer.testing import CliRunner
 
 
 def test_new_writes_a_package_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import types
 from typing import Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
@@ -18,7 +20,6 @@ from chatlearn_core.plugins.records import (
     WeightSyncSpec,
 )
 from chatlearn_core.plugins.registry import PluginRegistry
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 OPTIONS_MODULE = "acme_options_of_config_tests"
 

@@ -1,8 +1,9 @@
+from pydantic import BaseModel
+
 from chatlearn_core.config.choices import choose, slots, validate_options
 from chatlearn_core.config.problems import Marks
 from chatlearn_core.plugins.records import TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-from pydantic import BaseModel
 
 RECORD = TrainerSpec(name="acme", factory="acme:T", options="acme:O")
 

@@ -1,6 +1,7 @@
 """Every rule with its whole message; the configuration is valid but for what the overrides say."""
 
 import pytest
+
 from chatlearn_core.config.crosscheck import RULES
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from chatlearn_core.config.document import parse, read_text
 from chatlearn_core.exceptions import ConfigError
 

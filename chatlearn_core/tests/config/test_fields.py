@@ -1,9 +1,10 @@
 from typing import Annotated
 
 import pytest
+from pydantic import BaseModel, Field
+
 from chatlearn_core.config import models
 from chatlearn_core.config.fields import model_at, valid_keys
-from pydantic import BaseModel, Field
 
 
 class Aliased(BaseModel):

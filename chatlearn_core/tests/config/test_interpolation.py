@@ -1,4 +1,5 @@
 import pytest
+
 from chatlearn_core.config.interpolation import resolve
 
 

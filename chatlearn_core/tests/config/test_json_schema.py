@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+
 from chatlearn_core.config.json_schema import config_schema
 from chatlearn_core.plugins.registry import PluginRegistry
 

@@ -3,13 +3,14 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
 from chatlearn_core.config.show import resolved_values, to_yaml
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.registry import PluginRegistry
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 FUZZ = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True

@@ -1,4 +1,5 @@
 import pytest
+
 from chatlearn_core.config.document import Document, parse
 from chatlearn_core.config.overrides import apply_overrides
 from chatlearn_core.config.problems import render

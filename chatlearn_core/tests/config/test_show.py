@@ -1,4 +1,5 @@
 import yaml
+
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.show import resolved_values, to_yaml
 from chatlearn_core.plugins.registry import PluginRegistry

@@ -1,8 +1,9 @@
 from typing import Literal
 
 import pytest
-from chatlearn_core.config.validation import problems_of
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from chatlearn_core.config.validation import problems_of
 
 
 class Inner(BaseModel, extra="forbid"):

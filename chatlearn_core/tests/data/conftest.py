@@ -10,13 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
+
 from chatlearn_core.config.models import DataConfig
 from chatlearn_core.data import RawExample
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import DatasetSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-from pydantic import BaseModel, ConfigDict
 
 EOS = 1
 BOS = 2

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import DataError, PluginNotFoundError
 from chatlearn_core.types import Demonstration, Prompt

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.data import read_rows
 from chatlearn_core.exceptions import DataError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from chatlearn_core.data import PromptRenderer
 from chatlearn_core.exceptions import DataError
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chatlearn_core.data import Dataset, DatasetReport, Sampler
 from chatlearn_core.exceptions import CheckpointError
 from chatlearn_core.types import Demonstration, Prompt
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def dataset(name: str, size: int, weight: float = 1.0, first_token: int = 0) -> Dataset:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.exceptions import ConfigError, DataError, PluginError, PluginNotFoundError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, MISMATCH_PROB_DIFF, Alarms
 from chatlearn_core.executor.environment import Experience

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import BackendError, CheckpointError
 from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore, read_checkpoint
 

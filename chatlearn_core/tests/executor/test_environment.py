@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.executor.environment import Environment, generator_mismatch, make_slots, sample_metrics
 from chatlearn_core.executor.seeds import keyed_seed
 from chatlearn_core.metrics import Timers

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from chatlearn_core.executor.evaluator import Evaluator, accuracy, evaluation_flow, evaluation_metrics
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers

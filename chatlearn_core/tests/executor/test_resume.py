@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.exceptions import CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore
 from chatlearn_core.executor.resume import (

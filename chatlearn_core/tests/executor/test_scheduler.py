@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendError, ReplicaLostError, WeightSyncError
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
 from chatlearn_core.flow import trace

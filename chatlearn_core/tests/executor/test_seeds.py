@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-from chatlearn_core.executor.seeds import keyed_seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chatlearn_core.executor.seeds import keyed_seed
 
 
 def test_a_seed_is_the_hash_of_what_it_is_for() -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.environment import Experience
 from chatlearn_core.executor.training import ExperienceTrainer, unit_index
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Prompt, Sample, TrainBatch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.flow import trace
 

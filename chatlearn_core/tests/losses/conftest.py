@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+
 from chatlearn_core.types import TrainBatch, cumulative_lengths
 
 MakeBatch = Callable[..., TrainBatch]

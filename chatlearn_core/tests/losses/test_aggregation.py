@@ -5,10 +5,11 @@ from typing import get_args
 
 import pytest
 import torch
-from chatlearn_core.losses.aggregation import AggregationMode, aggregation_weights
-from chatlearn_core.types import TrainBatch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.losses.aggregation import AggregationMode, aggregation_weights
+from chatlearn_core.types import TrainBatch
 
 MODES = get_args(AggregationMode)
 MASKS = [[0, 1, 1, 1], [0, 0, 1], [0, 0], [0, 1, 0, 1, 1]]

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatlearn_core.losses.clip import clipped_policy_loss
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.losses.clip import clipped_policy_loss
 
 
 def loop_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> float:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.losses.importance import check_same_basis, importance_weights
 from chatlearn_core.types import LogprobBasis

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from chatlearn_core.losses.kl import MAX_K3, full_kl, kl_estimate
 
 POLICY = [-1.0, -0.5, -2.0]

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatlearn_core.losses.logprobs import prediction_rows, token_logprobs, token_logprobs_from_hidden
-from chatlearn_core.types import cumulative_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from chatlearn_core.losses.logprobs import prediction_rows, token_logprobs, token_logprobs_from_hidden
+from chatlearn_core.types import cumulative_lengths
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 7, 11, 5
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from chatlearn_core.losses.mismatch import mismatch_metrics
 from chatlearn_core.types import merge_metrics
 

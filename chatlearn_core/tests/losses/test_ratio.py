@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from chatlearn_core.losses.ratio import MAX_LOG_RATIO, importance_ratio, masked_log_ratio, sequence_log_ratio
 
 MASK = torch.tensor([False, True, True, False, True])

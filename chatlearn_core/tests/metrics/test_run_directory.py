@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from chatlearn_core.exceptions import BackendError, ChatLearnError
 from chatlearn_core.metrics import RunDirectory
 from chatlearn_core.types import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.metrics import Timers, timers
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.compatibility import choose_transport, mismatches
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.plugins import hookspec
 from chatlearn_core.plugins.loader import load_plugins
 from chatlearn_core.plugins.observers import Observers

@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 
 import pytest
+
 from chatlearn_core.plugins.import_string import import_string_problem, resolve_import_string
 
 

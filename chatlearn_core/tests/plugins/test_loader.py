@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins, load_plugins

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.matrix import TestResult, compatibility_matrix, matrix_json, read_tested

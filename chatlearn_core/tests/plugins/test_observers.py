@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.observers import Observer, Observers
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from chatlearn_core.plugins.options import OptionRow, option_rows, options_text
 from pydantic import BaseModel, Field
+
+from chatlearn_core.plugins.options import OptionRow, option_rows, options_text
 
 
 class Inner(BaseModel):

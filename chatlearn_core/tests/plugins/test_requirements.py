@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.requirements import (
     installed_here,

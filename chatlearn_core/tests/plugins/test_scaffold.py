@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins import scaffold
 from chatlearn_core.plugins.records import RECORD_TYPES

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.plugins.sources import DisabledDistributions, core_version_problem, did_you_mean, installed_sources
 
 

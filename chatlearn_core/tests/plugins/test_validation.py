@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from chatlearn_core.plugins.records import GeneratorSpec, PluginRecord, RewardSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.validation import (
     api_version_problem,

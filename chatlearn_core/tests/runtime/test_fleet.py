@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, CheckpointError
 from chatlearn_core.runtime.lane import Lane
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
+
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, ModelError, WeightSyncError
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.runtime.local import LocalRuntime, resolve_device
 from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_core.types import OutputRequest, Prompt, RewardResult, Sample, SyncOffer, WeightManifest
-from pydantic import BaseModel
 
 SPECS = {"trainer": TrainerSpec, "generator": GeneratorSpec, "reward": RewardSpec}
 

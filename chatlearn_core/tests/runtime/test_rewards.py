@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -18,8 +21,6 @@ from chatlearn_core.types import (
     SamplingParams,
     sample_from_completion,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 class FakeReward:

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import SyncOffer, SyncPlan, TensorSpec, WeightManifest
-from pydantic import BaseModel
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 

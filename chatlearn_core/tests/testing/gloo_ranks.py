@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.testing.batches import MaskedPolicyLoss, make_batch
 from chatlearn_core.testing.fakes.box_sync import FakeBoxSender

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import LoggerSpec
 from chatlearn_core.testing.check import SUITES, run_conformance, suite_class, suites_for

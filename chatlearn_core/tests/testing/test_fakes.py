@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
 from chatlearn_core.testing.fakes import records
 from chatlearn_core.testing.fakes.bigram import build_bigram_model
 from chatlearn_core.testing.suites import (

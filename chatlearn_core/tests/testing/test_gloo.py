@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.testing.batches import MaskedPolicyLoss, make_batch
 from chatlearn_core.testing.fakes.bigram import bigram_manifest, build_bigram_model, read_bigram_tensors

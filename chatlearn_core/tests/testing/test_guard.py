@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+
 from chatlearn_core.testing.guard import is_suite_class, suite_violations
 from chatlearn_core.testing.suites import RewardConformance, WeightSyncConformance
 

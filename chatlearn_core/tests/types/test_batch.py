@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatlearn_core.types import Prompt, Sample, TrainBatch, cumulative_lengths, pack_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chatlearn_core.types import Prompt, Sample, TrainBatch, cumulative_lengths, pack_samples
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=0, max_size=6)
 

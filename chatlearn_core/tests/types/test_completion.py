@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from chatlearn_core.types import RAW_BASIS, LogprobBasis, SamplingParams
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from chatlearn_core.types import Metric, merge_metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chatlearn_core.types import Metric, merge_metrics
 
 # Integers, so that sums are exact in every order.
 VALUES = st.lists(st.integers(-1000, 1000), min_size=1, max_size=20)

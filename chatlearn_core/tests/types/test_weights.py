@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from chatlearn_core.types import TensorSpec, WeightManifest, WeightShard
 
 

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import CheckpointError
-from chatlearn_hf.checkpoint_names import CheckpointLayout
-from chatlearn_hf.lora import adapter_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,9 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from transformers import PreTrainedModel
 
+from chatlearn_core.exceptions import CheckpointError
 from chatlearn_fsdp.optimizer import allocate_state, optimizer_tensors
 from chatlearn_fsdp.options import LoraOptions
 from chatlearn_fsdp.sharding import RankGroup, copy_whole
+from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.lora import adapter_state
 
 FORMAT = 1
 WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "optimizer.pt", "shards", "trainer.json"

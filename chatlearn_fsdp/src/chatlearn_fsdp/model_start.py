@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
 from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_fsdp.memory import own_storage
+from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
+from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.heads import drawn_head, load_model
 from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapters
@@ -16,12 +22,6 @@ from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_direct
 from chatlearn_hf.model_directory import wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
 from chatlearn_hf.ulysses import check_heads
-from transformers import PreTrainedModel
-
-from chatlearn_fsdp.memory import own_storage
-from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
-from chatlearn_fsdp.shards import held_rows
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from chatlearn_core.exceptions import ConfigError
-
 from chatlearn_fsdp.options import FSDPOptions
 
 

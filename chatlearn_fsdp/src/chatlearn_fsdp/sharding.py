@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from chatlearn_core.exceptions import BackendError, ConfigError
-from chatlearn_core.protocols import RoleContext
-from chatlearn_core.types import Box
-from chatlearn_hf.ulysses import UlyssesGroup
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.protocols import RoleContext
+from chatlearn_core.types import Box
 from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_hf.ulysses import UlyssesGroup
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from chatlearn_hf.checkpoint_names import StateTensor
 from torch import Tensor
 
 from chatlearn_fsdp.sharding import box_of_rows
+from chatlearn_hf.checkpoint_names import StateTensor
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
 from chatlearn_core.types import Metric, Metrics
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from chatlearn_core.batching import micro_batches
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.plugins.records import Export
@@ -23,11 +25,6 @@ from chatlearn_core.types import (
     WeightShard,
     merge_metrics,
 )
-from chatlearn_hf.checkpoint_names import CheckpointLayout
-from chatlearn_hf.packed_forward import PackedModel
-from chatlearn_hf.varlen_attention import PackedLayout
-from torch import Tensor
-
 from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.memory import OffloadedPart, live_bytes
 from chatlearn_fsdp.model_start import start_model
@@ -37,6 +34,9 @@ from chatlearn_fsdp.schedule import check_schedule, learning_rate
 from chatlearn_fsdp.sharding import RankGroup, join_ranks, mesh_sizes, whole
 from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import export_model, stream_boxes, stream_full
+from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.packed_forward import PackedModel
+from chatlearn_hf.varlen_attention import PackedLayout
 
 HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 RESERVED_ARGUMENTS = frozenset(

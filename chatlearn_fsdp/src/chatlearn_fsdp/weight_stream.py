@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.types import WeightShard
+from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
+from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
 from chatlearn_hf.lora import Adapter, adapters, base_state
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.progress_bars import no_progress_bars
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
-from chatlearn_fsdp.shards import held_rows
 
 EXPORT_OWNER = 0
 """The rank that sends gathered tensors."""

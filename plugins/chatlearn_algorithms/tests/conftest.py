@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.protocols.algorithm import AlgorithmContext
 from chatlearn_core.types import (
     Completion,

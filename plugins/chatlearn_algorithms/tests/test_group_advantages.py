@@ -5,11 +5,12 @@ import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chatlearn_algorithms.group_advantages import assign_group_advantages, group_advantages
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.types import RewardResult
-from hypothesis import given
-from hypothesis import strategies as st
 
 EPSILON = 1e-5
 

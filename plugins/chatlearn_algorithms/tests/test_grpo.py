@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from chatlearn_algorithms.grpo import GRPO
 from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
 from chatlearn_core.exceptions import ConfigError

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
 from pydantic import ValidationError
+
+from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
 
 
 def test_dr_grpo_differs_in_two_defaults():

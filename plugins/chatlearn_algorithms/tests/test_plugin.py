@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import get_args
 
 import pytest
+from pydantic import BaseModel
+
 from chatlearn_algorithms import grpo_options, plugin
 from chatlearn_core.losses import AggregationMode, CorrectionLevel, KLEstimator
-from pydantic import BaseModel
 
 SPECS = {spec.name: spec for spec in plugin.chatlearn_algorithms()}
 

@@ -6,12 +6,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
-from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+
+from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
+from chatlearn_core.exceptions import FlowError
+from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples
 
 VOCABULARY = 9
 LENGTHS = [4, 1, 6, 3, 2]

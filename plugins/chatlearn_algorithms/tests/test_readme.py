@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import yaml
+
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.plugin import chatlearn_algorithms
 

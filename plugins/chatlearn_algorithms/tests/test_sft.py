@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+
 from chatlearn_algorithms.sft import SFT, SFTLoss
 from chatlearn_algorithms.sft_options import SFTOptions
 from chatlearn_core.types import Prompt, Sample, pack_samples
-from torch.nn.functional import cross_entropy
 
 VOCABULARY = 9
 

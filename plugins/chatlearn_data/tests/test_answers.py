@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.answers import gsm8k_answer, gsm8k_solution, instructed, last_boxed, math_answer
 

@@ -7,6 +7,9 @@ import re
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.answers import gsm8k_answer, last_boxed
 from chatlearn_data.arithmetic import (
@@ -23,8 +26,6 @@ from chatlearn_data.arithmetic import (
     split_problems,
     vocabulary,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_every_problem_is_there_once() -> None:

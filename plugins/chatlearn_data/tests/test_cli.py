@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from chatlearn_core.config.models import DataConfig
 from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import DataError
@@ -16,7 +18,6 @@ from chatlearn_core.types import Demonstration
 from chatlearn_data.answers import last_boxed
 from chatlearn_data.arithmetic import check_disjoint, problem_of
 from chatlearn_data.cli import app
-from typer.testing import CliRunner, Result
 
 PUBLISHED = Path(__file__).parent / "published"
 

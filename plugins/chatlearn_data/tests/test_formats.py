@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.data.selection import detect_format, select_format
 from chatlearn_core.exceptions import ConfigError, DataError
 from chatlearn_core.plugins.entry import PluginEntry

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.output import write_records
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.config.models import DataConfig
 from chatlearn_core.data import Tokenizer, build_dataset
 from chatlearn_core.plugins.loader import discover_plugins

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from chatlearn_core.types import TrainBatch, cumulative_lengths
 from chatlearn_hf.tiny import build_tiny_model
 

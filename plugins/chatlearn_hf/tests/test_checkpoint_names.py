@@ -1,5 +1,8 @@
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from chatlearn_core.exceptions import ModelError, WeightSyncError
 from chatlearn_hf.checkpoint_names import (
     checkpoint_layout,
@@ -9,8 +12,6 @@ from chatlearn_hf.checkpoint_names import (
 )
 from chatlearn_hf.heads import load_model
 from chatlearn_hf.model_directory import load_causal_lm
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 CASES = [(family, tie) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") for tie in (True, False)]
 

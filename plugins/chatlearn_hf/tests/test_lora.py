@@ -2,6 +2,7 @@ import sys
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_hf.checkpoint_names import checkpoint_layout
 from chatlearn_hf.heads import load_model

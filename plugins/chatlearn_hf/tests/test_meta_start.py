@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.checkpoint_names import checkpoint_layout
 from chatlearn_hf.heads import load_model

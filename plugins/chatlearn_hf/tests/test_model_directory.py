@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.model_directory import (
     check_model_directory,

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import OutputRequest
 from chatlearn_hf.heads import load_model

@@ -1,6 +1,7 @@
+from transformers.utils import logging
+
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.progress_bars import no_progress_bars
-from transformers.utils import logging
 
 
 def test_bars_come_back_as_they_were() -> None:

@@ -1,4 +1,5 @@
 import torch
+
 from chatlearn_hf.model_directory import load_causal_lm, load_tokenizer
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 

@@ -1,10 +1,11 @@
 """The arithmetic of heads; the exchange itself is tested over real ranks in chatlearn_fsdp/tests/test_parity.py."""
 
 import pytest
-from chatlearn_core.exceptions import ModelError
-from chatlearn_hf.ulysses import check_heads, key_heads_of_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.ulysses import check_heads, key_heads_of_ranks
 
 
 @pytest.mark.parametrize(

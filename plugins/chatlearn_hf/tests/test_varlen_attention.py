@@ -1,9 +1,10 @@
 import pytest
 import torch
-from chatlearn_core.exceptions import ModelError
-from chatlearn_hf.varlen_attention import PackedLayout, varlen_attention_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.varlen_attention import PackedLayout, varlen_attention_forward
 
 
 class Layer(torch.nn.Module):

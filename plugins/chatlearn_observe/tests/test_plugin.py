@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.loader import discover_plugins
 

@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
+
 from chatlearn_observe.options import TensorBoardOptions
 
 pytest.importorskip("tensorboard")
 
-from chatlearn_observe.tensorboard_logger import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from chatlearn_observe.tensorboard_logger import TensorBoardLogger
 
 
 def scalars(directory: Path, name: str) -> list[tuple[int, float]]:

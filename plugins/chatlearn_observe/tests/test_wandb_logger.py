@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_observe.options import WandbOptions
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
-from pydantic import BaseModel
 
 MODULE = "chatlearn_ray_test_backends"
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import BaseModel
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
 from chatlearn_core.types import Completion, Metric, RewardResult, VersionSpan
-from pydantic import BaseModel
 
 
 @hookimpl

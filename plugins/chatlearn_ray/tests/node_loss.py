@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.cluster_utils import Cluster
+
 from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.protocols import ModelSource
@@ -21,7 +23,6 @@ from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
 from chatlearn_core.types import GenerateRequest, SamplingParams, TrainBatch, cumulative_lengths
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.runtime import RayRuntime
-from ray.cluster_utils import Cluster
 
 FAST_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 
 STEPS = 3

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.types import TrainBatch, cumulative_lengths
 from chatlearn_ray.arrays import BatchArrays, TensorArray
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_ray.launch import NodeRole, first_host, node_role
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.config.load import load_config
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.loader import discover_plugins

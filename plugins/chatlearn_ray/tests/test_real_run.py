@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_core.config.load import load_config
 from chatlearn_core.executor.assembly import assemble
 from chatlearn_core.executor.progress import RunListener

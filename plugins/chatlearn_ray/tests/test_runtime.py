@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from chatlearn_core.exceptions import (
     BackendError,
     BackendTimeoutError,

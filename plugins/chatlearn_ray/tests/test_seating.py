@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.seating import SeatedRole, Seating, seat_roles, shortage

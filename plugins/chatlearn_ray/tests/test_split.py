@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Metric, TrainBatch, cumulative_lengths
 from chatlearn_ray.split import assign, gather_metrics, gather_outputs, speaker_of_slices, take
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def batch_of(lengths: list[int], units: list[int] | None = None) -> TrainBatch:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from chatlearn_core.exceptions import PluginIncompatibleError, PluginNotFoundError
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import RoleContext

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RAW_BASIS, Completion, Prompt, Sample, SamplingParams, sample_from_completion
 

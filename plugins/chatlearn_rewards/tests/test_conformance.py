@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+
 from chatlearn_core.testing.suites import RewardCase, RewardConformance
 
 MISBEHAVING = """import os

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
+
 from chatlearn_rewards.format_reward import FormatReward
 from chatlearn_rewards.options import FormatOptions
-from pydantic import ValidationError
 
 THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"
 

@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_rewards.function_calling import check_list, check_score, detect_signature, find_function
 from chatlearn_rewards.pool_worker import TaskConfigError
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
+
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.protocols import Reward
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_rewards.options import FunctionOptions
-from pydantic import ValidationError
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from chatlearn_core.protocols import Reward
 from chatlearn_rewards.gsm8k_reward import Gsm8kReward, answered_number, true_number
 from chatlearn_rewards.options import Gsm8kOptions

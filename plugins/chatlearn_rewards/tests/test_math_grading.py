@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_rewards.math_grading import is_right, last_boxed
 
 EQUAL = [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.protocols import Reward
 from chatlearn_rewards.math_reward import MathReward
 from chatlearn_rewards.options import MathOptions

@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
+
 from chatlearn_rewards.plugin import chatlearn_rewards
 
 RECORDS = {record.name: record for record in chatlearn_rewards()}

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_rewards.process_pool import ProcessPool, Task
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from chatlearn_core.types import Endpoint, SyncPlan, TensorSpec, WeightManifest, WeightShard
 from safetensors.torch import load_file
+
+from chatlearn_core.types import Endpoint, SyncPlan, TensorSpec, WeightManifest, WeightShard
 
 torch.set_num_threads(1)
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_sync.channel import Channel
 

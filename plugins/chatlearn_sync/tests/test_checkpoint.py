@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import WeightReceiver, WeightSender
 from chatlearn_core.types import SyncOffer
 from chatlearn_sync import weight_files
 from chatlearn_sync.checkpoint import CheckpointReceiver, CheckpointSender
 from chatlearn_sync.options import CheckpointOptions
-from safetensors import safe_open
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import WeightReceiver, WeightSender
 from chatlearn_core.types import SyncOffer, WeightShard

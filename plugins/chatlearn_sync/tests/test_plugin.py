@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
+
 from chatlearn_sync.plugin import chatlearn_weight_syncs
 
 RECORDS = {record.name: record for record in chatlearn_weight_syncs()}

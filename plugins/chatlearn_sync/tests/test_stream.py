@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.types import WeightShard
 from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, name_list

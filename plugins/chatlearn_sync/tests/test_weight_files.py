@@ -5,6 +5,8 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_sync.weight_files import (
     WeightIndex,
@@ -15,7 +17,6 @@ from chatlearn_sync.weight_files import (
     write_index,
     write_shard,
 )
-from safetensors import safe_open
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

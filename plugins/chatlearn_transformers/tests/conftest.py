@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
 from chatlearn_core.types import Completion, GenerateRequest, SamplingParams
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.options import TransformersGeneratorOptions
-from transformers import AutoModelForCausalLM
 
 MakeGenerator = Callable[..., TransformersGenerator]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_transformers.architecture import check_probe
 

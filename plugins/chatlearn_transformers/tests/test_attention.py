@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatlearn_transformers.attention import slot_attention
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_transformers import attention
 from chatlearn_transformers.decoder import Decoder
 

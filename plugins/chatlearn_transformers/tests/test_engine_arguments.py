@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_transformers.engine_arguments import OWNED, PASSED, check_engine_arguments
 

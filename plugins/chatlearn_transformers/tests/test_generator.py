@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, ModelError
 from chatlearn_core.protocols.generator import Generator, StreamingGenerator, WeightLoader
 from chatlearn_core.protocols.lifecycle import RoleContext

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.types import GenerateRequest
 from chatlearn_transformers.generator import TransformersGenerator

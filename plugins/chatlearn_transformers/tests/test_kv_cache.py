@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+
 from chatlearn_transformers.kv_cache import SlotCache, round_up
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+
 from chatlearn_transformers.offload import WeightStore
 
 

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
+
 from chatlearn_transformers.options import TransformersGeneratorOptions
 from chatlearn_transformers.plugin import chatlearn_generators
-from pydantic import ValidationError
 
 
 def test_the_record_names_what_exists():

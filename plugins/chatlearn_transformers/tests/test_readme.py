@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import yaml
+
 from chatlearn_core.config.models import RoleConfig
 from chatlearn_transformers.engine_arguments import check_engine_arguments
 from chatlearn_transformers.options import TransformersGeneratorOptions

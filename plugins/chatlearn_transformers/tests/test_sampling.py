@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from chatlearn_transformers.sampling import SamplingPlan, keep_top, sample, seed_word, uniforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chatlearn_transformers.sampling import SamplingPlan, keep_top, sample, seed_word, uniforms
 
 VOCAB = 40
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.tiny import build_tiny_tokenizer
 from chatlearn_transformers.stopping import StopStrings, end_of_sequence_ids, token_table
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOKENIZER = build_tiny_tokenizer()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+
 from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams, VersionSpan
 from chatlearn_transformers.ticket import Ticket
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.types import TensorSpec, VersionSpan, WeightManifest
 from chatlearn_hf.checkpoint_names import checkpoint_tensors

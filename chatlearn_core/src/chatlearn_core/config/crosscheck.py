@@ -72,9 +72,7 @@ def backend_given(checked: Checked) -> Iterator[Problem]:
         if role.kind != "reward":
             if not role.backend:
                 rule = f"a {role.kind} role needs a backend"
-                yield Problem(
-                    path, rule, remedy=f"name an installed {role.kind} (chatlearn plugins list)"
-                )
+                yield Problem(path, rule, remedy=f"name an installed {role.kind} (chatlearn plugins list)")
             if role.parts:
                 rule = f"only reward roles combine parts; this role is a {role.kind}"
                 yield Problem(("roles", name, "parts"), rule, remedy="remove parts")

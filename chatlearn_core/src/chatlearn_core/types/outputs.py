@@ -13,8 +13,8 @@ Outputs = dict[str, Tensor]
 """Output name -> tensor, aligned with the batch.
 
 Per token [T], where ``batch.loss_mask`` is True and 0 elsewhere (no head is applied to prompt tokens): ``logprobs``
-(entry t: logprob of token t given those before it), ``entropy`` (entry t: entropy, nats, of the distribution token t was
-drawn from) and ``values`` (entry t: value of the state in which token t was chosen, so that it lines up with the
+(entry t: logprob of token t given those before it), ``entropy`` (entry t: entropy, nats, of the distribution token t
+was drawn from) and ``values`` (entry t: value of the state in which token t was chosen, so that it lines up with the
 advantage of token t). ``hidden_states`` [T, H] is whole. Per sequence [S]: ``scores`` (the head's output at the last
 token)."""
 

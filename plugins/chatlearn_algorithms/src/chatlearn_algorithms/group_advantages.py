@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import Metric, Metrics, Sample
 
 from chatlearn_algorithms.grpo_options import AdvantageStd
+from chatlearn_core.exceptions import FlowError
+from chatlearn_core.types import Metric, Metrics, Sample
 
 EMPTY_COMPLETION = "empty_completion"
 GROUP_TOO_SMALL = "group_too_small"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chatlearn_algorithms.group_advantages import assign_group_advantages
+from chatlearn_algorithms.grpo_options import GRPOOptions
+from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.losses import check_same_basis
 from chatlearn_core.protocols.algorithm import AlgorithmContext, InputKind
 from chatlearn_core.protocols.loss import Loss
 from chatlearn_core.types import LogprobBasis, Metrics, Sample
-
-from chatlearn_algorithms.group_advantages import assign_group_advantages
-from chatlearn_algorithms.grpo_options import GRPOOptions
-from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 
 
 class GRPO:

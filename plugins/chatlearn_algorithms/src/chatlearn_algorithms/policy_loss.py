@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
+
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.losses import (
     AggregationMode,
@@ -21,7 +23,6 @@ from chatlearn_core.losses import (
 )
 from chatlearn_core.protocols.loss import LossOutput, Unit
 from chatlearn_core.types import Metric, Metrics, OutputName, OutputRequest, Outputs, TrainBatch
-from torch import Tensor
 
 OldLogprobs = Literal["trainer_logprobs", "generator_logprobs"]
 

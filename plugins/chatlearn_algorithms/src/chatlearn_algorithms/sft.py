@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from chatlearn_algorithms.group_advantages import EMPTY_COMPLETION
+from chatlearn_algorithms.sft_options import SFTOptions
 from chatlearn_core.losses import AggregationMode, aggregation_weights
 from chatlearn_core.protocols.algorithm import AlgorithmContext, InputKind
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, Sample, TrainBatch
-
-from chatlearn_algorithms.group_advantages import EMPTY_COMPLETION
-from chatlearn_algorithms.sft_options import SFTOptions
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from chatlearn_core.exceptions import DataError
 
+from chatlearn_core.exceptions import DataError
 from chatlearn_data import arithmetic
 from chatlearn_data.output import check_suffix, write_records
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from chatlearn_core.data.format import DatasetFormat, Row
 from chatlearn_core.data.reader import RowReader, read_rows
 from chatlearn_core.exceptions import DataError
-
 from chatlearn_data.formats.gsm8k import Gsm8kFormat
 from chatlearn_data.formats.math import MathFormat
 from chatlearn_data.options import InstructionOptions, NoOptions

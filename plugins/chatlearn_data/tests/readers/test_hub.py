@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import huggingface_hub.constants
 import pytest
+
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.options import NoOptions
 from chatlearn_data.readers.hub import HubReader

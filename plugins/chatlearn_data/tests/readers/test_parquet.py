@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.options import NoOptions
 from chatlearn_data.readers.parquet import ParquetReader

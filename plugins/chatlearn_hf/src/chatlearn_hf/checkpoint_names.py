@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import ModelError, WeightSyncError
-from chatlearn_core.types import TensorSpec, WeightManifest
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +30,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from chatlearn_core.exceptions import ModelError, WeightSyncError
+from chatlearn_core.types import TensorSpec, WeightManifest
 from chatlearn_hf.heads import HEAD_CLASSES
 from chatlearn_hf.model_directory import load_config, read_config_file, weight_files
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedTokenizerBase
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts
-from transformers import PreTrainedTokenizerBase
-
 from chatlearn_hf.model_directory import check_model_directory, check_tokenizer_fits, load_config, load_tokenizer
 from chatlearn_hf.model_directory import max_length as config_max_length
 from chatlearn_hf.options import TransformersFamilyOptions

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from chatlearn_core.protocols import Head
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from chatlearn_core.protocols import Head
 from chatlearn_hf.model_directory import load_pretrained
 
 HEAD_CLASSES: dict[Head, Any] = {

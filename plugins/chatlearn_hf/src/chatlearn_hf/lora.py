@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import BackendError, ModelError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from chatlearn_core.exceptions import BackendError, ModelError
 
 ADAPTER = "default"
 BASE_LAYER = ".base_layer"

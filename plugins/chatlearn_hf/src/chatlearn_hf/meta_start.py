@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import ModelError
-from chatlearn_core.protocols import Head
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from chatlearn_core.exceptions import ModelError
+from chatlearn_core.protocols import Head
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.heads import HEAD_CLASSES, HEAD_PARAMETERS
 from chatlearn_hf.model_directory import attention_implementation, check_model_directory, not_loadable, weight_files

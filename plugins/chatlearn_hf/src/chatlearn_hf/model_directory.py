@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import ModelError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.progress_bars import no_progress_bars
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 

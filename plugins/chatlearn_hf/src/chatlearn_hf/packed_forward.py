@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_core.losses import prediction_rows, token_logprobs_from_hidden
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from chatlearn_hf.varlen_attention import PackedLayout
 
 HEAD_OUTPUTS: dict[Head, frozenset[str]] = {

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chatlearn_core.exceptions import ModelError
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from chatlearn_core.exceptions import ModelError
 
 
 class UlyssesGroup:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import ModelError
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.ulysses import UlyssesGroup
 
 VARLEN_ATTENTION = "chatlearn_varlen"

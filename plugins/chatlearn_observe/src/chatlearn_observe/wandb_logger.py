@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import wandb
-from chatlearn_core.exceptions import ChatLearnError
 
+from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_observe.options import WandbOptions
 
 ID_FILE = "wandb_id"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from chatlearn_observe.report import write_report
 
 Browse = Callable[..., str]

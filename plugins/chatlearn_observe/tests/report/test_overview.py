@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from chatlearn_observe.report.overview import duration, overview_of, short_duration, shown_events
 from chatlearn_observe.report.run_files import read_run
 

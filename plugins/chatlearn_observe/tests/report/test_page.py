@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chatlearn_observe.report import ReportSettings, write_report
 from chatlearn_observe.report.page import json_for_html
 

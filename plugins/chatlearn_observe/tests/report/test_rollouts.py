@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from chatlearn_observe.report import rollouts
 from chatlearn_observe.report.rollouts import choose_files, collect_rollouts, shared_out
 from chatlearn_observe.report.run_files import RolloutFile, read_run

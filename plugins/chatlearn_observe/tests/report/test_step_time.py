@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chatlearn_observe.report.step_time import step_times
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from chatlearn_core.exceptions import ModelError
 from chatlearn_observe.report import tokens
 from chatlearn_observe.report.tokens import TokenTexts, find_decoder

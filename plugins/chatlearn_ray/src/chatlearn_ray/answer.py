@@ -6,9 +6,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from chatlearn_core.exceptions import BackendError, ChatLearnError
-
 from chatlearn_core import exceptions
+from chatlearn_core.exceptions import BackendError, ChatLearnError
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from chatlearn_core.types import TrainBatch
 from torch import Tensor
+
+from chatlearn_core.types import TrainBatch
 
 _CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 """Types that numpy does not have travel as integers of the same width."""

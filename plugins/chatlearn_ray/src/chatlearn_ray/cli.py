@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from chatlearn_core.exceptions import ConfigError
 
+from chatlearn_core.exceptions import ConfigError
 from chatlearn_ray.launch import DEFAULT_PORT, node_role
 
 app = typer.Typer(help="Bring a Ray cluster up, for runs with runtime.options.address: auto.", no_args_is_help=True)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from chatlearn_core.exceptions import BackendError, ConfigError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.seating import Amounts, Seat, Seating, amounts_text, shortage
 

@@ -10,7 +10,6 @@ from typing import Any
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
-
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.generator_worker import POLL_S, ReplicaReport
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error

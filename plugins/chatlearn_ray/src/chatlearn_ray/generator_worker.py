@@ -19,7 +19,6 @@ from chatlearn_core.types import (
     SyncPlan,
     SyncReceipt,
 )
-
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec

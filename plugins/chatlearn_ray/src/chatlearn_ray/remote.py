@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from ray.exceptions import RayActorError, RayError
 
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.worker import GRACE_S, WorkerFacts

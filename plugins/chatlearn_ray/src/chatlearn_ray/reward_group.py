@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
 

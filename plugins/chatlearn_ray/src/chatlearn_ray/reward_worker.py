@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_ray.worker import Worker, WorkerFacts
 from chatlearn_ray.worker_spec import WorkerSpec
 

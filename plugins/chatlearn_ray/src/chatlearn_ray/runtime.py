@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
 from chatlearn_core.types import SyncReceipt
-
 from chatlearn_ray.cluster import Cluster, nodes, this_machine
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet

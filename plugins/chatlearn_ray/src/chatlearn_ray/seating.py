@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chatlearn_core.exceptions import ConfigError
-
 from chatlearn_ray.options import RayRuntimeOptions, SeatOptions
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]

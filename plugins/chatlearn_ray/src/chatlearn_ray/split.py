@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
 from chatlearn_core.batching import balance
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Metrics, Outputs, TrainBatch, merge_metrics
-from torch import Tensor
 
 SEQUENCE_OUTPUTS = frozenset({"scores"})
 """Outputs with one row a sequence; all others have one a token."""

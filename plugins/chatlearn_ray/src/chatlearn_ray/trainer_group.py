@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, TrainerLostError
 from chatlearn_core.protocols import Loss, MemoryPart
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, TrainBatch
-
 from chatlearn_ray.arrays import BatchArrays, to_tensors
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error

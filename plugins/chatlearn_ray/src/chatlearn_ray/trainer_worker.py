@@ -11,7 +11,6 @@ from pathlib import Path
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryPart, Trainer, WeightSender
 from chatlearn_core.types import Endpoint, Metrics, OutputRequest, SyncOffer, SyncPlan, WeightManifest
-
 from chatlearn_ray.arrays import BatchArrays, TensorArray, to_arrays
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
-
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet, Replica
 from chatlearn_ray.trainer_group import RayTrainerGroup

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
 from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.local import resolve_device
 from chatlearn_core.types import Endpoint
-
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
 GRACE_S = 5.0

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
+from chatlearn_core import __version__ as core_version
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import RoleContext
-from pydantic import BaseModel
-
-from chatlearn_core import __version__ as core_version
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_rewards.options import FormatOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text
 from chatlearn_rewards.process_pool import Outcome, Task

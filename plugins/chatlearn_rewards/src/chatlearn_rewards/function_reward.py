@@ -8,7 +8,6 @@ from typing import Any
 
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_rewards.options import FunctionOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text, result_from_outcome
 from chatlearn_rewards.process_pool import Outcome, Task

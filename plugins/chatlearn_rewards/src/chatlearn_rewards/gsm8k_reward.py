@@ -9,7 +9,6 @@ from typing import Any
 
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_rewards.options import Gsm8kOptions
 from chatlearn_rewards.pooled_reward import completion_text
 

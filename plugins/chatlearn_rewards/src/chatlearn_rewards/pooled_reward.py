@@ -7,7 +7,6 @@ from typing import Any
 
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.types import RewardResult, Sample
-
 from chatlearn_rewards.options import PoolOptions
 from chatlearn_rewards.process_pool import Outcome, ProcessPool, Task
 

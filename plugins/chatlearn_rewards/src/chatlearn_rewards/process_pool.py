@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ConfigError
-
 from chatlearn_rewards.pool_worker import LENGTH, describe_exception
 
 MAX_CHUNK_ITEMS = 32

@@ -10,7 +10,6 @@ from typing import Literal
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.types import Endpoint, SyncPlan
-
 from chatlearn_sync.stream import Bucket, describe, describe_endpoint
 
 ReceiverKey = tuple[str, int, int]

@@ -18,7 +18,6 @@ from pathlib import Path
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-
 from chatlearn_sync.options import CheckpointOptions
 from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint, name_list
 from chatlearn_sync.weight_files import (

@@ -10,7 +10,6 @@ from typing import Any
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-
 from chatlearn_sync.channel import Channel
 from chatlearn_sync.options import DirectOptions
 from chatlearn_sync.stream import Bucket, StreamCheck, bucket_limit, buckets, describe, describe_endpoint, num_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.types import Endpoint, SyncPlan, WeightManifest, WeightShard
-from torch import Tensor
 
 Bucket = tuple[tuple[str, Tensor], ...]
 """Whole tensors by checkpoint name."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import TensorSpec, WeightManifest
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.types import TensorSpec, WeightManifest
 from chatlearn_sync.stream import Bucket, dtype_name, name_list
 
 INDEX_NAME = "chatlearn_weights.json"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from chatlearn_core.exceptions import ModelError
 from torch import Tensor
+
+from chatlearn_core.exceptions import ModelError
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary frequencies that depend on the longest sequence of a batch: a token would depend on its neighbours."""

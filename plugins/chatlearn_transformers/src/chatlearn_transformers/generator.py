@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols.generator import OnTokens, PauseMode
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import dtype_name
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_causal_lm, load_tokenizer, max_length
-
 from chatlearn_transformers.architecture import check_architecture
 from chatlearn_transformers.decoder import Decoder
 from chatlearn_transformers.engine_arguments import check_engine_arguments

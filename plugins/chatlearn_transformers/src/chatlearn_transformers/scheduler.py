@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Completion, FinishReason
-
 from chatlearn_transformers.decoder import Decoder, Ids
 from chatlearn_transformers.sampling import SamplingPlan, sample, seed_word, uniforms
 from chatlearn_transformers.slots import SlotTable

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from chatlearn_core.exceptions import ModelError
 
 Decode = Callable[[Sequence[int]], str]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.types import Completion, FinishReason, Floats, GenerateRequest, TokenIds, VersionSpan
-
 from chatlearn_transformers.stopping import StopStrings
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from chatlearn_core.exceptions import ChatLearnError, ModelError, WeightSyncError
 from chatlearn_core.types import WeightManifest, WeightShard
 from chatlearn_hf.checkpoint_names import (
@@ -18,8 +21,6 @@ from chatlearn_hf.checkpoint_names import (
     load_checkpoint_tensors,
 )
 from chatlearn_hf.model_directory import weight_files
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 _MAX_LINES = 10
 """Differences that an error lists; it counts the rest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from chatlearn_core.data.format import RawExample, Row
-
 from chatlearn_data.answers import GSM8K_INSTRUCTION, gsm8k_answer, gsm8k_solution, instructed
 from chatlearn_data.formats import columns
 from chatlearn_data.options import InstructionOptions

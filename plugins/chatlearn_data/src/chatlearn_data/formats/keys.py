@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from chatlearn_core.data.format import RawExample, Row
-
 from chatlearn_data.formats import columns
 from chatlearn_data.options import KeysOptions
 

@@ -3,7 +3,6 @@ r"""MATH as its authors publish it (Hendrycks et al., "Measuring Mathematical Pr
 from __future__ import annotations
 
 from chatlearn_core.data.format import RawExample, Row
-
 from chatlearn_data.answers import MATH_INSTRUCTION, instructed, math_answer
 from chatlearn_data.formats import columns
 from chatlearn_data.options import InstructionOptions

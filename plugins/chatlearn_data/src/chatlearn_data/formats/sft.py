@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from chatlearn_core.data.format import RawExample, Row
 from chatlearn_core.exceptions import DataError
-
 from chatlearn_data.formats import columns
 from chatlearn_data.options import NoOptions
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from chatlearn_core.data.format import RawExample, Row
 from chatlearn_core.exceptions import DataError
-
 from chatlearn_data.formats import columns
 from chatlearn_data.options import AnswerOptions
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from chatlearn_core.data.format import Row
 from chatlearn_core.exceptions import DataError
-
 from chatlearn_data.options import NoOptions
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from chatlearn_core.data.format import Row
 from chatlearn_core.exceptions import DataError
-
 from chatlearn_data.options import NoOptions
 
 _BATCH_ROWS = 1024

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
 from chatlearn_core.exceptions import ChatLearnError
 
 RolloutKind = Literal["step", "eval"]

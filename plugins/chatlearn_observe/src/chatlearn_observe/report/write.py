@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import ChatLearnError
-
 from chatlearn_observe.report.curves import charts_of, metric_columns
 from chatlearn_observe.report.overview import overview_of, shown_events
 from chatlearn_observe.report.page import render_page
