@@ -60,6 +60,24 @@ def _make_batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> TrainBatch:
     )
 
 
+def _make_grouped_batch() -> TrainBatch:
+    """Three groups of four, their sequences in turns, with completions of several lengths after equal prompts; the
+    prompt of one sequence departs from its group's in the middle.
+    """
+    prompts, per_group = [20, 9, 30], 4
+    lengths = [prompts[i % 3] + 3 + 5 * (i % 4) for i in range(3 * per_group)]
+    batch = _make_batch(3, lengths)
+    bounds = batch.cu_seqlens.tolist()
+    for i, start in enumerate(bounds[:-1]):
+        prompt, model = prompts[i % 3], bounds[i % 3]
+        batch.token_ids[start : start + prompt] = batch.token_ids[model : model + prompt]
+        batch.loss_mask[start : start + prompt] = False
+    batch.token_ids[bounds[7] + 4] += 1
+    batch.group_index = torch.arange(len(lengths)) % 3
+    batch.token_data["loss_weight"] = batch.loss_mask / batch.loss_mask.sum()
+    return batch
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """-sum w (A logprob + 0.1 entropy)."""
@@ -109,6 +127,11 @@ def make_batch() -> Callable[..., TrainBatch]:
     return _make_batch
 
 
+@pytest.fixture
+def make_grouped_batch() -> Callable[[], TrainBatch]:
+    return _make_grouped_batch
+
+
 def _run_jobs(
     jobs: Mapping[str, Mapping[str, Any]], batch: TrainBatch, directory: Path
 ) -> dict[str, list[dict[str, Any]]]:
@@ -154,6 +177,11 @@ def run_jobs() -> Callable[..., dict[str, list[dict[str, Any]]]]:
 @pytest.fixture(scope="session")
 def seven_sequences() -> TrainBatch:
     return _make_batch()
+
+
+@pytest.fixture(scope="session")
+def grouped_sequences() -> TrainBatch:
+    return _make_grouped_batch()
 
 
 @pytest.fixture

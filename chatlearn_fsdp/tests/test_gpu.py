@@ -47,6 +47,15 @@ def test_logprobs_equal_those_on_the_cpu(
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.15)])
+def test_shared_prompts_change_no_logprob(
+    dtype: str, tolerance: float, on_gpu: Callable[..., FSDPTrainer], make_grouped_batch: Callable[[], TrainBatch]
+) -> None:
+    batch = make_grouped_batch()
+    on, off = (on_gpu(param_dtype=dtype, share_prompts=s).compute(batch, LOGPROBS)["logprobs"] for s in (True, False))
+    torch.testing.assert_close(on, off, rtol=0, atol=tolerance)
+
+
 def test_an_update_has_the_gradient_norm_of_the_cpu(
     on_gpu: Callable[..., FSDPTrainer],
     make_trainer: Callable[..., FSDPTrainer],

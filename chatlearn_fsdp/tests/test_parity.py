@@ -111,6 +111,23 @@ def test_any_layout_equals_one_rank(answers, seven_sequences, layout, variant) -
     assert_same_outputs(ranks, answers["one"][0], slices, seven_sequences, sharing=sizes.get("ulysses", 1))
 
 
+def test_shared_prompts_of_split_groups(run_jobs, grouped_sequences, tmp_path) -> None:
+    """Two slices that tear a group, the second with fewer micro-batches, against prompts computed apart."""
+    model = str(build_tiny_model(tmp_path / "model", "qwen3", tie=False))
+    slices = [list(range(11)), [11]]
+    budget = {"max_tokens_per_micro_batch": 100}
+    jobs = {
+        "one": {"model": model, "slices": [list(range(12))], "options": {"share_prompts": False}},
+        "dp2": {"model": model, "slices": slices, "options": budget},
+    }
+    answers = run_jobs(jobs, grouped_sequences, tmp_path / "answers")
+    assert_same_update(answers["dp2"], answers["one"][0])
+    assert_same_outputs(answers["dp2"], answers["one"][0], slices, grouped_sequences)
+    first, second = (rank["metrics"] for rank in answers["dp2"])
+    assert first["perf/computed_tokens"] < first["perf/tokens"]
+    assert first["perf/micro_batches"] > second["perf/micro_batches"]
+
+
 @pytest.mark.parametrize("layout", MIXTURE)
 def test_a_mixture_of_experts_too(answers, layout) -> None:
     ranks = answers[f"mixture-{layout}"]

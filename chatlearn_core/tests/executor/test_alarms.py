@@ -44,6 +44,12 @@ def test_equal_rewards_are_told_after_some_steps_in_a_row() -> None:
     assert alarms.check(experience(0.0, 0.0), {}) == []
 
 
+def test_steps_that_are_equal_within_and_differ_between_are_no_standstill() -> None:
+    alarms = Alarms()
+    for value in (0.0, 1.0, 0.0, 1.0):
+        assert alarms.check(experience(value, value), {}) == []
+
+
 def test_demonstrations_have_no_rewards_to_worry_about() -> None:
     alarms, step = Alarms(), experience()
     for _ in range(5):

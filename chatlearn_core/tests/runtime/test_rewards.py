@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +79,18 @@ def test_any_number_of_parts_adds_up(weighted: list[tuple[float, float]]) -> Non
 async def test_a_single_part_of_weight_one_passes_through_unchanged() -> None:
     given = RewardResult(0.25, {"accuracy": 1.0}, np.array([0.0, 0.5], np.float32))
     combined = CombinedReward("reward", [RewardPart("math", FakeReward(lambda samples: [given]))], 30.0)
-    assert await combined.score([make_sample(0)]) == [given]
+    [result] = await combined.score([make_sample(0)])
+    assert (result.value, result.components) == (0.25, {"accuracy": 1.0})
+    assert result.token_values is given.token_values
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), np.array(0.5)])
+async def test_numbers_of_other_libraries_become_plain_ones(number: Any) -> None:
+    """What is left in a result is written to metrics.jsonl and rollouts/, and JSON knows floats only."""
+    judge = FakeReward(lambda samples: [RewardResult(number, {"accuracy": number}, torch.ones(2))])
+    [result] = await CombinedReward("reward", [RewardPart("math", judge)], 30.0).score([make_sample(0)])
+    assert json.dumps([result.value, result.components]) == '[0.5, {"accuracy": 0.5}]'
+    assert isinstance(result.token_values, np.ndarray)
 
 
 async def test_token_values_are_weighted_too() -> None:
@@ -141,6 +154,9 @@ BAD_REWARDS = {
     "infinity": (each(RewardResult(float("inf"))), "the reward is inf, not a finite number"),
     "text": (each(RewardResult("good")), "the reward is 'good', not a finite number"),  # type: ignore[arg-type]  # wrong on purpose
     "NaN in a component": (each(RewardResult(1.0, {"style": float("nan")})), "component 'style' is nan"),
+    "several numbers": (each(RewardResult(torch.ones(2))), "not a finite number"),  # type: ignore[arg-type]  # on purpose
+    "components of the wrong type": (each(RewardResult(1.0, ["style"])), "components is a list"),  # type: ignore[arg-type]  # on purpose
+    "words for token values": (each(RewardResult(1.0, {}, ["a", "b"])), "not an array of numbers"),  # type: ignore[arg-type]  # on purpose
     "NaN in a token value": (each(RewardResult(1.0, {}, np.array([0, np.nan], np.float32))), "not finite"),
     "too many token values": (each(RewardResult(1.0, {}, np.zeros(3, np.float32))), "shape (3,) for 2 completion"),
     "says so itself": (each(RewardResult(None, error="no answer found")), "no answer found"),

@@ -42,6 +42,12 @@ class FSDPOptions(BaseModel):
     max_tokens_per_micro_batch: int = Field(
         8192, ge=1, description="Token budget of one forward pass; a longer sequence or unit gets a pass of its own."
     )
+    share_prompts: bool = Field(
+        True,
+        description="Compute the prompt tokens that a group's sequences have in common once in each micro-batch; the"
+        " same gradients. They then count once in the token budget, and an eighth for each repetition. Needs attention"
+        " varlen and ulysses 1; computed apart otherwise.",
+    )
     logits_chunk_tokens: int | None = Field(
         None, ge=1, description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32."
     )

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chatlearn_core.batching import micro_batches
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
@@ -27,6 +26,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.memory import OffloadedPart, live_bytes
+from chatlearn_fsdp.micro_batching import MicroBatches
 from chatlearn_fsdp.model_start import start_model
 from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from chatlearn_fsdp.options import FSDPOptions
@@ -36,6 +36,7 @@ from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import export_model, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.packed_forward import PackedModel
+from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
 
 HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
@@ -148,16 +149,17 @@ class FSDPTrainer:
         """
         model = self._ready("weights")
         model.eval()
-        cuts = self._cut(batch)
+        cut = self._cut(batch)
         pieces: list[Outputs] = []
         with torch.no_grad():
-            for micro in self._micro(batch, cuts):
-                outputs = self._forward(model, micro, request)
+            for micro, layout in cut.on(self._device, self._ulysses):
+                outputs = self._forward(model, micro, layout, request)
                 pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
-        return _in_batch_order(pieces, cuts, batch)
+        return cut.in_batch_order(pieces)
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and ``perf/micro_batches|tokens``.
+        """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and
+        ``perf/micro_batches|tokens|computed_tokens``; the last counts a shared prompt once.
 
         Of the ranks that share a slice (Ulysses) the first returns its metrics and the others none, so that parts may
         be merged over all ranks.
@@ -166,11 +168,11 @@ class FSDPTrainer:
         optimizer = self._require_optimizer()
         model.train()
         timer = PhaseTimer(self._device)
-        cuts = self._cut(batch)
+        cut = self._cut(batch)
         totals: list[Tensor] = []
         parts: list[Metrics] = []
-        for micro in self._micro(batch, cuts):
-            result_total, metrics = self._accumulate(model, micro, loss, timer)
+        for micro, layout in cut.on(self._device, self._ulysses):
+            result_total, metrics = self._accumulate(model, micro, layout, loss, timer)
             totals.append(result_total)
             parts.append(metrics)
         with timer.phase("optimizer"):
@@ -179,7 +181,7 @@ class FSDPTrainer:
             values = torch.stack([*totals, norm.to(totals[0].device, totals[0].dtype)]).tolist()
         grad_norm = values.pop()
         if not self._all_finite([*values, grad_norm]):
-            self._refuse_step(model, batch, cuts, loss, values, grad_norm)
+            self._refuse_step(model, cut, loss, values, grad_norm)
         with timer.phase("optimizer"):
             rate = learning_rate(self.options, self._updates, self.context.total_updates)
             set_learning_rate(optimizer, rate)
@@ -192,8 +194,9 @@ class FSDPTrainer:
             return {}
         own: Metrics = {
             "loss": Metric(math.fsum(values), 1.0, "sum"),
-            "perf/micro_batches": Metric(float(sum(1 for cut in cuts if cut)), 1.0, "sum"),
+            "perf/micro_batches": Metric(float(cut.num_filled), 1.0, "sum"),
             "perf/tokens": Metric(float(batch.num_tokens), 1.0, "sum"),
+            "perf/computed_tokens": Metric(float(cut.num_computed_tokens), 1.0, "sum"),
         }
         if self.data_parallel_rank == 0:
             own |= {"grad_norm": Metric(grad_norm), "lr": Metric(rate)} | timer.metrics()
@@ -285,22 +288,21 @@ class FSDPTrainer:
             lora=self.options.lora,
         )
 
-    def _cut(self, batch: TrainBatch) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; the same number on every rank, at least one."""
-        lengths, units, budget = batch.lengths, batch.unit_index.tolist(), self.options.max_tokens_per_micro_batch
-        cuts = micro_batches(lengths, units, budget, at_least=1)
-        if self._ranks is not None and self._ranks.size > 1:
-            count = torch.tensor(len(cuts), device=self._device)
-            agreed = int(self._ranks.all_reduce(count, dist.ReduceOp.MAX))
-            if agreed > len(cuts):
-                cuts = micro_batches(lengths, units, budget, at_least=agreed)
-        return cuts
+    @property
+    def _ulysses(self) -> UlyssesGroup | None:
+        return self._ranks.ulysses if self._ranks is not None else None
 
-    def _micro(self, batch: TrainBatch, cuts: Sequence[Sequence[int]]) -> Iterator[TrainBatch]:
-        for indices in cuts:
-            is_whole = len(cuts) == 1 and len(indices) == batch.num_sequences
-            micro = batch if is_whole else batch.select(indices)
-            yield micro.to(self._device)
+    def _cut(self, batch: TrainBatch) -> MicroBatches:
+        options = self.options
+        # Only this attention runs over sequences that do not lie end to end, and Ulysses splits a row by its tokens.
+        share = options.share_prompts and options.attention == "varlen" and options.ulysses == 1
+        agree = self._most if self._ranks is not None and self._ranks.size > 1 else None
+        return MicroBatches(batch, options.max_tokens_per_micro_batch, share_prompts=share, agree=agree)
+
+    def _most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        assert self._ranks is not None, "a single rank has nothing to agree on"
+        return int(self._ranks.all_reduce(torch.tensor(count, device=self._device), dist.ReduceOp.MAX))
 
     def _autocast(self) -> AbstractContextManager[object]:
         # Sharded modules cast by their own precision policy.
@@ -308,18 +310,17 @@ class FSDPTrainer:
             return nullcontext()
         return torch.autocast(self._device.type, self._compute_dtype)
 
-    def _forward(self, model: PackedModel, micro: TrainBatch, request: OutputRequest) -> Outputs:
-        layout = PackedLayout(micro.lengths, self._device, self._ranks.ulysses if self._ranks is not None else None)
+    def _forward(self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, request: OutputRequest) -> Outputs:
         with self._autocast():
             outputs: Outputs = model(micro.token_ids, layout, request.names, request.temperature, micro.loss_mask)
         return outputs
 
     def _accumulate(
-        self, model: PackedModel, micro: TrainBatch, loss: Loss, timer: PhaseTimer
+        self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, loss: Loss, timer: PhaseTimer
     ) -> tuple[Tensor, Metrics]:
         """Forward and backward of one micro-batch; its detached loss and the loss's metrics."""
         with timer.phase("forward"):
-            outputs = self._forward(model, micro, loss.needs)
+            outputs = self._forward(model, micro, layout, loss.needs)
         # The loss itself is the algorithm's time, not the model's.
         result = loss(outputs, micro)
         total = result.total
@@ -342,8 +343,7 @@ class FSDPTrainer:
     def _refuse_step(
         self,
         model: PackedModel,
-        batch: TrainBatch,
-        cuts: Sequence[Sequence[int]],
+        cut: MicroBatches,
         loss: Loss,
         totals: Sequence[float],
         grad_norm: float,
@@ -351,9 +351,9 @@ class FSDPTrainer:
         """Drop the gradients, find the micro-batch they came from by computing each alone, and raise."""
         culprits: list[str] = []
         timer = PhaseTimer(self._device)
-        for micro, total in zip(self._micro(batch, cuts), totals, strict=True):
+        for (micro, layout), total in zip(cut.on(self._device, self._ulysses), totals, strict=True):
             model.zero_grad(set_to_none=True)
-            self._accumulate(model, micro, loss, timer)
+            self._accumulate(model, micro, layout, loss, timer)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
             if not math.isfinite(total) or (self.data_parallel_size == 1 and not math.isfinite(norm)):
@@ -367,18 +367,3 @@ class FSDPTrainer:
             " unchanged. Look at these samples' rewards and logprobs; a lower learning_rate or param_dtype: float32 may"
             " help."
         )
-
-
-def _in_batch_order(pieces: Sequence[Outputs], cuts: Sequence[Sequence[int]], batch: TrainBatch) -> Outputs:
-    """Put the micro-batches' outputs back into the batch's order."""
-    order = [index for cut in cuts for index in cut]
-    if len(pieces) == 1 and order == list(range(batch.num_sequences)):
-        return pieces[0]
-    bounds = batch.cu_seqlens.tolist()
-    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in order]) if order else torch.zeros(0).long()
-    restored: Outputs = {}
-    for name in pieces[0]:
-        values = torch.cat([piece[name] for piece in pieces])
-        places = torch.as_tensor(order) if name == "scores" else tokens
-        restored[name] = torch.empty_like(values).index_copy_(0, places, values)
-    return restored

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from chatlearn_core.exceptions import BackendError
+from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_core.types import OutputRequest
 from chatlearn_hf.heads import load_model
 from chatlearn_hf.model_directory import load_causal_lm
@@ -87,6 +87,48 @@ def test_values_line_up_with_the_state_before_the_token(tiny, make_batch) -> Non
             states = plain(ids[None]).last_hidden_state[0] @ model.score.weight[0] + model.score.bias
             expected.append(torch.cat([states.new_zeros(1), states[:-1]]))
     torch.testing.assert_close(values, torch.cat(expected) * batch.loss_mask, atol=1e-5, rtol=0)
+
+
+def two_that_begin_alike(make_batch):
+    """The second sequence begins with the first twelve tokens of the first; 28 rows for 40 tokens."""
+    batch = make_batch((17, 16, 7))
+    batch.token_ids[17:29] = batch.token_ids[:12]
+    batch.loss_mask[:17], batch.loss_mask[17:33] = torch.arange(17) >= 12, torch.arange(16) >= 12
+    rows = torch.cat([torch.arange(17), torch.arange(12), torch.arange(17, 28)])
+    return batch, PackedLayout(batch.lengths, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [("lm", {"logprobs", "entropy", "hidden_states"}), ("value", {"values"}), ("reward", {"scores"})],
+)
+def test_shared_rows_change_no_output_and_no_gradient(tiny, make_batch, head, names) -> None:
+    batch, layout = two_that_begin_alike(make_batch)
+    answers = []
+    for chosen in (layout, PackedLayout(batch.lengths)):
+        packed = PackedModel(load_model(str(tiny()), head, seed=3), head)
+        seen: list[int] = []
+        packed.model.base_model.layers[0].register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append(args[0].shape[1])
+        )
+        outputs = packed(batch.token_ids, chosen, names, 0.7, batch.loss_mask)
+        generator = torch.Generator().manual_seed(0)
+        sum((outputs[n] * torch.randn(outputs[n].shape, generator=generator)).sum() for n in sorted(names)).backward()
+        answers.append((outputs, {name: p.grad for name, p in packed.named_parameters()}, seen))
+    (ours, mine, shared), (plain, theirs, apart) = answers
+    assert (shared, apart) == ([28], [40])
+    for name in names:
+        torch.testing.assert_close(ours[name], plain[name], atol=1e-5, rtol=0)
+    for name, gradient in theirs.items():
+        if gradient is not None:
+            assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_shared_rows_are_refused_by_other_attention(tiny, make_batch) -> None:
+    batch, layout = two_that_begin_alike(make_batch)
+    packed = PackedModel(load_causal_lm(str(tiny()), attention="sdpa"))
+    with pytest.raises(ModelError, match="shared rows needs attention 'chatlearn_varlen', and the model's is 'sdpa'"):
+        packed(batch.token_ids, layout, {"logprobs"})
 
 
 def test_an_output_of_another_head_is_refused(tiny, make_batch) -> None:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatlearn_core.exceptions import ModelError
+from chatlearn_hf import varlen_attention
 from chatlearn_hf.varlen_attention import PackedLayout, varlen_attention_forward
 
 
@@ -45,6 +46,41 @@ def test_equals_a_loop_over_sequences_and_heads(lengths, window) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_shared_rows_equal_the_same_tokens_apart(window) -> None:
+    """Two sequences with the first three tokens in common, one alone."""
+    torch.manual_seed(0)
+    rows = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7])
+    parts = [torch.randn(1, heads, 8, 8, requires_grad=True) for heads in (4, 2, 2)]
+    layout = PackedLayout([5, 4, 2], rows=rows)
+    ours, _ = varlen_attention_forward(Layer(), *parts, None, packed_layout=layout, sliding_window=window)
+    apart = loop_attention(*(part[:, :, rows] for part in parts), [5, 4, 2], window)
+    expected = apart[:, [0, 1, 2, 3, 4, 8, 9, 10]]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn_like(ours)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, parts, upstream), torch.autograd.grad(expected, parts, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_flash_gets_sequences_end_to_end(monkeypatch) -> None:
+    """The kernel needs CUDA: a stand-in takes what it would get."""
+    rows = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7])
+    layout = PackedLayout([5, 4, 2], rows=rows)
+    parts = [torch.randn(1, heads, 8, 8) for heads in (4, 2, 2)]
+
+    def kernel(query, key, value, layout, scaling, window):
+        packed = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return loop_attention(*packed, layout.lengths, window)[0]
+
+    expected, _ = varlen_attention_forward(Layer(), *parts, None, packed_layout=layout)
+    monkeypatch.setattr(varlen_attention, "_flash_fits", lambda query, dropout: True)
+    monkeypatch.setattr(varlen_attention, "_flash_varlen", kernel)
+    ours, _ = varlen_attention_forward(Layer(), *parts, None, packed_layout=layout)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_restart() -> None:

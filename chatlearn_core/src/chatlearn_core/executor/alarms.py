@@ -19,6 +19,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self._equal_rewards = 0
+        self._equal_value: float | None = None
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about this step, empty if all is well.
@@ -34,10 +35,12 @@ class Alarms:
             listed = "; ".join(f"{count} x {reason}" for reason, count in reasons)
             sentences.append(f"{failed} of {len(experience.samples)} samples excluded: {listed}")
         values = {s.reward.value for s in experience.samples if s.reward and s.reward.value is not None}
-        self._equal_rewards = self._equal_rewards + 1 if len(values) == 1 else 0
+        value = values.pop() if len(values) == 1 else None
+        self._equal_rewards = 0 if value is None else self._equal_rewards + 1 if value == self._equal_value else 1
+        self._equal_value = value
         if self._equal_rewards >= EQUAL_REWARDS_STEPS:
             sentences.append(
-                f"every reward of the last {self._equal_rewards} steps is {values.pop()}: nothing can be learned. Look "
+                f"every reward of the last {self._equal_rewards} steps is {value}: nothing can be learned. Look "
                 "at rollouts/ for what the policy writes and whether the reward recognises a right answer"
             )
         difference = metrics.get("mismatch/prob_diff_mean", 0.0)

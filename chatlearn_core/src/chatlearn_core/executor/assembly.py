@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.flow import Graph, trace
+from chatlearn_core.flow.graph import METHODS
 from chatlearn_core.plugins.compatibility import choose_transport, placement_of
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
@@ -81,8 +82,13 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             f"{loaded.source}: sampling.max_tokens is {room}, but the longest sequence of the model is {max_length} "
             "tokens (model.max_length), which leaves no room for a prompt. Lower sampling.max_tokens"
         )
-    tokenizer = family.load_tokenizer(source)
     room_for_prompt = config.data.max_prompt_tokens or max_length - room
+    if room_for_prompt + room > max_length:
+        raise ConfigError(
+            f"{loaded.source}: data.max_prompt_tokens is {room_for_prompt} and sampling.max_tokens {room}, together "
+            f"more than the longest sequence of the model, {max_length} tokens (model.max_length). Lower one of the two"
+        )
+    tokenizer = family.load_tokenizer(source)
     train_set = build_dataset(
         config.data,
         tokenizer,
@@ -189,12 +195,22 @@ def _choice(loaded: LoadedConfig, *path: str | int) -> SelectedPlugin:
 
 
 def _check_roles(config: RunConfig, graph: Graph, losses: Mapping[str, Loss]) -> None:
-    """Every role is used by something, and every role that learns is a trainer."""
+    """Every role is used by something, has the head that its calls and its loss need, and learns if it has a loss."""
     for learner in losses:
         if learner not in config.roles or config.roles[learner].kind != "trainer":
             raise ConfigError(
                 f"algorithm {config.algorithm.name!r} trains the role {learner!r}, but the configuration defines no "
                 f"trainer of that name. Add roles.{learner} with kind: trainer"
+            )
+        if config.roles[learner].trainable is False:
+            raise ConfigError(
+                f"roles.{learner}.trainable is false, but algorithm {config.algorithm.name!r} trains this role. Remove "
+                "the setting"
+            )
+    for name, head, by in _heads_needed(graph, losses):
+        if config.roles[name].head != head:
+            raise ConfigError(
+                f"roles.{name}.head is {config.roles[name].head!r}, but {by} needs the head {head!r}. Set it to {head}"
             )
     for name, role in config.roles.items():
         if role.kind == "trainer" and role.trainable and name not in losses:
@@ -207,6 +223,19 @@ def _check_roles(config: RunConfig, graph: Graph, losses: Mapping[str, Loss]) ->
                 f"roles.{name} is defined, but the flow of algorithm {config.algorithm.name!r} never calls it. Remove "
                 "the role, or set the option that uses it"
             )
+
+
+def _heads_needed(graph: Graph, losses: Mapping[str, Loss]) -> Iterator[tuple[str, str, str]]:
+    """(role, head, what needs it) of every call on a trainer role and every loss."""
+    for node in graph.nodes:
+        if node.method.head is not None:
+            yield node.role, node.method.head, f"{node.name} of the flow ({node.source})"
+    head_of = {method.output: method.head for method in METHODS.values() if method.output is not None}
+    for role, loss in losses.items():
+        for output in sorted(loss.needs.names & head_of.keys()):
+            head = head_of[output]
+            assert head is not None, f"{output} is computed by a trainer"
+            yield role, head, f"the output {output!r}, which its loss reads,"
 
 
 def _check_outputs(loaded: LoadedConfig, graph: Graph, losses: Mapping[str, Loss]) -> None:

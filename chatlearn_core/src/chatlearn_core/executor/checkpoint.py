@@ -57,7 +57,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk does not take it; names the path. Earlier checkpoints are untouched.
         """
-        final = self.directory / f"step_{step:08d}"
+        final = self.path_of(step)
         temporary = self.directory / f".writing_step_{step:08d}"
         try:
             self._remove_unfinished()
@@ -85,6 +85,10 @@ class CheckpointStore:
                 f"cannot remove old checkpoints in {self.directory}: {error.strerror or error}. The new one is "
                 "complete; set the permissions of that directory right and run again to go on"
             ) from error
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.directory / f"step_{step:08d}"
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and what is wrong with newer ones that had to be passed over."""
@@ -175,6 +179,8 @@ def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:
     seal = directory / SEAL
     seal.write_text(json.dumps({"format": _FORMAT, "step": step, "state": state, "files": files}, indent=1))
     _sync(seal)
+    for inner in sorted(path for path in directory.rglob("*") if path.is_dir()):
+        _sync(inner)
     _sync(directory)
 
 

@@ -13,8 +13,13 @@ from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read
 
 ResumeMode = Literal["auto", "never"]
 
-MAY_CHANGE = ("log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "weight_sync")
-"""Settings that may differ when a run resumes: they do not change what a step computes."""
+MAY_CHANGE = (
+    "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "weight_sync", "roles.*.timeout_s"
+)  # fmt: skip
+"""Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
+Two of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
+``train.steps``, and another number of threads in ``runtime`` rounds differently.
+"""
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,5 +114,9 @@ def changed_settings(then: Any, now: Any, key: str = "") -> list[str]:
 
 
 def _may_change(line: str) -> bool:
-    key = line.partition(":")[0]
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE)
+    key = line.partition(":")[0].split(".")
+    return any(_begins(key, allowed.split(".")) for allowed in MAY_CHANGE)
+
+
+def _begins(key: list[str], allowed: list[str]) -> bool:
+    return len(key) >= len(allowed) and all(b in ("*", a) for a, b in zip(key, allowed, strict=False))

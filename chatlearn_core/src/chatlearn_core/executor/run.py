@@ -55,6 +55,8 @@ class Run:
         self._policy_changed = False
         """Whether updates of a step that is not complete have been made: then the weights are nobody's."""
         self._saved_step = -1
+        self._saved_path: Path | None = None
+        """The checkpoint of that step; in another run's directory where ``--resume PATH`` named one there."""
         self._line: dict[str, float] = {}
         """Metrics of the last completed step."""
         self._ending: tuple[RunStatus, dict[str, Any]] | None = None
@@ -163,6 +165,7 @@ class Run:
         self._before, self._after = dict(state["eval_before"]), dict(state["eval_after"])
         self._totals = dict(state["totals"])
         self.step = self._saved_step = checkpoint.step
+        self._saved_path = checkpoint.path
 
     async def _restore(self, checkpoint: Checkpoint | None) -> None:
         """Bring every role to where the checkpoint was taken, and every generator to the trainer's weights."""
@@ -206,7 +209,7 @@ class Run:
         )
         self._before, self._after = {}, {}
         self._totals = dict.fromkeys(COUNTED, 0.0)
-        self.step, self._saved_step = 0, -1
+        self.step, self._saved_step, self._saved_path = 0, -1, None
 
     async def _loop(self) -> None:
         if self.step == 0 and self.evaluator is not None and self.config.eval.at_start:
@@ -327,8 +330,8 @@ class Run:
         with self.store.write(self.step, state) as directory:
             for role in self.trainer.losses:
                 await self.runtime.trainer(role).save(directory / "roles" / role)
-        self._saved_step = self.step
-        self.observers.checkpoint_saved(self.step, self.directory.checkpoints / f"step_{self.step:08d}")
+        self._saved_step, self._saved_path = self.step, self.store.path_of(self.step)
+        self.observers.checkpoint_saved(self.step, self._saved_path)
 
     async def _finish(self) -> dict[str, Any]:
         model = None
@@ -385,8 +388,8 @@ class Run:
                 return (
                     f"The last step could not be saved ({error}); the newest checkpoint is of step {self._saved_step}."
                 )
-        if self._saved_step > 0:
-            return f"A checkpoint of step {self._saved_step} is in {self.directory.checkpoints}."
+        if self._saved_path is not None:
+            return f"A checkpoint of step {self._saved_step} is in {self._saved_path.parent}."
         return "No step was complete yet, so it starts from the beginning."
 
     def _end(self, status: RunStatus, *, model: str | None = None, error: str | None = None) -> dict[str, Any]:
@@ -403,7 +406,7 @@ class Run:
             totals=self._totals,
             best={"step": best.step, self.config.checkpoint.metric: best.metric} if best else None,
             model=model,
-            checkpoint=str(self.store.directory / f"step_{self._saved_step:08d}") if self._saved_step >= 0 else None,
+            checkpoint=str(self._saved_path) if self._saved_path is not None else None,
             wall_s=time.monotonic() - self._started,
             error=error,
             registry=self.assembly.registry,

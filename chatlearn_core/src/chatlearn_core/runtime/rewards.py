@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,26 +122,37 @@ class CombinedReward:
 
 
 def _checked(result: Any, sample: Sample) -> RewardResult:
-    """The result as it is, or an error in its place if it is not what a reward may return."""
+    """The result in plain numbers (a NumPy or torch scalar cannot be written down as JSON), or an error in its place if
+    it is not what a reward may return.
+    """
     if not isinstance(result, RewardResult):
         return RewardResult(None, error=f"returned a {type(result).__name__} ({result!r:.80}), not a RewardResult")
     if result.error is not None:
-        return result
+        return RewardResult(None, error=str(result.error))
+    if not isinstance(result.components, Mapping):
+        return RewardResult(None, error=f"components is a {type(result.components).__name__}, not a mapping of numbers")
     numbers = {"the reward": result.value} | {f"component {name!r}": x for name, x in result.components.items()}
     for what, number in numbers.items():
         if not _is_finite(number):
             return RewardResult(None, error=f"{what} is {number!r}, not a finite number")
-    if result.token_values is not None:
-        shape, expected = np.shape(result.token_values), (sample.num_completion_tokens,)
+    tokens = result.token_values
+    if tokens is not None:
+        try:
+            tokens = np.asarray(tokens, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            return RewardResult(None, error=f"token_values is not an array of numbers: {error}")
+        shape, expected = tokens.shape, (sample.num_completion_tokens,)
         if shape != expected:
             return RewardResult(None, error=f"token_values has shape {shape} for {expected[0]} completion tokens")
-        if not np.isfinite(result.token_values).all():
+        if not np.isfinite(tokens).all():
             return RewardResult(None, error="token_values holds a number that is not finite")
-    return result
+    assert result.value is not None, "a result without an error has a value"
+    components = {str(name): float(number) for name, number in result.components.items()}
+    return RewardResult(float(result.value), components, tokens)
 
 
 def _is_finite(number: Any) -> bool:
     try:
         return math.isfinite(number)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several
         return False

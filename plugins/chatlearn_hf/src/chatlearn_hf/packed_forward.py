@@ -11,7 +11,7 @@ from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_core.losses import prediction_rows, token_logprobs_from_hidden
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
-from chatlearn_hf.varlen_attention import PackedLayout
+from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
 
 HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
     "lm": frozenset({"logprobs", "entropy", "hidden_states"}),
@@ -49,7 +49,18 @@ class PackedModel(nn.Module):
 
         Under Ulysses (``layout.ulysses``) every rank passes the whole row and gets the states of its part of it.
         """
-        position_ids = layout.position_ids
+        return layout.expand(self._trunk(token_ids, layout))
+
+    def _trunk(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """[R, H] last hidden states of the computed rows."""
+        attention = self.model.config._attn_implementation
+        if layout.row_of_token is not None and attention != VARLEN_ATTENTION:
+            raise ModelError(
+                f"a layout with shared rows needs attention {VARLEN_ATTENTION!r}, and the model's is {attention!r},"
+                " which would read the rows as if they lay end to end; load the model with the former, or make the"
+                " layout without rows"
+            )
+        token_ids, position_ids = layout.reduce(token_ids), layout.reduce(layout.position_ids)
         if layout.ulysses is not None:
             token_ids, position_ids = layout.ulysses.split(token_ids), layout.ulysses.split(position_ids)
         output = self.model.base_model(
@@ -78,7 +89,7 @@ class PackedModel(nn.Module):
 
         Args:
             token_ids: [T] int64, S sequences end to end.
-            layout: of the same S sequences.
+            layout: of the same S sequences; outputs are [T] also where it shares rows.
             names: outputs to compute.
             temperature: divides the logits.
             loss_mask: [T] bool; per-token outputs of other tokens are 0, and the head is spared them. None: of every
@@ -113,22 +124,22 @@ class PackedModel(nn.Module):
         temperature: float,
         loss_mask: Tensor | None,
     ) -> Outputs:
-        hidden = self.hidden_states(token_ids, layout)
+        hidden = self._trunk(token_ids, layout)
         ulysses, num_tokens = layout.ulysses, layout.num_tokens
         outputs: Outputs = {}
         if "hidden_states" in names:
-            outputs["hidden_states"] = hidden if ulysses is None else ulysses.gather(hidden, num_tokens)
+            outputs["hidden_states"] = layout.expand(hidden) if ulysses is None else ulysses.gather(hidden, num_tokens)
         if "scores" in names:
             last = layout.cu_seqlens[1:].long() - 1
             if ulysses is None:
-                outputs["scores"] = self._score(hidden[last])
+                outputs["scores"] = self._score(hidden[layout.rows_of(last)])
             else:
                 outputs["scores"] = ulysses.gather(self._score(hidden), num_tokens)[last]
         if not {"logprobs", "entropy", "values"} & set(names):
             return outputs
         # Shifted before any split: the label of a rank's last row may be another rank's first token.
         rows, targets = prediction_rows(layout.cu_seqlens, loss_mask)
-        own_rows, own_targets = rows, targets
+        own_rows, own_targets = layout.rows_of(rows), targets
         if ulysses is not None:
             first = ulysses.rank * hidden.shape[0]
             held = (rows >= first) & (rows < first + hidden.shape[0])

@@ -32,14 +32,39 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 class PackedLayout:
     """Where the S sequences of a packed row lie, with the index tensors that attention needs, made once a micro-batch.
 
+    The trunk computes a row for each of the T tokens, or fewer: tokens with the same state (equal beginnings of
+    sequences) may share a computed row. Attention still runs over every sequence whole.
+
     A plain class, not a dataclass: FSDP's hooks copy dataclasses among a module's arguments field by field.
+
+    Args:
+        lengths: tokens of each sequence.
+        device: where the index tensors live.
+        ulysses: the ranks that share the row's tokens; None: this rank holds them all.
+        rows: [T] int64, the computed row of each token, of R rows all used (``SharedPrompts.rows``); tokens of one row
+            must be equal and follow equal tokens. None: each token has its own. Not together with ``ulysses``.
     """
 
-    __slots__ = ("_buckets", "_restore", "cu_seqlens", "lengths", "max_length", "position_ids", "ulysses")
+    __slots__ = (
+        "_buckets",
+        "_restore",
+        "cu_seqlens",
+        "lengths",
+        "max_length",
+        "position_ids",
+        "row_of_token",
+        "token_of_row",
+        "ulysses",
+    )
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device | str = "cpu", ulysses: UlyssesGroup | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        ulysses: UlyssesGroup | None = None,
+        rows: Tensor | None = None,
     ) -> None:
+        assert rows is None or ulysses is None, "ranks that share a row's tokens need a computed row for each"
         self.lengths = list(lengths)
         self.ulysses = ulysses
         """The ranks that share the row's tokens; None: this rank holds them all."""
@@ -53,6 +78,15 @@ class PackedLayout:
         """[T] int64, restarting at 0 with every sequence."""
         self.cu_seqlens = bounds.to(torch.int32).to(device)
         """[S + 1] int32"""
+        self.row_of_token: Tensor | None = None
+        """[T] int64; None: each token has its own row."""
+        self.token_of_row: Tensor | None = None
+        """[R] int64, the first token of each row; None as above."""
+        if rows is not None:
+            assert rows.shape == (total,), f"{tuple(rows.shape)} rows for {total} tokens"
+            token_of_row = torch.full((int(rows.max()) + 1,), total, dtype=torch.int64)
+            token_of_row.scatter_reduce_(0, rows, torch.arange(total), "amin")
+            self.row_of_token, self.token_of_row = rows.to(device), token_of_row.to(device)
         self._buckets: list[tuple[int, int, Tensor]] | None = None
         self._restore: Tensor | None = None
 
@@ -60,13 +94,25 @@ class PackedLayout:
     def num_tokens(self) -> int:
         return int(self.position_ids.shape[0])
 
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """[N] computed rows of the tokens at [N] int64 places."""
+        return tokens if self.row_of_token is None else self.row_of_token.index_select(0, tokens)
+
+    def expand(self, rows: Tensor) -> Tensor:
+        """[T, ...] a row for each token, from the computed rows [R, ...]."""
+        return rows if self.row_of_token is None else rows.index_select(0, self.row_of_token)
+
+    def reduce(self, tokens: Tensor) -> Tensor:
+        """[R, ...] the computed rows, from [T, ...] where tokens of the same row are equal."""
+        return tokens if self.token_of_row is None else tokens.index_select(0, self.token_of_row)
+
     def buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
         """Groups of sequences of similar length, padded to the longest of their group.
 
         Returns:
-            (n, L, index [n * L]) for each group: ``rows[index]`` gathers its padded rows (padding repeats the
-            sequence's last token, which no real token can see); and ``restore`` [T], which picks the real tokens out
-            of the groups' concatenated outputs.
+            (n, L, index [n * L]) for each group: ``rows[index]`` gathers its padded rows from the computed ones
+            (padding repeats the sequence's last token, which no real token can see); and ``restore`` [R], which picks
+            the computed rows out of the groups' concatenated outputs.
         """
         if self._buckets is None or self._restore is None:
             self._buckets, self._restore = self._make_buckets()
@@ -91,10 +137,10 @@ class PackedLayout:
             real = column < sizes[members, None]
             rows = offset + torch.arange(len(members) * width).view(-1, width)
             restore[source[real]] = rows[real]
-            buckets.append((len(members), width, source.reshape(-1).to(device)))
+            buckets.append((len(members), width, self.rows_of(source.reshape(-1).to(device))))
             offset += len(members) * width
             first = last
-        return buckets, restore.to(device)
+        return buckets, self.reduce(restore.to(device))
 
 
 def register_varlen_attention() -> None:
@@ -119,8 +165,9 @@ def varlen_attention_forward(
 
     Args:
         module: the attention layer; only asked whether it trains (dropout).
-        query: [1, Hq, T, D]; under Ulysses this rank's part of the tokens.
-        key: [1, Hkv, T, D], Hkv divides Hq.
+        query: [1, Hq, R, D], the computed rows (R = T unless the layout shares rows); under Ulysses this rank's part of
+            the tokens.
+        key: [1, Hkv, R, D], Hkv divides Hq.
         value: like ``key``.
         attention_mask: must be None.
         packed_layout: where the sequences lie.
@@ -130,7 +177,7 @@ def varlen_attention_forward(
         **arguments: what else the layer passes; score-changing ones are refused.
 
     Returns:
-        [1, T, Hq, D], and None for the probabilities.
+        [1, R, Hq, D], and None for the probabilities.
 
     Raises:
         ModelError: no layout came through, a mask was given, or the layer needs a kind of attention that is not
@@ -154,7 +201,11 @@ def varlen_attention_forward(
     if ulysses is not None:
         rows = ulysses.tokens_to_heads(*rows, packed_layout.num_tokens)
     if _flash_fits(query, probability):
-        output = _flash_varlen(*rows, packed_layout, scaling, sliding_window)
+        # The kernel takes sequences that lie end to end.
+        query_rows, key_rows, value_rows = (packed_layout.expand(part) for part in rows)
+        output = packed_layout.reduce(
+            _flash_varlen(query_rows, key_rows, value_rows, packed_layout, scaling, sliding_window)
+        )
     else:
         output = _padded(*rows, packed_layout, scaling, sliding_window, probability)
     if ulysses is not None:
@@ -204,7 +255,7 @@ def _padded(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """[T, H, D] rows through SDPA, one call for each bucket of similar lengths."""
+    """[R, H, D] rows through SDPA, one call for each bucket of similar lengths."""
     buckets, restore = layout.buckets()
     grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []

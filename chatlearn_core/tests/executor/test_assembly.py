@@ -1,0 +1,72 @@
+"""What is wrong between a configuration and its algorithm is said before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.assembly import _check_roles
+from chatlearn_core.flow import trace
+from chatlearn_core.protocols import Loss
+from chatlearn_core.types import OutputRequest
+
+
+@dataclass(slots=True, frozen=True)
+class LossNeeds:
+    """What is looked at of a loss."""
+
+    needs: OutputRequest
+
+
+LOSSES = cast(dict[str, Loss], {"trainer": LossNeeds(OutputRequest(frozenset({"logprobs", "entropy"})))})
+
+
+def flow(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.critic.values(samples))
+
+
+def check(**of_roles: dict[str, Any]) -> None:
+    roles: dict[str, dict[str, Any]] = {
+        "trainer": {"kind": "trainer", "backend": "fsdp"},
+        "critic": {"kind": "trainer", "backend": "fsdp", "head": "value"},
+        "generator": {"kind": "generator", "backend": "transformers"},
+    }
+    for name, settings in of_roles.items():
+        roles[name] = roles.get(name, {}) | settings
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.jsonl"}]},
+            "algorithm": {"name": "any"},
+            "roles": roles,
+            "train": {"steps": 1, "prompts_per_step": 1},
+        }
+    )
+    _check_roles(config, trace(flow, {name: role["kind"] for name, role in roles.items()}), LOSSES)
+
+
+def test_roles_that_fit() -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("roles", "problem"),
+    [
+        ({"trainer": {"trainable": False}}, r"roles\.trainer\.trainable is false, but algorithm 'any' trains"),
+        ({"critic": {"trainable": True}}, r"roles\.critic\.trainable is true, but algorithm 'any' has no loss for it"),
+        ({"trainer": {"head": "value"}}, r"roles\.trainer\.head is 'value', but the output 'entropy'.*Set it to lm"),
+        (
+            {"critic": {"head": "lm"}},
+            r"roles\.critic\.head is 'lm', but critic\.values of the flow \(.*Set it to value",
+        ),
+        ({"reference": {"kind": "trainer", "backend": "fsdp"}}, r"roles\.reference is defined, but the flow"),
+    ],
+)
+def test_roles_that_do_not_fit_are_named_with_what_to_do(roles: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(**roles)
