@@ -17,10 +17,14 @@ LEAST_RISE = 0.15
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_held_out_accuracy_rises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_held_out_accuracy_rises(seed: int, tmp_path: Path) -> None:
     """On problems in neither training file: the program asserts that itself, and this test reads the files again."""
     finished = subprocess.run(
-        [sys.executable, str(DEMO), "--directory", str(tmp_path / "demo")], capture_output=True, text=True, check=False
+        [sys.executable, str(DEMO), "--seed", str(seed), "--directory", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     directory = tmp_path / "demo"

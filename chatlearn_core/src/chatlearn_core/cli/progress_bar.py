@@ -68,7 +68,7 @@ class ProgressBar(RunListener):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the accuracy."""
         self.console.print(
-            f"step {step}: accuracy {metrics['eval/accuracy']:.1%} on {metrics['eval/samples']:.0f} held-out samples"
+            f"step {step}: accuracy {metrics['eval/accuracy']:.1%} on {metrics['eval/samples']:.0f} evaluation samples"
         )
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
