@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -99,6 +100,7 @@ def test_a_step_more_goes_on_where_the_run_ended(recipe: Any, chatlearn: Any, re
     longer = chatlearn("run", recipe.file, "train.steps=3")
     assert longer.code == 0, longer.output
     assert "resuming after step 2" in longer.output
+    assert "train.steps was 2, is 3: a schedule over the run's length continues with the new length" in longer.output
     both = result_of(recipe.run_dir)
     assert both.metrics[:2] == first.metrics
     assert both.model != first.model
@@ -121,7 +123,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     resumed = chatlearn("run", recipe.file)
     assert resumed.code == 0, resumed.output
     assert "passed over a checkpoint" in resumed.output
-    assert "step_00000003 is damaged: roles/trainer/weights.safetensors" in resumed.output
+    assert re.search(r"step_00000003 is damaged: .*roles/trainer/weights\.safetensors", resumed.output)
     assert "resuming after step 2" in resumed.output
     assert result_of(recipe.run_dir) == expected
 

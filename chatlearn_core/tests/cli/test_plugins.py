@@ -90,13 +90,17 @@ def test_show_of_an_unknown_name(fake_environment) -> None:
     )
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_matrix(fake_environment, tmp_path, recorded: bool) -> None:
+@pytest.mark.parametrize("recorded", [None, "option", "environment"])
+def test_matrix(fake_environment, tmp_path, monkeypatch, recorded: str | None) -> None:
     fake_environment.install("trio", TRIO)
     file = tmp_path / "kit.json"
     result = {"trainer": "acme_t", "generator": "acme_g", "weight_sync": "acme_s", "passed": True}
     file.write_text(json.dumps({"results": [result]}))
-    done = fake_environment.chatlearn("plugins", "matrix", "--json", *(["--tested", str(file)] if recorded else []))
+    monkeypatch.delenv("CHATLEARN_TESTED_MATRIX", raising=False)
+    if recorded == "environment":
+        monkeypatch.setenv("CHATLEARN_TESTED_MATRIX", str(file))
+    given = ["--tested", str(file)] if recorded == "option" else []
+    done = fake_environment.chatlearn("plugins", "matrix", "--json", *given)
     rows = {
         row["weight_sync"]: row
         for row in json.loads(done.stdout)["combinations"]

@@ -102,6 +102,7 @@ def make_registry() -> PluginRegistry:
         transport("boxes", needs_export="boxes"),
         transport("disk", channel="checkpoint"),
         RuntimeSpec(name="local", **code("Empty")),
+        RuntimeSpec(name="cluster", **code("Empty")),
         LoggerSpec(name="console", **code("Careless")),
         DatasetSpec(name="gsm8k", **code("Empty")),
     ]

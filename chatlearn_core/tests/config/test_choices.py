@@ -85,3 +85,18 @@ def test_unknown_keys_are_refused_unless_the_model_wants_them() -> None:
     assert problems == []
     assert options is not None
     assert options.model_extra == {"dept": 1}
+
+
+def test_a_plugin_named_under_the_key_of_another_section_is_a_slot() -> None:
+    """Otherwise what is wrong in its options would be told one run later."""
+    values = {
+        "algorithm": {"backend": "grpo"},
+        "roles": {"trainer": {"kind": "trainer", "name": "fsdp"}},
+        "log": {"loggers": [{"backend": "console"}]},
+    }
+    assert [(slot.key, slot.name) for slot in slots(values)] == [
+        ("algorithm", "grpo"),
+        ("roles.trainer", "fsdp"),
+        ("runtime", "local"),
+        ("log.loggers.0", "console"),
+    ]

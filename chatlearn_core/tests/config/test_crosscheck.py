@@ -82,13 +82,34 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         (
             ["roles.reward.ranks=2"],
             "roles.reward.ranks: a reward role does not take ranks: a reward runs in one rank (got 2)\n"
-            "    roles.reward.kind = 'reward' (<text>:16)\n    use replicas for more reward workers",
+            "    roles.reward.kind = 'reward' (<text>:16)\n"
+            "    remove it; for more reward workers use replicas, on a runtime that hosts several",
         ),
         (
-            ["~roles.reward.backend", "roles.reward.parts=[{backend: math}]", "roles.reward.engine={a: 1}"],
-            "roles.reward.engine: engine is for the one backend of a role, and this role combines parts "
+            ["roles.reward.device=cuda"],
+            "roles.reward.device: a reward role does not take device: a reward is not placed on one (got 'cuda')\n"
+            "    roles.reward.kind = 'reward' (<text>:16)\n"
+            "    remove it; a reward model is a role of kind trainer with head: reward",
+        ),
+        (
+            ["roles.reward.engine={a: 1}"],
+            "roles.reward.engine: a reward role does not take engine: a reward has no engine (got {'a': 1})\n"
+            "    roles.reward.kind = 'reward' (<text>:16)\n"
+            "    remove it, or set what the reward itself takes under options",
+        ),
+        (
+            ["~roles.reward.backend", "roles.reward.parts=[{backend: math}]", "roles.reward.options={a: 1}"],
+            "roles.reward.options: options is for the one backend of a role, and this role combines parts "
             "(got {'a': 1})\n"
             "    set the options of each part instead (parts.0.options)",
+        ),
+    ],
+    "reward_replicas_are_hosted": [
+        (
+            ["roles.reward.replicas=2"],
+            "roles.reward.replicas: the runtime 'local' keeps one copy of a reward (got 2)\n"
+            "    runtime.backend = 'local' (default)\n"
+            "    remove replicas, or choose a runtime that hosts several (chatlearn plugins list)",
         ),
     ],
     "heads_and_ranks": [
@@ -148,6 +169,13 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)",
         ),
     ],
+    "fleet_rule_is_followed": [
+        (
+            ["weight_sync.fleet_rule=rolling"],
+            "weight_sync.fleet_rule: 'rolling' is not supported by any installed runtime yet: all replicas change "
+            "their weights together (got 'rolling')\n    use barrier",
+        ),
+    ],
     "auto_format_takes_no_options": [
         (
             ["data.train.0.options={x: 1}"],
@@ -200,6 +228,26 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "(got 600)\n    model.max_length = 600 (MARK)\n    lower max_tokens or raise max_length",
         ),
     ],
+    "several_samples_differ": [
+        (
+            ["data.eval=[{path: e}]", "eval.samples_per_prompt=4"],
+            "eval.samples_per_prompt: evaluation is greedy: the 4 samples of a prompt would all be the same (got 4)\n"
+            "    eval.sampling = None (default)\n"
+            "    set eval.sampling with a temperature above 0, or remove samples_per_prompt",
+        ),
+        (
+            ["data.eval=[{path: e}]", "eval.samples_per_prompt=4", "eval.sampling={temperature: 0.0}"],
+            "eval.samples_per_prompt: evaluation is greedy: the 4 samples of a prompt would all be the same (got 4)\n"
+            "    eval.sampling.temperature = 0.0 (MARK)\n"
+            "    set eval.sampling with a temperature above 0, or remove samples_per_prompt",
+        ),
+        (
+            ["sampling.temperature=0.0"],
+            "sampling.temperature: greedy sampling makes all 4 completions of a group the same: no reward differs "
+            "within it (got 0.0)\n    algorithm.options.group_size = 4 (default)\n"
+            "    set a temperature above 0 (1.0 samples from the policy itself), or group_size to 1",
+        ),
+    ],
     "mini_batches_have_samples": [
         (
             ["train.mini_batches=17"],
@@ -242,7 +290,12 @@ def test_rule(overrides: list[str], expected: str, valid: str, registry: PluginR
     [
         ["roles.trainer.ranks=2"],
         ["roles.critic={kind: trainer, backend: fsdp, head: value}"],
-        ["roles.generator.replicas=2", "roles.generator.ranks=2", "roles.reward.replicas=4"],
+        ["roles.generator.replicas=2", "roles.generator.ranks=2", "roles.generator.engine={a: 1}"],
+        ["roles.reward.replicas=4", "runtime.backend=cluster"],
+        ["roles.trainer.device=cpu", "weight_sync.fleet_rule=barrier"],
+        ["data.eval=[{path: e}]", "eval.samples_per_prompt=4", "eval.sampling={temperature: 0.1}"],
+        ["sampling.temperature=0.0", "algorithm.options.group_size=1"],
+        ["sampling.temperature=0.0", "algorithm.name=sft"],
         ["weight_sync.backend=direct"],
         ["checkpoint.keep_best=1", "checkpoint.metric=reward"],
         ["checkpoint.keep_best=1", "data.eval=[{path: e}]", "eval.every=2"],

@@ -1,3 +1,5 @@
+import pytest
+
 from chatlearn_core.config.problems import (
     InvalidConfigError,
     Mark,
@@ -54,6 +56,23 @@ def test_unknown_key_names_the_nearest_and_all_valid_keys() -> None:
         "    valid keys: lr, max_tokens_per_micro_batch"
     )
     assert "this section takes no keys" in render(unknown_key(("a", "x"), 1, []), MARKS)
+
+
+@pytest.mark.parametrize(
+    ("key", "valid", "meant"),
+    [
+        ("backend", ["name", "options"], "name"),
+        ("backend", ["path", "format", "name"], "format"),
+        ("name", ["kind", "backend"], "backend"),
+        ("name", ["names", "kind"], "names"),
+        ("backend", ["lr"], None),
+    ],
+)
+def test_an_unknown_key_may_be_what_another_section_calls_the_same(
+    key: str, valid: list[str], meant: str | None
+) -> None:
+    hint = unknown_key(("a", key), "x", valid).remedy.split("\n")[0]
+    assert hint == (f"did you mean '{meant}'?" if meant else "")
 
 
 def test_the_error_counts_and_orders_by_line_overrides_last() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,33 @@ def test_no_mismatch_is_claimed_between_different_distributions() -> None:
     sample.token_data["trainer_logprobs"] = np.zeros(5, np.float32)
     assert generator_mismatch([sample], SamplingParams(8, top_p=0.9)) == {}, "the trainer does not cut to top-p"
     assert generator_mismatch([finished("a", 2)], SAMPLING) == {}, "there are no trainer logprobs"
+
+
+def test_raw_logprobs_are_compared_where_sampling_cut_the_distribution() -> None:
+    cut = SamplingParams(8, top_p=0.9)
+    completion = Completion(
+        "a", np.arange(2), np.full(2, -0.1, np.float32), cut.basis, "stop", cut, (), np.full(2, -1.0, np.float32)
+    )
+    sample = sample_from_completion("a", "a", make_prompt("a"), completion)
+    sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -1.0, -1.5], np.float32)
+    difference = (math.exp(-1.0) - math.exp(-1.5)) / 2
+    metrics = generator_mismatch([sample], cut)
+    assert metrics["mismatch/prob_diff_mean"].value == pytest.approx(difference, rel=1e-6)
+    warm = SamplingParams(8, temperature=0.5, top_p=0.9)
+    assert generator_mismatch([sample], warm) == {}, "the trainer's are of temperature 0.5, the raw ones are not"
+
+
+def test_what_a_completion_says_of_its_basis_counts_and_not_what_was_asked_for() -> None:
+    good, strange = finished("a", 2), finished("b", 2)
+    for sample in (good, strange):
+        sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -1.0, -1.0], np.float32)
+    assert strange.completion is not None
+    strange.completion = replace(
+        strange.completion, basis=SamplingParams(8, 0.5, top_k=5).basis, logprobs=np.zeros(2, np.float32)
+    )
+    strange.token_data["generator_logprobs"] = np.zeros(5, np.float32)
+    assert generator_mismatch([good, strange], SAMPLING)["mismatch/prob_diff_mean"].value == 0.0
+    assert generator_mismatch([strange], SAMPLING) == {}
 
 
 async def test_a_step_runs_the_flow_and_the_algorithm_over_all_samples() -> None:

@@ -69,6 +69,13 @@ def test_auto_takes_the_newest(tmp_path: Path) -> None:
     assert point.notes == [f"resuming after step 4 from {point.checkpoint.path}"]
 
 
+def test_another_length_of_the_run_is_said(tmp_path: Path) -> None:
+    point = find(make_store(tmp_path, 2), steps=20)
+    assert point.notes[1:] == [
+        "train.steps was 10, is 20: a schedule over the run's length continues with the new length"
+    ]
+
+
 def test_a_damaged_one_is_passed_over_and_said_so(tmp_path: Path) -> None:
     store = make_store(tmp_path, 2, 4)
     (store.directory / "step_00000004" / SEAL).unlink()

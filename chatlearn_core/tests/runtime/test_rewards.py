@@ -147,7 +147,8 @@ BAD_REWARDS = {
     "exits": (raises(SystemExit(1)), "SystemExit: 1"),
     "its own timeout": (raises(TimeoutError("judge server")), "TimeoutError: judge server"),
     "cancels itself": (raises(asyncio.CancelledError()), "the reward cancelled itself"),
-    "too few": (lambda samples: [RewardResult(1.0)], "returned 1 results for 2 samples"),
+    "too few": (lambda samples: [], "returned 0 results for 1 samples"),
+    "too many": (lambda samples: [RewardResult(1.0)] * (len(samples) + 1), "returned 2 results for 1 samples"),
     "none at all": (lambda samples: None, "returned a NoneType, not a list of RewardResult"),
     "plain numbers": (each(1.0), "returned a float (1.0), not a RewardResult"),
     "NaN": (each(RewardResult(float("nan"))), "the reward is nan, not a finite number"),
@@ -182,6 +183,64 @@ async def test_a_reward_that_hangs_is_given_up() -> None:
     combined = CombinedReward("judge", [RewardPart("slow", FakeReward(lambda samples: hang()))], 0.01)
     [result] = await combined.score([make_sample(0)])
     assert result.error == "slow: no answer within 0.01 s (roles.judge.timeout_s)"
+
+
+async def hang_on_a_marked_one(samples: Sequence[Sample]) -> list[RewardResult]:
+    if any(sample.prompt.id == "p1" for sample in samples):
+        await asyncio.Event().wait()
+    return [RewardResult(1.0) for _ in samples]
+
+
+def raise_on_a_marked_one(samples: Sequence[Sample]) -> list[RewardResult]:
+    if any(sample.prompt.id == "p1" for sample in samples):
+        raise ValueError("no answer in p1")
+    return [RewardResult(1.0) for _ in samples]
+
+
+def leave_out_a_marked_one(samples: Sequence[Sample]) -> list[RewardResult]:
+    return [RewardResult(1.0) for sample in samples if sample.prompt.id != "p1"]
+
+
+CULPRITS = {
+    "raises": (raise_on_a_marked_one, "part: ValueError: no answer in p1"),
+    "miscounts": (leave_out_a_marked_one, "part: returned 0 results for 1 samples"),
+    "hangs": (hang_on_a_marked_one, "part: no answer within 0.05 s (roles.reward.timeout_s)"),
+}
+
+
+@pytest.mark.parametrize("name", CULPRITS)
+@pytest.mark.parametrize("calls", [[[0, 1, 2]], [[0], [1], [2]], [[0, 1], [2]], [[2], [1, 0]]], ids=str)
+async def test_who_fails_does_not_depend_on_who_shares_the_call(name: str, calls: list[list[int]]) -> None:
+    judge, problem = CULPRITS[name]
+    combined = CombinedReward("reward", [RewardPart("part", FakeReward(judge))], 0.05)
+    results = {}
+    for numbers in calls:
+        scored = await combined.score([make_sample(number) for number in numbers])
+        results |= dict(zip(numbers, scored, strict=True))
+    assert {number: result.value for number, result in results.items()} == {0: 1.0, 1: None, 2: 1.0}
+    assert results[1].error == problem
+
+
+async def test_a_reward_of_groups_is_asked_again_for_whole_groups() -> None:
+    def judge(samples: Sequence[Sample]) -> list[RewardResult]:
+        groups = [sample.group_id for sample in samples]
+        assert all(groups.count(group) == 2 for group in groups), "half a group would be another reward"
+        return [RewardResult(float(groups.count(group))) for group in groups if group != "p1@1"]
+
+    reward = FakeReward(judge)
+    samples = [make_sample(number) for number in (0, 1, 0, 1)]
+    for index, sample in enumerate(samples):
+        sample.id = f"{sample.group_id}#{index // 2}"
+    combined = CombinedReward("reward", [RewardPart("part", reward, unit="group")], 30.0)
+    results = await combined.score(samples)
+    assert [result.value for result in results] == [2.0, None, 2.0, None]
+    assert reward.seen[1:] == [["p0@1#0", "p0@1#1"], ["p1@1#0", "p1@1#1"]]
+
+
+async def test_a_call_that_worked_is_not_repeated() -> None:
+    reward = constant(1.0)
+    await CombinedReward("reward", [RewardPart("part", reward)], 30.0).score([make_sample(0), make_sample(1)])
+    assert len(reward.seen) == 1
 
 
 async def test_stopping_the_run_is_not_taken_for_a_failure_of_the_reward() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,6 +13,7 @@ import pytest
 
 from chatlearn_core.testing.fakes import records
 from chatlearn_core.testing.fakes.bigram import build_bigram_model
+from chatlearn_core.testing.fakes.remote_generator import RemoteFakeGenerator
 from chatlearn_core.testing.suites import (
     GeneratorConformance,
     RewardCase,
@@ -16,6 +21,7 @@ from chatlearn_core.testing.suites import (
     TrainerConformance,
     WeightSyncConformance,
 )
+from chatlearn_core.testing.suites.generator_fixtures import Replica
 
 PLAIN = "chatlearn_core.testing.fakes.bigram:load_bigram_model"
 
@@ -60,4 +66,30 @@ class TestGeneratorInAnotherInterpreter(GeneratorConformance):
     """The protocol holds when every call crosses a process border."""
 
     backend = records.REMOTE_FAKE_GENERATOR
+    options: ClassVar = {"seconds_per_token": 0.003}
     load_reference = PLAIN
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def started_prefixes(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+        """Children run the interpreter of an environment of their own, which notes the ``sys.prefix`` of every start.
+
+        It sees the packages of this one through a .pth file, so that nothing has to be installed.
+        """
+        directory = tmp_path_factory.mktemp("environment")
+        started = directory / "started"
+        venv.create(directory, with_pip=False, symlinks=True)
+        packages = sysconfig.get_path("purelib", vars={"base": str(directory)})
+        Path(packages, "borrowed.pth").write_text(
+            f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+            f"import sys; open({str(started)!r}, 'a').write(sys.prefix + '\\n')\n"
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RemoteFakeGenerator, "python", str(directory / "bin" / "python"))
+            yield started
+
+    def test_the_child_has_another_prefix(self, started_prefixes: Path, replica: Replica) -> None:
+        assert replica.generator.health() is None
+        prefixes = set(started_prefixes.read_text().splitlines())
+        assert prefixes == {str(started_prefixes.parent)}
+        assert sys.prefix not in prefixes

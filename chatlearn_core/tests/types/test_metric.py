@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Metric, merge_metrics
 
 # Integers, so that sums are exact in every order.
@@ -56,3 +57,8 @@ def test_nan_is_not_lost() -> None:
 def test_different_reducers_do_not_merge() -> None:
     with pytest.raises(AssertionError, match="cannot merge a max with a min"):
         Metric(1.0, reducer="max").merge(Metric(1.0, reducer="min"))
+
+
+def test_parts_that_are_reduced_differently_are_named() -> None:
+    with pytest.raises(BackendError, match=r"Metric 'reward/mean' is reported as a max and as a mean"):
+        merge_metrics({"reward/mean": Metric(1.0, reducer="max"), "a": Metric(1.0)}, {"reward/mean": Metric(2.0)})

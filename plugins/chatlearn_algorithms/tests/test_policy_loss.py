@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_core.exceptions import FlowError
+from chatlearn_core.losses import AggregationMode
 from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples
 
 VOCABULARY = 9
@@ -212,6 +214,13 @@ def test_mismatch_is_measured_where_the_generator_is_old(samples):
 def test_asks_only_for_what_it_reads(settings, names):
     request = PolicyLoss(temperature=0.7, **settings).needs
     assert (request.names, request.temperature) == (names, 0.7)
+
+
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
+def test_only_a_mean_over_prompts_keeps_a_group_together(mode):
+    """Each half of a group divides by its own tokens: the sum over halves is not the group's mean."""
+    loss = PolicyLoss(aggregation=mode, constant_length=8)
+    assert loss.unit == ("group" if mode == "prompt_mean" else "sequence")
 
 
 def test_values_outside_the_mask_do_not_matter(samples):

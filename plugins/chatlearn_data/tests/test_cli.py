@@ -110,8 +110,8 @@ def test_missing_and_empty_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_arithmetic_files_are_ready_to_train_on(tmp_path: Path, suffix: str) -> None:
     counts = ["--train", 90, "--validation", 20, "--heldout", 30, "--demonstrations", 80]
-    result = chatlearn_data("prepare", "arithmetic", "-o", tmp_path, *counts, "--max-operand", 12, "--suffix", suffix)
-    assert "106 problems for training, 20 for validation, 30 held out" in result.output
+    result = chatlearn_data("prepare", "arithmetic", "-o", tmp_path, *counts, "--max-operand", 20, "--suffix", suffix)
+    assert "137 problems for training, 20 for validation, 30 held out" in result.output
     sets = {name: load(tmp_path / f"{name}{suffix}") for name in ("train", "validation", "heldout")}
     demonstrations = list(load(tmp_path / f"sft{suffix}", "demonstrations"))
     assert [len(examples) for examples in sets.values()] == [90, 20, 30]

@@ -27,7 +27,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def word_tokenizer() -> Any:
     special = ["<unk>", "<eos>", "<|user|>", "<|assistant|>"]
-    words = {word: index for index, word in enumerate([*special, *vocabulary(20)])}
+    words = {word: index for index, word in enumerate([*special, *vocabulary()])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECE.pattern), behavior="removed", invert=True)
     model.pre_tokenizer = split
@@ -60,4 +60,4 @@ def test_demonstrations_from_a_word_level_tokenizer(word_tokenizer: Any, tmp_pat
         assert completion[-1] == word_tokenizer.eos_token_id
         answer = last_boxed(tokenizer.decode(completion, skip_special_tokens=True))
         assert answer is not None
-        assert answer.strip() == example.prompt.ground_truth
+        assert answer.replace(" ", "") == example.prompt.ground_truth

@@ -31,6 +31,8 @@ app.command()(check)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Fail if any plugin cannot be used.")]
+TESTED_FILE = "CHATLEARN_TESTED_MATRIX"
+"""Environment variable with the path of the record that ``matrix`` shows by default."""
 
 
 @app.command("list")
@@ -59,7 +61,8 @@ def show(
 def matrix(
     as_json: AsJson = False,
     tested: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON record of a conformance run, for the column TESTED.")
+        Path | None,
+        typer.Option(metavar="FILE", envvar=TESTED_FILE, help="JSON record of what was tested, for the column TESTED."),
     ] = None,
 ) -> None:
     """Show which trainer, generator and weight sync fit together, and why not."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from chatlearn_core.config.fields import model_at, valid_keys
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.config.problems import KeyPath, Marks, Problem, nearest, show_path, unknown_key
+from chatlearn_core.config.problems import KeyPath, Marks, Problem, meant_key, show_path, unknown_key
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
@@ -95,7 +95,8 @@ def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str
     """The key meant as ``name_key`` where that is missing, so that a typo does not hide what is wrong in options."""
     model = model_at(RunConfig, path)
     valid = valid_keys(model) if model else []
-    return nearest(name_key, [key for key in section if isinstance(key, str) and key not in valid])
+    unknown = [key for key in section if isinstance(key, str) and key not in valid]
+    return next((key for key in unknown if meant_key(key, valid) == name_key), None)
 
 
 @dataclass(slots=True)

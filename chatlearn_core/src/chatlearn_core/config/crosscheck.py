@@ -49,6 +49,8 @@ Rule = Callable[[Checked], Iterator[Problem]]
 Related = tuple[tuple[KeyPath, Any], ...]
 POLICY = "trainer"
 """The role whose weights the generators serve."""
+LOCAL = "local"
+"""The runtime that the core brings."""
 RecordT = TypeVar("RecordT", bound=PluginRecord)
 
 
@@ -98,18 +100,24 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "trainable": ("trainer",),
         "replicas": ("generator", "reward"),
         "ranks": ("trainer", "generator"),
+        "device": ("trainer", "generator"),
+        "engine": ("trainer", "generator"),
     }
     why = {
         "head": "the head belongs to a trainer's model",
         "trainable": "only a trainer learns",
         "replicas": "a trainer is one model: copies of it would not learn together",
         "ranks": "a reward runs in one rank",
+        "device": "a reward is not placed on one",
+        "engine": "a reward has no engine",
     }
     fix = {
         "head": "remove it; a value or reward head is a role of kind trainer",
         "trainable": "remove it",
         "replicas": "use ranks to spread a trainer over devices",
-        "ranks": "use replicas for more reward workers",
+        "ranks": "remove it; for more reward workers use replicas, on a runtime that hosts several",
+        "device": "remove it; a reward model is a role of kind trainer with head: reward",
+        "engine": "remove it, or set what the reward itself takes under options",
     }
     for name, role in checked.config.roles.items():
         for key, kinds in taken_by.items():
@@ -117,12 +125,21 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
             if value != getattr(defaults, key) and role.kind not in kinds:
                 rule = f"a {role.kind} role does not take {key}: {why[key]}"
                 yield Problem(("roles", name, key), rule, value, fix[key], ((("roles", name, "kind"), role.kind),))
-        if role.parts and role.kind == "reward":
-            for key in ("options", "engine"):
-                if getattr(role, key):
-                    rule = f"{key} is for the one backend of a role, and this role combines parts"
-                    remedy = "set the options of each part instead (parts.0.options)"
-                    yield Problem(("roles", name, key), rule, getattr(role, key), remedy)
+        if role.parts and role.kind == "reward" and role.options:
+            rule = "options is for the one backend of a role, and this role combines parts"
+            remedy = "set the options of each part instead (parts.0.options)"
+            yield Problem(("roles", name, "options"), rule, role.options, remedy)
+
+
+def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
+    """The runtime ``local`` calls a reward in its own process: there is one of it."""
+    backend = checked.config.runtime.backend
+    for name, role in checked.roles("reward"):
+        if backend == LOCAL and role.replicas > 1:
+            rule = f"the runtime '{LOCAL}' keeps one copy of a reward"
+            remedy = "remove replicas, or choose a runtime that hosts several (chatlearn plugins list)"
+            related: Related = ((("runtime", "backend"), backend),)
+            yield Problem(("roles", name, "replicas"), rule, role.replicas, remedy, related)
 
 
 def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
@@ -203,6 +220,14 @@ def _policy_generators(checked: Checked) -> list[str]:
     return called or ["generator"]
 
 
+def fleet_rule_is_followed(checked: Checked) -> Iterator[Problem]:
+    """Every runtime and transport so far changes all replicas together."""
+    rule = checked.config.weight_sync.fleet_rule
+    if rule != "barrier":
+        why = f"'{rule}' is not supported by any installed runtime yet: all replicas change their weights together"
+        yield Problem(("weight_sync", "fleet_rule"), why, rule, "use barrier")
+
+
 def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
     """Asking for evaluation needs something to evaluate on."""
     config = checked.config
@@ -263,6 +288,26 @@ def completion_fits_model(checked: Checked) -> Iterator[Problem]:
                 )
                 related: Related = ((("data", "max_prompt_tokens"), prompt), limit)
                 yield Problem(path, rule, tokens, "lower one of the two or raise max_length", related)
+
+
+def several_samples_differ(checked: Checked) -> Iterator[Problem]:
+    """Several completions of one prompt are drawn, not the greedy one repeated."""
+    config = checked.config
+    several = config.eval.samples_per_prompt
+    if several > 1 and config.data.eval and (config.eval.sampling is None or config.eval.sampling.temperature == 0):
+        greedy: tuple[KeyPath, Any] = (("eval", "sampling"), None)
+        if config.eval.sampling is not None:
+            greedy = (("eval", "sampling", "temperature"), config.eval.sampling.temperature)
+        rule = f"evaluation is greedy: the {several} samples of a prompt would all be the same"
+        remedy = "set eval.sampling with a temperature above 0, or remove samples_per_prompt"
+        yield Problem(("eval", "samples_per_prompt"), rule, several, remedy, (greedy,))
+    algorithm = checked.choices.selected.get("algorithm")
+    group_size = getattr(algorithm.options, "group_size", 1) if algorithm is not None else 1
+    if isinstance(group_size, int) and group_size > 1 and config.sampling.temperature == 0:
+        rule = f"greedy sampling makes all {group_size} completions of a group the same: no reward differs within it"
+        related: Related = ((("algorithm", "options", "group_size"), group_size),)
+        remedy = "set a temperature above 0 (1.0 samples from the policy itself), or group_size to 1"
+        yield Problem(("sampling", "temperature"), rule, config.sampling.temperature, remedy, related)
 
 
 def mini_batches_have_samples(checked: Checked) -> Iterator[Problem]:
@@ -336,13 +381,16 @@ RULES: tuple[Rule, ...] = (
     role_names,
     backend_given,
     keys_of_other_kinds,
+    reward_replicas_are_hosted,
     heads_and_ranks,
     algorithm_roles,
     weight_sync_fits,
+    fleet_rule_is_followed,
     auto_format_takes_no_options,
     evaluation_has_data,
     best_metric_is_produced,
     completion_fits_model,
+    several_samples_differ,
     mini_batches_have_samples,
 )
 """All rules, in the order in which they are applied."""

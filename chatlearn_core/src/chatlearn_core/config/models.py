@@ -81,11 +81,13 @@ class RoleConfig(Section):
     model: ModelConfig | None = Field(None, description="Its own model instead of the run's.")
     head: Literal["lm", "value", "reward"] = "lm"
     trainable: bool | None = Field(None, description="By default true for the roles the algorithm gives a loss.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    replicas: Positive = Field(1, description="Independent copies (generators, rewards).")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; not for rewards.")
+    replicas: Positive = Field(1, description="Independent copies: of generators; of rewards, not on runtime local.")
     ranks: Positive = Field(1, description="Ranks of one replica.")
     options: dict[str, Any] = Field(default_factory=dict, description="The backend's options.")
-    engine: dict[str, Any] = Field(default_factory=dict, description="Engine-native arguments, passed verbatim.")
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="Engine-native arguments, passed verbatim; not for rewards."
+    )
     timeout_s: Seconds = Field(1800.0, description="Longest time one call to this role may take.")
 
 
@@ -104,7 +106,9 @@ class WeightSyncConfig(Section):
 
     backend: str = Field("auto", description="A transport by name, or auto: the fastest that fits.")
     options: dict[str, Any] = Field(default_factory=dict)
-    fleet_rule: Literal["barrier", "rolling"] = "barrier"
+    fleet_rule: Literal["barrier", "rolling"] = Field(
+        "barrier", description="barrier: all replicas change together. rolling: no runtime supports it yet."
+    )
     bucket_mb: Positive = Field(256, description="Memory above the weights, MiB.")
     timeout_s: Seconds = 600.0
 
@@ -138,7 +142,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """When a run is made resumable, and what is kept."""
 
-    every: NonNegative = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    every: NonNegative = Field(10, description="Steps between checkpoints; 0: only at the end.")
     keep_last: Positive = 2
     keep_best: NonNegative = Field(0, description="Beside the last, keep this many with the best metric.")
     metric: str = Field("eval/accuracy", description="Higher is better; looked up in the step's metrics.")

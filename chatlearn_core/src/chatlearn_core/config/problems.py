@@ -12,6 +12,8 @@ from chatlearn_core.exceptions import ConfigError
 KeyPath = tuple[str | int, ...]
 """Where a value sits: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
 
+_SYNONYMS = {"backend": ("format", "name"), "name": ("backend",)}
+"""The key that chooses a plugin is ``backend`` in roles, ``format`` in datasets and ``name`` elsewhere."""
 _LONGEST_VALUE = 100
 """Longer values are cut in messages: a message names the value, it does not repeat a prompt."""
 
@@ -137,6 +139,11 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     return folded[matches[0]] if matches else None
 
 
+def meant_key(key: str, valid: Sequence[str]) -> str | None:
+    """The valid key that a wrong one stands for: what another section calls the same, or else the nearest."""
+    return next((other for other in _SYNONYMS.get(key, ()) if other in valid), None) or nearest(key, valid)
+
+
 def unknown_key(path: KeyPath, value: Any, valid: Sequence[str], elsewhere: str = "") -> Problem:
     """The problem of a key that its section does not have.
 
@@ -146,7 +153,7 @@ def unknown_key(path: KeyPath, value: Any, valid: Sequence[str], elsewhere: str 
         valid: The keys the section has.
         elsewhere: Said instead of a guess where the key is known to belong to another section.
     """
-    guess = nearest(str(path[-1]), valid)
+    guess = meant_key(str(path[-1]), valid)
     hint = elsewhere or (f"did you mean '{guess}'?" if guess else "")
     keys = f"valid keys: {', '.join(valid)}" if valid else "this section takes no keys"
     return Problem(path, "unknown key", value, remedy=f"{hint}\n{keys}")

@@ -108,6 +108,10 @@ class CheckpointStore:
                 found.append(read_checkpoint(path, verify=False))
         return found
 
+    def steps_after(self, step: int) -> list[int]:
+        """Steps of what ``forget_after`` removes, whole or damaged, ascending."""
+        return sorted(_step_of(path) for path in self._paths() if _step_of(path) > step)
+
     def forget_after(self, step: int) -> None:
         """Remove checkpoints newer than ``step``: a run that resumes from an older one writes them again."""
         for path in self._paths():

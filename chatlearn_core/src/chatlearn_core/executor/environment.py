@@ -15,8 +15,10 @@ from chatlearn_core.losses.mismatch import mismatch_metrics
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm
 from chatlearn_core.types import (
+    RAW_BASIS,
     Demonstration,
     Example,
+    Floats,
     GenerateRequest,
     LogprobBasis,
     Metric,
@@ -119,18 +121,36 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def generator_mismatch(samples: Sequence[Sample], sampling: SamplingParams) -> Metrics:
-    """How far the generator's logprobs are from the trainer's, where both are of the same distribution."""
-    if sampling.basis != LogprobBasis(sampling.temperature or 1.0):
-        return {}
-    both = [s for s in samples if {"trainer_logprobs", "generator_logprobs"} <= s.token_data.keys()]
+    """How far the generator's logprobs are from the trainer's, over the samples that have both of one distribution.
+
+    The trainer divides its logits by the sampling temperature and cuts nothing off.
+    """
+    basis = LogprobBasis(sampling.temperature or 1.0)
+    both: list[tuple[Sample, Floats]] = []
+    for sample in samples:
+        logprobs = _generator_logprobs(sample, basis)
+        if logprobs is not None and "trainer_logprobs" in sample.token_data:
+            both.append((sample, logprobs))
     if not both:
         return {}
     trainer, generator, mask = (
         torch.from_numpy(np.concatenate(arrays))
         for arrays in (
-            [s.token_data["trainer_logprobs"] for s in both],
-            [s.token_data["generator_logprobs"] for s in both],
-            [s.loss_mask for s in both],
+            [sample.token_data["trainer_logprobs"] for sample, _ in both],
+            [logprobs for _, logprobs in both],
+            [sample.loss_mask for sample, _ in both],
         )
     )
     return mismatch_metrics(trainer, generator, mask)
+
+
+def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
+    """[T] the generator's logprobs of that basis, zero on the prompt; None if it gave none."""
+    completion = sample.completion
+    if completion is None:
+        return None
+    if completion.basis == basis:
+        return sample.token_data.get("generator_logprobs")
+    if basis == RAW_BASIS and completion.raw_logprobs is not None:
+        return np.concatenate([np.zeros(sample.num_prompt_tokens, np.float32), completion.raw_logprobs])
+    return None

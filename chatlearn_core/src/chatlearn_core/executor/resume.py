@@ -99,6 +99,12 @@ def find_resume_point(
             "Raise train.steps to go on, or choose another output_dir"
         )
     notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    steps_then = checkpoint.state["config"]["train"]["steps"]
+    if steps_then != planned_steps:
+        notes.append(
+            f"train.steps was {steps_then}, is {planned_steps}: a schedule over the run's length continues with the "
+            "new length"
+        )
     return ResumePoint(checkpoint, notes)
 
 

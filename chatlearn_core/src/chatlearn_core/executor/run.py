@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 import yaml
 
 from chatlearn_core.data import Sampler
-from chatlearn_core.exceptions import ChatLearnError, Interrupted, TrainerLostError
+from chatlearn_core.exceptions import (
+    BackendTimeoutError,
+    ChatLearnError,
+    CheckpointError,
+    Interrupted,
+    TrainerLostError,
+)
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.assembly import Assembly
-from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore
+from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from chatlearn_core.executor.environment import Environment
 from chatlearn_core.executor.evaluator import Evaluator
 from chatlearn_core.executor.progress import RunListener
@@ -172,9 +179,24 @@ class Run:
         if checkpoint is not None:
             for role in self.assembly.algorithm.losses():
                 await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
+        self._say_what_is_removed()
         self.directory.rewind(self.step if checkpoint else -1)
         self.store.forget_after(self.step)
         await self._sync_weights(Timers())
+
+    def _say_what_is_removed(self) -> None:
+        """Checkpoints newer than the one that the run goes on from, and the metrics beside them: the steps are made
+        again, and not the same way if settings changed.
+        """
+        checkpoints = self.store.steps_after(self.step)
+        if not checkpoints:
+            return  # steps since the last checkpoint are made again by every run that resumes
+        metrics = [line["step"] for line in self.directory.read_metrics() if line["step"] > self.step]
+        text = f"removing checkpoints newer than step {self.step}, of step {', '.join(map(str, checkpoints))}"
+        if metrics:
+            text += f", and metrics and rollouts of steps {min(metrics)} to {max(metrics)}"
+        self.listener.message(text)
+        self.directory.append_event("removed", step=self.step, checkpoints=checkpoints, metrics=metrics)
 
     async def _train_through_losses(self) -> dict[str, Any]:
         """Train to the end; go back to the last checkpoint as often as the runtime rebuilds a trainer that lost a rank.
@@ -192,16 +214,29 @@ class Run:
     async def _recover(self, lost: TrainerLostError) -> None:
         self._policy_changed = True  # whatever the other ranks hold is of no use
         await self.runtime.recover(lost)
-        checkpoint, problems = self.store.newest()
+        checkpoint, problems = self._last_checkpoint()
         if checkpoint is not None:
             self._continue_from(checkpoint)
         else:
             self._start_over()
+        self._alarms, self._line = Alarms(), {}  # they told of steps that are made again
         await self._restore(checkpoint)
         self._policy_changed = False
         at = f"step {self.step}" if checkpoint is not None else "the beginning"
         self.listener.warning("; ".join([f"{lost}. The trainer was rebuilt; training goes on from {at}", *problems]))
         self.directory.append_event("trainer_lost", step=self.step, error=str(lost))
+
+    def _last_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """What this run last saved or began from, which may be in another run's directory; if it is damaged, the newest
+        of this run's own, and what is wrong with those passed over.
+        """
+        if self._saved_path is None:
+            return None, []
+        try:
+            return read_checkpoint(self._saved_path), []
+        except CheckpointError as error:
+            checkpoint, problems = self.store.newest()
+            return checkpoint, list(dict.fromkeys([str(error), *problems]))
 
     def _start_over(self) -> None:
         self.sampler = Sampler(
@@ -327,9 +362,12 @@ class Run:
             "eval_after": self._after,
             "metric": self._line.get(self.config.checkpoint.metric),
         }
-        with self.store.write(self.step, state) as directory:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(self.store.write(self.step, state))
             for role in self.trainer.losses:
                 await self.runtime.trainer(role).save(directory / "roles" / role)
+            # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.
+            await asyncio.to_thread(stack.pop_all().close)
         self._saved_step, self._saved_path = self.step, self.store.path_of(self.step)
         self.observers.checkpoint_saved(self.step, self._saved_path)
 
@@ -351,7 +389,7 @@ class Run:
 
     async def _failed(self, error: Exception) -> None:
         self.observers.error(error)
-        kept = await self._rescue()
+        kept = await self._rescue(hangs=_is_timeout(error))
         self.listener.message(f"the run failed after step {self.step}. {kept}")
         self._record_end("failed", f"{type(error).__name__}: {error}", kept=kept)
 
@@ -379,17 +417,25 @@ class Run:
             self.observers.run_end(*self._ending)
             self.listener.finished(self._ending[1])
 
-    async def _rescue(self) -> str:
-        """Save the last completed step if it is still in memory; says what can be resumed."""
+    async def _rescue(self, *, hangs: bool = False) -> str:
+        """Save the last completed step if it is still in memory; says what can be resumed.
+
+        Args:
+            hangs: a role did not answer in time: saving would wait behind the call that hangs, for as long again.
+        """
+        lost = ""
         if self.step > self._saved_step and self.step > 0 and not self._policy_changed:
-            try:
-                await self._save()
-            except ChatLearnError as error:
-                return (
-                    f"The last step could not be saved ({error}); the newest checkpoint is of step {self._saved_step}."
-                )
+            if hangs:
+                lost = f"Step {self.step} could not be saved, since a call still hangs. "
+            else:
+                try:
+                    await self._save()
+                except ChatLearnError as error:
+                    lost = f"Step {self.step} could not be saved ({error}). "
         if self._saved_path is not None:
-            return f"A checkpoint of step {self._saved_step} is in {self._saved_path.parent}."
+            return f"{lost}A checkpoint of step {self._saved_step} is in {self._saved_path.parent}."
+        if lost:
+            return f"{lost}There is no checkpoint, so the run starts from the beginning."
         return "No step was complete yet, so it starts from the beginning."
 
     def _end(self, status: RunStatus, *, model: str | None = None, error: str | None = None) -> dict[str, Any]:
@@ -414,6 +460,13 @@ class Run:
         self._ending = (status, content)
         self.directory.write_json("summary.json", content)
         return content
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a role's lane is blocked: a call did not return in time, be it that of a checkpoint."""
+    return isinstance(error, BackendTimeoutError) or (
+        isinstance(error, CheckpointError) and isinstance(error.__cause__, BackendTimeoutError)
+    )
 
 
 def build_runtime(assembly: Assembly) -> Runtime:

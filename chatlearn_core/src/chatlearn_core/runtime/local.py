@@ -120,7 +120,8 @@ class LocalRuntime:
             parts = []
             for backend in role.backends:
                 reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
-                parts.append(RewardPart(part_name(role, backend.key), reward, backend.weight, backend.data_sources))
+                name = part_name(role, backend.key)
+                parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit))
                 self._rewards[role.name] = CombinedReward(role.name, parts, role.timeout_s)
                 await lane.run(f"setup of {backend.record.name}", reward.setup)
 

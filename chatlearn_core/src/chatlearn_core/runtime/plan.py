@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -25,6 +25,12 @@ class BackendPlan:
     options: BaseModel
     weight: float = 1.0
     data_sources: frozenset[str] | None = None
+
+    @property
+    def unit(self) -> Literal["sample", "group"]:
+        """The least that this reward judges at a time."""
+        assert isinstance(self.record, RewardSpec), f"{self.key} is no reward"
+        return self.record.unit
 
 
 @dataclass(slots=True, frozen=True)

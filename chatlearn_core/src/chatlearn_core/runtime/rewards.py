@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class RewardPart:
     weight: float = 1.0
     data_sources: frozenset[str] | None = None
     """None: every data source."""
+    unit: Literal["sample", "group"] = "sample"
+    """The least that the reward judges at a time (``RewardSpec.unit``)."""
 
     def applies_to(self, sample: Sample) -> bool:
         """Whether this part judges the sample."""
@@ -35,6 +37,9 @@ class CombinedReward:
     The value of a sample is the weighted sum over the parts that apply to it. If one of them fails on it (an
     exception, a timeout, NaN, a wrong number of results), the sample has an error instead of a value: a sum with a
     part missing would be another reward.
+
+    What a call holds is a matter of timing, and which samples fail must not be: when a call fails as a whole, its units
+    (samples or groups) are judged again, each alone, and only those that fail alone have an error.
     """
 
     def __init__(self, name: str, parts: Sequence[RewardPart], timeout_s: float) -> None:
@@ -57,7 +62,24 @@ class CombinedReward:
         return [self._combine(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
     async def _guarded(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult]:
-        """The part's results, or one error for all of them."""
+        """The part's results, one a sample; takes at most twice the timeout."""
+        results = await self._call(part, samples)
+        if not isinstance(results, str):
+            return results
+        units = _units(part, samples)
+        if len(units) == 1:
+            return [RewardResult(None, error=results) for _ in samples]
+        verdicts: dict[int, RewardResult] = {}
+
+        async def alone(unit: list[int]) -> None:
+            again = await self._guarded(part, [samples[i] for i in unit])
+            verdicts.update(zip(unit, again, strict=True))
+
+        await asyncio.gather(*(alone(unit) for unit in units))
+        return [verdicts[i] for i in range(len(samples))]
+
+    async def _call(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult] | str:
+        """One call's results, or what is wrong with it as a whole."""
         results: Any = None
         limit = asyncio.timeout(self.timeout_s)
         try:
@@ -80,7 +102,7 @@ class CombinedReward:
                 return [_checked(result, sample) for result, sample in zip(results, samples, strict=True)]
             else:
                 problem = f"returned {len(results)} results for {len(samples)} samples"
-        return [RewardResult(None, error=problem) for _ in samples]
+        return problem
 
     def _combine(self, sample: Sample, verdict: dict[str, RewardResult]) -> RewardResult:
         if not verdict:
@@ -119,6 +141,14 @@ class CombinedReward:
         """Pass on to every part."""
         for part in self.parts:
             part.reward.onload(parts)
+
+
+def _units(part: RewardPart, samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of the samples that the part judges together, in the order in which they came."""
+    units: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        units.setdefault(sample.group_id if part.unit == "group" else sample.id, []).append(index)
+    return list(units.values())
 
 
 def _checked(result: Any, sample: Sample) -> RewardResult:

@@ -19,6 +19,7 @@ import pytest
 
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import PluginRecord
+from chatlearn_core.testing.applicability import NOT_APPLICABLE
 from chatlearn_core.testing.guard import suite_violations
 from chatlearn_core.testing.suites import (
     ConformanceSuite,
@@ -221,7 +222,8 @@ class _Collector:
             self.verdicts.append(TestVerdict(record, item.name, "failed", f"{report.when}: {reason}"))
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.verdicts.append(TestVerdict(record, item.name, "skipped", reason.removeprefix("Skipped: ")))
+            reason = reason.removeprefix("Skipped: ").removeprefix(NOT_APPLICABLE)
+            self.verdicts.append(TestVerdict(record, item.name, "skipped", reason))
         elif report.when == "call":
             self.verdicts.append(TestVerdict(record, item.name, "passed"))
         return report

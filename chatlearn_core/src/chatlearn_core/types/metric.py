@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chatlearn_core.exceptions import BackendError
+
 Reducer = Literal["mean", "sum", "max", "min"]
 
 
@@ -38,9 +40,18 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(*parts: Metrics) -> Metrics:
-    """Merge metric parts by name; a name that occurs in some parts only is kept."""
+    """Merge metric parts by name; a name that occurs in some parts only is kept.
+
+    Raises:
+        BackendError: two parts of one metric are reduced differently; names the metric and both reducers.
+    """
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
+            if name in merged and merged[name].reducer != metric.reducer:
+                raise BackendError(
+                    f"Metric '{name}' is reported as a {merged[name].reducer} and as a {metric.reducer}: all parts of "
+                    "one metric have one reducer. Give one of the two another name, where a loss or a backend makes it."
+                )
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged

@@ -68,7 +68,8 @@ class PolicyLoss:
 
     @property
     def unit(self) -> Unit:
-        return "sequence"
+        """A group for ``prompt_mean``, whose denominator counts the tokens of all completions of a prompt."""
+        return "group" if self.aggregation == "prompt_mean" else "sequence"
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight`` and, with a correction, ``importance_weight`` and ``importance_limited``, [T] each.

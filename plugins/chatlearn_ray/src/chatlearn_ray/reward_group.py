@@ -46,7 +46,8 @@ class RayRewardGroup:
         while True:
             worker = self.workers[index]
             try:
-                results: list[RewardResult] = await worker.call("score", list(samples))
+                # Twice: when a call fails as a whole, the worker judges each sample alone, under the same timeout.
+                results: list[RewardResult] = await worker.call("score", list(samples), timeout_s=2 * worker.timeout_s)
             except WorkerDiedError as error:
                 await self._restart(index, worker, error)
             except BackendTimeoutError as error:  # it blocks the worker; a worse one could stop every run

@@ -23,7 +23,7 @@ class RewardWorker(Worker):
         parts: list[RewardPart] = []
         for share in self.spec.shares:
             reward = self.build(share.plugin)
-            parts.append(RewardPart(share.name, reward, share.weight, share.data_sources))
+            parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit))
             self._group = CombinedReward(self.context.role, parts, self.spec.timeout_s)
             await self.set_up(reward.setup)
         return self.facts()

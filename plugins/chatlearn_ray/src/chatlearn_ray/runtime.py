@@ -151,7 +151,7 @@ class RayRuntime:
         )
         if role.kind == "reward":
             shares = tuple(
-                RewardShare(part_name(role, part.key), self._choice(part), part.weight, part.data_sources)
+                RewardShare(part_name(role, part.key), self._choice(part), part.weight, part.data_sources, part.unit)
                 for part in role.backends
             )
             return replace(spec, shares=shares)

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -63,6 +63,7 @@ class RewardShare:
     plugin: PluginChoice
     weight: float
     data_sources: frozenset[str] | None
+    unit: Literal["sample", "group"]
 
 
 @dataclass(slots=True, frozen=True)

@@ -73,7 +73,11 @@ class FunctionOptions(PoolOptions):
         "completions, **columns); auto goes by the names of the parameters.",
     )
     batch_size: int = Field(
-        1, ge=1, description="lists only: samples a call; a crash or a timeout (timeout_s a sample) marks them all."
+        1,
+        ge=1,
+        description="lists only: samples a call; a crash or a timeout (timeout_s a sample) marks them all. Which "
+        "samples share a call is a matter of timing, so a sample's result should not depend on what else is in "
+        "the list.",
     )
     conversational: bool = Field(False, description="lists only: chat messages instead of strings.")
 

@@ -26,7 +26,7 @@ from chatlearn_core.testing.fakes.bigram import (
     bigram_manifest,
     read_bigram_tensors,
 )
-from chatlearn_core.testing.fakes.options import FakeOptions
+from chatlearn_core.testing.fakes.options import FakeGeneratorOptions
 from chatlearn_core.testing.fakes.sampling import basis_logprobs, draw, uniform
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -77,9 +77,10 @@ class _Running:
 class FakeGenerator:
     """Implements ``chatlearn_core.protocols.StreamingGenerator``."""
 
-    def __init__(self, options: FakeOptions, context: RoleContext) -> None:
+    def __init__(self, options: FakeGeneratorOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a generator needs a model; set its model.path")
+        self.options = options
         self.context = context
         self._directory = Path(context.model.path)
         self._max_length = context.model.max_length or MAX_LENGTH
@@ -200,7 +201,7 @@ class FakeGenerator:
         sampling = run.request.sampling
         while len(run.tokens) < sampling.max_tokens:
             # One turn of the event loop a token, so that other requests, an abort or a pause come in between.
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.options.seconds_per_token)
             if run.aborted:
                 return run.completion("abort")
             if self._state == "dead":

@@ -19,6 +19,14 @@ class FakeTrainerOptions(FakeOptions):
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Token budget of one forward pass.")
 
 
+class FakeGeneratorOptions(FakeOptions):
+    """Options of ``FakeGenerator``."""
+
+    seconds_per_token: float = Field(
+        0.0, ge=0, description="A slower engine: time for an abort or a pause from another process to arrive."
+    )
+
+
 class FakeRewardOptions(FakeOptions):
     """Options of ``FakeReward``."""
 

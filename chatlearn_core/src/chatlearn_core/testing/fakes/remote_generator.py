@@ -24,7 +24,7 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.protocols.generator import OnTokens, PauseMode
 from chatlearn_core.testing.fakes.generator_server import read_message, write_message
-from chatlearn_core.testing.fakes.options import FakeOptions
+from chatlearn_core.testing.fakes.options import FakeGeneratorOptions
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, WeightManifest, WeightShard
 
 PATIENCE_S = 60.0
@@ -38,7 +38,7 @@ class RemoteFakeGenerator:
     python = sys.executable
     """The child's interpreter."""
 
-    def __init__(self, options: FakeOptions, context: RoleContext) -> None:
+    def __init__(self, options: FakeGeneratorOptions, context: RoleContext) -> None:
         self.options = options
         self.context = context
         self._process: subprocess.Popen[bytes] | None = None

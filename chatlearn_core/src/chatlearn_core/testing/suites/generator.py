@@ -11,6 +11,7 @@ import torch
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Generator
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.fakes.sampling import basis_logprobs
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.testing.suites.generator_fixtures import (
@@ -102,7 +103,7 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         Different in company: random numbers come from a shared stream instead of from (seed, token).
         """
         if not self.record().seeded:
-            pytest.skip("the record does not declare 'seeded'")
+            not_applicable("the record does not declare 'seeded'")
         crowd = [ask(f"seed-{i}", PROMPTS[i % 4], temperature=1.0, seed=i // 2) for i in range(12)]
         together = [completion.token_ids.tolist() for completion in replica.ask(*crowd)]
         alone = [replica.ask(request)[0].token_ids.tolist() for request in crowd[:4]]

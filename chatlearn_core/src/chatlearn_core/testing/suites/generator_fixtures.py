@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.protocols import Generator, ModelSource, RoleContext
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.fakes.sampling import basis_logprobs
 from chatlearn_core.testing.model_directory import manifest_of
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
@@ -122,7 +123,7 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     def require_pause(self, mode: str) -> None:
         """Skip where the record does not declare a pause mode."""
         if mode not in self.record().pause_modes:
-            pytest.skip(f"the record does not declare the pause mode {mode!r}")
+            not_applicable(f"the record does not declare the pause mode {mode!r}")
 
 
 def ask(name: str, prompt: Sequence[int] = PROMPTS[0], **fields: Any) -> GenerateRequest:

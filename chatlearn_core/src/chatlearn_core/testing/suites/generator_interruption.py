@@ -11,6 +11,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols import Generator
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.testing.suites.generator_fixtures import (
     LONG,
@@ -34,7 +35,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
     def test_streaming_tells_a_prefix(self, replica: Replica) -> None:
         """``on_tokens`` calls, put together, are the completion: in order, without gaps or repeats."""
         if not self.record().streaming:
-            pytest.skip("the record does not declare 'streaming'")
+            not_applicable("the record does not declare 'streaming'")
         told: list[int] = []
 
         def on_tokens(start: int, token_ids: list[int]) -> None:
@@ -87,9 +88,9 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         Sampled tokens differ: the random numbers start again instead of being keyed by the token's position.
         """
         if not self.record().resumable:
-            pytest.skip("the record does not declare 'resumable'")
+            not_applicable("the record does not declare 'resumable'")
         if temperature and not self.record().seeded:
-            pytest.skip("the record does not declare 'seeded'")
+            not_applicable("the record does not declare 'seeded'")
         fields: dict[str, Any] = {"max_tokens": LONG, "temperature": temperature, "seed": 3}
         [whole] = replica.ask(ask("whole", **fields))
         partial = replica.run(_interrupted(replica.generator, ask("part", **fields), self.record().streaming))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
 from chatlearn_core.testing.suites.generator_fixtures import (
@@ -78,7 +79,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         not updated. A wrong version: it is stamped when a request arrives instead of when a token is sampled.
         """
         if channel not in self.record().channels:
-            pytest.skip(f"the record does not declare the channel {channel!r}")
+            not_applicable(f"the record does not declare the channel {channel!r}")
         new = read_checkpoint(new_model)
         loader, version = synced.generator.loader, synced.generator.policy_version + 1
         synced.ask(*(ask(f"warm-{i}", prompt) for i, prompt in enumerate(PROMPTS)))
@@ -104,7 +105,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         """``keep``, sync, resume: earlier tokens carry the old version and later ones the new, without a gap."""
         self.require_pause("keep")
         if not self.record().streaming or "tensors" not in self.record().channels:
-            pytest.skip("the record does not declare 'streaming' and the channel 'tensors'")
+            not_applicable("the record does not declare 'streaming' and the channel 'tensors'")
         replica, new = start(), read_checkpoint(new_model)
 
         async def interrupt() -> Completion:
@@ -159,7 +160,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     ) -> None:
         """What arrives is checked against what was announced; half-loaded weights are never served: ``dead``."""
         if "tensors" not in self.record().channels:
-            pytest.skip("the record does not declare the channel 'tensors'")
+            not_applicable("the record does not declare the channel 'tensors'")
         replica = start()
         names = sorted(tensors)
         sent = dict(tensors)

@@ -15,6 +15,7 @@ import pytest
 
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Reward, RoleContext
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.types import (
     Completion,
@@ -111,7 +112,7 @@ class RewardConformance(ConformanceSuite):
     def test_a_sample_is_judged_by_itself(self, make_reward: MakeReward) -> None:
         """Alone, a sample gets what it gets among others; a failing neighbour costs it nothing."""
         if self.record().unit == "group":
-            pytest.skip("the record declares the unit 'group': samples are judged together")
+            not_applicable("the record declares the unit 'group': samples are judged together")
         reward = make_reward()
         for index, case in enumerate(self.cases):
             [result] = self._score(reward, [case.sample(f"alone-{index}")])

@@ -10,6 +10,7 @@ import torch
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Trainer
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.batches import (
     MaskedPolicyLoss,
     make_batch,
@@ -71,7 +72,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
     ) -> None:
         """Entry t is the entropy, nats, of the distribution that token t was drawn from; 0 outside the mask."""
         if "entropy" not in self.record().outputs:
-            pytest.skip("the record does not declare the output 'entropy'")
+            not_applicable("the record does not declare the output 'entropy'")
         outputs = make_trainer().compute(batch, OutputRequest(frozenset({"entropy"})))
         with torch.no_grad():
             alone = [reference_entropy(reference, ids) for ids in sequences(batch, batch.token_ids)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.batches import MaskedPolicyLoss, make_batch, reference_logprobs, sequences
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, read_checkpoint
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
@@ -77,7 +78,7 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer) -> None:
         """Export ``boxes``: together the boxes are the whole tensors, and no element comes twice."""
         if "boxes" not in self.record().exports:
-            pytest.skip("the record does not declare the export 'boxes'")
+            not_applicable("the record does not declare the export 'boxes'")
         trainer = make_trainer()
         whole = stream(trainer)
         times = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}

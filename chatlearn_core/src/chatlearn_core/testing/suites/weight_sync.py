@@ -16,6 +16,7 @@ import torch
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import WeightReceiver, WeightSender
+from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.testing.suites.weight_sync_fixtures import (
     KeepingLoader,
@@ -167,7 +168,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
     def test_corrupted_files_are_refused(self, transport: Transport) -> None:
         """A byte that changed on its way through a file is a ``WeightSyncError``, not a slightly different policy."""
         if self.record().reach == "process":
-            pytest.skip("the record declares the reach 'process': no byte leaves it")
+            not_applicable("the record declares the reach 'process': no byte leaves it")
         tensors = make_tensors()
         plan = transport.plan(tensors, timeout_s=FILES_S)
         [sender], [receiver] = transport.ends(plan)
@@ -190,7 +191,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             return True
 
         if not self.run(corrupt()):
-            pytest.skip("this transport keeps no bytes in files")
+            not_applicable("this transport keeps no bytes in files")
 
     def test_a_foreign_offer_is_refused(self, transport: Transport) -> None:
         """Both ends must be given the same transport: anything else is a ``WeightSyncError``, at once."""
@@ -204,7 +205,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
     def test_reach_is_what_the_record_says(self, transport: Transport) -> None:
         """A transport with the reach ``process`` refuses a receiver in another one when it is offered, not later."""
         if self.record().reach != "process":
-            pytest.skip(f"the record declares the reach {self.record().reach!r}")
+            not_applicable(f"the record declares the reach {self.record().reach!r}")
         plan = transport.plan(make_tensors())
         [here] = plan.receivers
         plan = replace(plan, receivers=(replace(here, process=here.process + 1),))
@@ -214,7 +215,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
     def test_a_replica_that_missed_a_sync_takes_it_later(self, transport: Transport) -> None:
         """``replayable``: after the sync, without the trainer, a new receiver gets the same version without offers."""
         if not self.record().replayable:
-            pytest.skip("the record does not declare 'replayable'")
+            not_applicable("the record does not declare 'replayable'")
         tensors = make_tensors()
         plan = transport.plan(tensors)
         assert not self.run(transport.run(plan, [StreamingTrainer(tensors)])).errors

@@ -164,8 +164,8 @@ class AcmeTrainer:
         return self._model
 
     def _outputs(self, model: BigramModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Per token [T], 0 at the first token of every sequence: logits of row t - 1 predict token t."""
-        rows, targets = prediction_rows(batch.cu_seqlens)
+        """Per token [T], 0 where the loss mask is False: logits of row t - 1 predict token t."""
+        rows, targets = prediction_rows(batch.cu_seqlens, batch.loss_mask.cpu())
         rows, targets = rows.to(batch.token_ids.device), targets.to(batch.token_ids.device)
         scored = token_logprobs(
             model(batch.token_ids[rows]),

@@ -1,0 +1,357 @@
+"""A run goes on through what fails: a trainer that is lost goes back to the last checkpoint, and ends all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.data import Dataset, DatasetReport
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, TrainerLostError
+from chatlearn_core.executor.alarms import Alarms
+from chatlearn_core.executor.checkpoint import SEAL
+from chatlearn_core.executor.progress import RunListener
+from chatlearn_core.executor.run import Run
+from chatlearn_core.flow import trace
+from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.types import Demonstration, Metrics, OutputRequest, Prompt, SamplingParams, TrainBatch
+
+STEPS = 5
+
+
+class ReadingAlgorithm:
+    """One update a step, from the demonstrations as they are."""
+
+    group_size = 1
+    unit = "sequence"
+    needs = OutputRequest(frozenset({"logprobs"}))
+
+    def losses(self) -> dict[str, Any]:
+        return {"trainer": self}
+
+    def prepare_samples(self, samples: Any) -> Metrics:
+        return {}
+
+    def prepare(self, batch: TrainBatch) -> TrainBatch:
+        return batch
+
+
+class ListTrainer:
+    """Its weights are the list of all batches that it was trained on; fails where the test says so."""
+
+    name = "trainer"
+
+    def __init__(self, runtime: ListRuntime) -> None:
+        self.runtime = runtime
+        self.weights: list[list[int]] = []
+
+    async def update(self, batch: TrainBatch, loss: Any) -> Metrics:
+        self.runtime.calls.append("update")
+        number = self.runtime.calls.count("update")
+        self.weights.append(batch.token_ids.tolist())
+        if number in self.runtime.failures:
+            raise self.runtime.failures[number]
+        return {}
+
+    async def save(self, directory: Path) -> None:
+        self.runtime.calls.append("save")
+        directory.mkdir(parents=True)
+        (directory / "weights.json").write_text(json.dumps(self.weights))
+
+    async def load(self, directory: Path) -> None:
+        self.runtime.calls.append("load")
+        self.weights = json.loads((directory / "weights.json").read_text())
+
+    async def export_model(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "weights.json").write_text(json.dumps(self.weights))
+
+
+class ListRuntime:
+    """Rebuilds its trainer as often as ``max_restarts`` says."""
+
+    def __init__(self, failures: dict[int, Exception], max_restarts: int) -> None:
+        self.failures = failures
+        self.left = max_restarts
+        self.calls: list[str] = []
+        self.current = ListTrainer(self)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def trainer(self, role: str) -> ListTrainer:
+        return self.current
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        if not self.left:
+            raise lost
+        self.left -= 1
+        self.calls.append("recover")
+        self.current = ListTrainer(self)
+
+
+class Listener(RunListener):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+    def warning(self, text: str) -> None:
+        self.said.append(text)
+
+
+def demonstrations() -> Dataset:
+    examples = tuple(Demonstration(Prompt(f"p{i}", np.array([i]), "?"), np.array([100 + i])) for i in range(7))
+    report = DatasetReport("numbers", "numbers.jsonl", "sft", 7, 7, 0, 8, 1)
+    return Dataset("numbers", 1.0, examples, report)
+
+
+def make_run(run_dir: Path, runtime: ListRuntime, listener: RunListener, *, every: int, steps: int = STEPS) -> Run:
+    config = RunConfig.model_validate(
+        {
+            "output_dir": str(run_dir),
+            "model": {"path": "none"},
+            "data": {"train": [{"path": "numbers.jsonl"}]},
+            "algorithm": {"name": "reading"},
+            "roles": {"trainer": {"kind": "trainer", "backend": "list"}},
+            "train": {"steps": steps, "prompts_per_step": 2},
+            "checkpoint": {"every": every, "keep_last": 10},
+        }
+    )
+    dataset = demonstrations()
+    spec = RuntimeSpec(name="list", factory="none:none", options="none:none")
+    assembly = SimpleNamespace(
+        config=config,
+        loaded=SimpleNamespace(chosen=lambda *path: SimpleNamespace(record=spec, options=None)),
+        registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
+        algorithm=ReadingAlgorithm(),
+        graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", input_kind="demonstrations"),
+        evaluation=None,
+        plan=SimpleNamespace(run_dir=run_dir, weight_syncs=()),
+        train_set=SimpleNamespace(datasets=[dataset], reports=[dataset.report]),
+        eval_set=None,
+        sampling=SamplingParams(1),
+        group_rewards=frozenset(),
+    )
+    return Run(assembly, listener=listener)  # type: ignore[arg-type]  # the part that is used
+
+
+class Trained:
+    """A run and what it left."""
+
+    def __init__(self, run_dir: Path, failures: dict[int, Exception], max_restarts: int, **settings: int) -> None:
+        self.run_dir = run_dir
+        self.runtime, self.listener = ListRuntime(failures, max_restarts), Listener()
+        self.run = make_run(run_dir, self.runtime, self.listener, **settings)
+
+    @property
+    def model(self) -> list[list[int]]:
+        weights: list[list[int]] = json.loads((self.run_dir / "model" / "weights.json").read_text())
+        return weights
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.lines("metrics.jsonl")]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+Training = Callable[..., Trained]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    """``training(name, failures)``: a run in a directory of that name, not started yet."""
+
+    def make(
+        name: str, failures: dict[int, Exception] | None = None, *, max_restarts: int = 5, every: int = 2, **more: int
+    ) -> Trained:
+        return Trained(tmp_path / name, failures or {}, max_restarts, every=every, **more)
+
+    return make
+
+
+async def undisturbed(training: Training) -> list[list[int]]:
+    trained = training("undisturbed")
+    await trained.run.train()
+    assert len(trained.model) == STEPS
+    assert len({str(batch) for batch in trained.model}) == STEPS, (
+        "every step sees other examples, or order says nothing"
+    )
+    return trained.model
+
+
+def lost() -> TrainerLostError:
+    return TrainerLostError("role 'trainer': rank 1 died")
+
+
+async def test_a_run_trains_saves_and_exports(training: Training) -> None:
+    trained = training("a")
+    content = await trained.run.train()
+    assert (content["status"], content["steps"]) == ("completed", STEPS)
+    assert content["totals"]["samples/trained"] == 2 * STEPS
+    assert trained.steps == [1, 2, 3, 4, 5]
+    assert trained.checkpoints == ["step_00000002", "step_00000004", "step_00000005"]
+    assert trained.runtime.calls == ["update", "update", "save", "update", "update", "save", "update", "save"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "redone"),
+    [
+        ((4,), "from step 2"),  # a step after the last checkpoint
+        ((3,), "from step 2"),
+        ((2,), "from the beginning"),  # before the first checkpoint
+        ((4, 6), "from step 2"),  # twice from the same checkpoint
+    ],
+)
+async def test_a_lost_trainer_goes_on_from_the_last_checkpoint(
+    failing: Sequence[int], redone: str, training: Training
+) -> None:
+    expected = await undisturbed(training)
+    trained = training("a", {number: lost() for number in failing})
+    content = await trained.run.train()
+    assert trained.model == expected, "the same examples in the same order, none twice"
+    assert trained.steps == [1, 2, 3, 4, 5]
+    assert content["totals"]["samples/trained"] == 2 * STEPS, "steps that were made again count once"
+    told = [text for text in trained.listener.said if "rank 1 died" in text]
+    assert len(told) == len(failing)
+    assert all(f"The trainer was rebuilt; training goes on {redone}" in text for text in told)
+    events = [record for record in trained.lines("events.jsonl") if record["event"] == "trainer_lost"]
+    assert len(events) == len(failing)
+    assert trained.runtime.calls.count("load") == (0 if redone == "from the beginning" else len(failing))
+
+
+async def test_a_trainer_lost_once_too_often_ends_the_run(training: Training) -> None:
+    trained = training("a", {3: lost(), 4: lost()}, max_restarts=1)
+    with pytest.raises(TrainerLostError, match="rank 1 died"):
+        await trained.run.train()
+    assert trained.lines("events.jsonl")[-1]["event"] == "error"
+    assert "A checkpoint of step 2 is in" in trained.listener.said[-1]
+    again = training("a")
+    await again.run.train()
+    assert again.model == await undisturbed(training), "it can be resumed"
+
+
+async def test_a_damaged_checkpoint_is_passed_over_in_recovery(training: Training) -> None:
+    expected = await undisturbed(training)
+    trained = training("a", {5: lost()})
+    weights = trained.run_dir / "checkpoints" / "step_00000004" / "roles" / "trainer" / "weights.json"
+    update = trained.runtime.current.update
+
+    async def damaging(batch: TrainBatch, loss: Any) -> Metrics:
+        if weights.exists():
+            weights.write_text("[]")
+        return await update(batch, loss)
+
+    trained.runtime.current.update = damaging  # type: ignore[method-assign]  # as a disk would
+    await trained.run.train()
+    assert trained.model == expected
+    [told] = [text for text in trained.listener.said if "rank 1 died" in text]
+    assert "goes on from step 2" in told
+    assert told.count("step_00000004 is damaged") == 1
+
+
+async def test_a_checkpoint_of_another_directory_is_what_recovery_goes_back_to(training: Training) -> None:
+    expected = await undisturbed(training)
+    first = training("first")
+    await first.run.train()
+    second = training("second", {1: lost()}, every=0)
+    await second.run.train(first.run_dir / "checkpoints" / "step_00000002")
+    assert second.model == expected
+    assert second.steps == [3, 4, 5]
+
+
+async def test_recovery_forgets_what_the_lost_steps_said(training: Training) -> None:
+    trained = training("a", {4: lost()})
+    seen: list[tuple[Alarms, dict[str, float]]] = []
+    recover = trained.runtime.recover
+
+    async def watched(error: TrainerLostError) -> None:
+        seen.append((trained.run._alarms, trained.run._line))
+        await recover(error)
+
+    load = ListTrainer.load
+
+    async def checked(self: ListTrainer, directory: Path) -> None:
+        [(alarms, line)] = seen
+        assert line, "step 3 had a line"
+        assert trained.run._alarms is not alarms
+        assert trained.run._line == {}
+        await load(self, directory)
+
+    trained.runtime.recover = watched  # type: ignore[method-assign]  # looks on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ListTrainer, "load", checked)
+        await trained.run.train()
+    assert len(seen) == 1
+
+
+async def test_going_on_from_an_older_checkpoint_says_what_it_removes(training: Training) -> None:
+    first = training("a")
+    await first.run.train()
+    expected = first.model
+    again = training("a")
+    await again.run.train(first.run_dir / "checkpoints" / "step_00000002")
+    text = "removing checkpoints newer than step 2, of step 4, 5, and metrics and rollouts of steps 3 to 5"
+    assert text in again.listener.said
+    [event] = [record for record in again.lines("events.jsonl") if record["event"] == "removed"]
+    assert event == {"event": "removed", "step": 2, "checkpoints": [4, 5], "metrics": [3, 4, 5]}
+    assert again.model == expected
+    assert (first.run_dir / "checkpoints" / "step_00000005" / SEAL).exists(), "made again"
+
+
+async def test_nothing_is_said_where_no_checkpoint_is_removed(training: Training) -> None:
+    with pytest.raises(BackendError):
+        await training("a", {4: BackendError("out of memory")}).run.train()
+    again = training("a")
+    await again.run.train()
+    assert not [text for text in again.listener.said if text.startswith("removing")]
+
+
+async def test_nothing_is_saved_behind_a_call_that_hangs(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = training("a", every=0)
+
+    def hang(*arguments: Any) -> None:
+        if hung.run.step == 2:
+            raise BackendTimeoutError("role 'trainer': compute did not return within 60 s")
+
+    monkeypatch.setattr(type(hung.run.observers), "rollout_end", lambda self, *arguments: hang(*arguments))
+    with pytest.raises(BackendTimeoutError):
+        await hung.run.train()
+    assert "save" not in hung.runtime.calls
+    assert "Step 2 could not be saved, since a call still hangs. There is no checkpoint" in hung.listener.said[-1]
+
+
+async def test_the_last_step_is_saved_when_something_else_fails(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await undisturbed(training)
+    failing = training("a", every=0)
+
+    def bad_rollout(*arguments: Any) -> None:
+        if failing.run.step == 2:
+            raise BackendError("every generation failed")
+
+    monkeypatch.setattr(type(failing.run.observers), "rollout_end", lambda self, *arguments: bad_rollout(*arguments))
+    with pytest.raises(BackendError):
+        await failing.run.train()
+    assert failing.checkpoints == ["step_00000002"]
+    monkeypatch.undo()
+    again = training("a")
+    await again.run.train()
+    assert again.model == expected
