@@ -210,7 +210,7 @@ def test_later_ones_are_forgotten(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(store, step)
     damage_no_seal(store.directory / "step_00000003")
-    assert store.steps_after(1) == [step for step in sorted(c.step for c in store.complete()) if step > 1]
+    assert store.steps_after(1) == [2, 3], "the damaged one too"
     store.forget_after(1)
     assert names(store) == ["step_00000001"]
 
