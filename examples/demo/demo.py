@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from chatlearn_data import arithmetic
 from chatlearn_data.output import write_records
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(os.path.relpath(Path(__file__).parent))
 NUM_HELDOUT, NUM_VALIDATION = 300, 300
 NUM_TRAIN, NUM_DEMONSTRATIONS = 4000, 19200
 WORKED_SHARES = (0.35, 0.85)
@@ -43,9 +44,10 @@ def main() -> None:
     console = Console(highlight=False)
     start = time.monotonic()
     directory: Path = arguments.directory
-    if (directory / "grpo" / "summary.json").exists():
-        console.print(f"{directory} holds an earlier demo; delete it or choose another one: --directory")
-        sys.exit(2)
+    if status_of(directory / "grpo") == "completed":
+        console.print(f"{directory} holds a finished demo; delete it, or choose another --directory, to run it again.")
+        show_result(console, directory, arguments.eval)
+        return
 
     console.print("[bold]1. A model that knows nothing, and word problems[/]")
     make_data(directory / "data", arguments.seed)
@@ -53,15 +55,18 @@ def main() -> None:
     console.print("   " + example_problem(directory / "data"))
 
     console.print("[bold]2. Warm-up: supervised fine-tuning on demonstrations[/]")
-    chatlearn(
-        console,
-        "run",
-        str(HERE / "sft.yaml"),
-        f"seed={arguments.seed}",
-        f"output_dir={directory}/sft",
-        f"model.path={directory}/start",
-        f"data.train.0.path={directory}/data/sft.jsonl",
-    )
+    if status_of(directory / "sft") == "completed":
+        console.print("   done before")
+    else:
+        chatlearn(
+            console,
+            "run",
+            str(HERE / "sft.yaml"),
+            f"seed={arguments.seed}",
+            f"output_dir={directory}/sft",
+            f"model.path={directory}/start",
+            f"data.train.0.path={directory}/data/sft.jsonl",
+        )
     console.print("[bold]3. Reinforcement learning: GRPO against the math reward[/]")
     chatlearn(
         console,
@@ -75,7 +80,14 @@ def main() -> None:
         *arguments.override,
     )
     chatlearn(console, "report", f"{directory}/grpo")
-    show_result(console, directory, arguments.eval, time.monotonic() - start)
+    show_result(console, directory, arguments.eval)
+    console.print(f"  time     {time.monotonic() - start:.0f} s in all")
+
+
+def status_of(run_dir: Path) -> str | None:
+    """How a run ended; None while it has not."""
+    summary = run_dir / "summary.json"
+    return str(json.loads(summary.read_text(encoding="utf-8"))["status"]) if summary.exists() else None
 
 
 def make_data(directory: Path, seed: int) -> None:
@@ -139,13 +151,13 @@ def chatlearn(console: Console, *arguments: str) -> None:
         sys.exit(finished.returncode)
 
 
-def show_result(console: Console, directory: Path, split: str, seconds: float) -> None:
+def show_result(console: Console, directory: Path, split: str) -> None:
     """Accuracy before and after, where to look, what to try next."""
     accuracy = json.loads((directory / "grpo" / "summary.json").read_text(encoding="utf-8"))["eval/accuracy"]
     rise = 100 * (accuracy["after"] - accuracy["before"])
     console.print(
         f"\n[bold]{SPLIT_TITLES[split]} accuracy: {accuracy['before']:.1%} -> {accuracy['after']:.1%}[/]  "
-        f"({rise:+.1f} points, {seconds:.0f} s in all)\n"
+        f"({rise:+.1f} points)\n"
         f"  report   {directory}/grpo/report.html\n"
         f"  model    {directory}/grpo/model\n"
         f"  next     the same with another algorithm, by name:\n"
