@@ -46,7 +46,10 @@ def configuration(model: str, data: str, run_dir: str, settings: Mapping[str, An
                 "kind": "trainer",
                 "backend": "fsdp",
                 "device": "cpu",
-                "options": {"learning_rate": settings["learning_rate"]},
+                "options": {
+                    "learning_rate": settings["learning_rate"],
+                    "max_tokens_per_micro_batch": settings.get("max_tokens_per_micro_batch", 8192),
+                },
             },
             "generator": {
                 "kind": "generator",
