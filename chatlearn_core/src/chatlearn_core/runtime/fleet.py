@@ -15,6 +15,13 @@ Build = Callable[[int], Generator]
 Resync = Callable[[int], Awaitable[None]]
 
 
+def replica_index(request: GenerateRequest, num_replicas: int) -> int:
+    """The replica that serves a request: chosen by its group's id, the same one in every runtime and at any time, so
+    that a group shares its prefix and a batch does not depend on timing.
+    """
+    return zlib.crc32((request.group_id or request.id).encode()) % num_replicas
+
+
 class LocalFleet:
     """All replicas of one generator role, in this process.
 
@@ -55,7 +62,7 @@ class LocalFleet:
             BackendTimeoutError: no completion within the role's timeout.
             BackendError: the request failed on a replica that lives.
         """
-        index = zlib.crc32((request.group_id or request.id).encode()) % len(self.replicas)
+        index = replica_index(request, len(self.replicas))
         while True:
             if self._restart_locks[index].locked():
                 async with self._restart_locks[index]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
 from chatlearn_core.protocols import MemoryPart
+from chatlearn_core.runtime.fleet import replica_index
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.generator_worker import POLL_S, ReplicaReport
@@ -161,7 +161,7 @@ class RayGeneratorFleet:
             BackendTimeoutError: no completion within the role's timeout.
             BackendError: the request failed on a replica that lives.
         """
-        index = zlib.crc32((request.group_id or request.id).encode()) % len(self.replicas)
+        index = replica_index(request, len(self.replicas))
         while True:
             if self._restart_locks[index].locked():
                 async with self._restart_locks[index]:
