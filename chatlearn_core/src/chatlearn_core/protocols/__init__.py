@@ -2,7 +2,15 @@
 
 from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, InputKind
 from chatlearn_core.protocols.episode import Episode, Generate
-from chatlearn_core.protocols.generator import Generator, OnTokens, PauseMode, StreamingGenerator, WeightLoader
+from chatlearn_core.protocols.generator import (
+    Generator,
+    MemoryHandleLoader,
+    OnTokens,
+    PauseMode,
+    ProcessGroupLoader,
+    StreamingGenerator,
+    WeightLoader,
+)
 from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
@@ -24,10 +32,12 @@ __all__ = [
     "Logger",
     "Loss",
     "LossOutput",
+    "MemoryHandleLoader",
     "MemoryPart",
     "ModelSource",
     "OnTokens",
     "PauseMode",
+    "ProcessGroupLoader",
     "Reward",
     "RewardGroup",
     "RewardUnit",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from chatlearn_core.protocols.lifecycle import Lifecycle
-from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, WeightManifest, WeightShard
+from chatlearn_core.types import (
+    Completion,
+    GenerateRequest,
+    GroupRendezvous,
+    MemoryHandle,
+    ReplicaState,
+    TensorSpec,
+    WeightManifest,
+    WeightShard,
+)
 
 PauseMode = Literal["keep", "abort", "wait"]
 """``keep``: unfinished requests stay where they are and go on later; ``abort``: they return what they have;
@@ -54,6 +63,38 @@ class WeightLoader(Protocol):
 
     async def fail(self, reason: str) -> None:
         """Give up: the replica is dead until it is restarted and holds a whole version."""
+
+
+@runtime_checkable
+class MemoryHandleLoader(WeightLoader, Protocol):
+    """A loader of channel ``memory_handles``: for engines in another process, which then read a bucket where the sender
+    put it instead of being sent a copy.
+    """
+
+    async def load_handles(self, handle: MemoryHandle) -> None:
+        """Take the tensors of one block; when this returns, nothing refers to the block any more."""
+
+
+@runtime_checkable
+class ProcessGroupLoader(WeightLoader, Protocol):
+    """A loader of channel ``process_group``: the engine's own processes receive from the senders' broadcasts."""
+
+    @property
+    def num_group_ranks(self) -> int:
+        """How many processes of this replica join a group, one for each rank of its engine."""
+
+    async def join_group(self, rendezvous: GroupRendezvous) -> None:
+        """Meet the sender; returns when the group stands. Groups outlive a sync; joining one again does nothing."""
+
+    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+        """Receive these tensors, in order, from rank 0 of a joined group. Calls for different groups may overlap.
+
+        Raises:
+            BackendTimeoutError: the sender did not send within the group's timeout.
+        """
+
+    async def leave_group(self, group: str) -> None:
+        """Leave one group; a group that was never joined is no error."""
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -43,6 +43,8 @@ class WeightManifest:
     tensors: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """alias -> name in ``tensors``"""
+    adapter: Mapping[str, Any] | None = None
+    """Of an ``adapter`` payload: the content of peft's ``adapter_config.json``; ``tensors`` are then the adapter's."""
 
     def differences(self, offered: WeightManifest, *, check_dtype: bool = True) -> list[str]:
         """Why ``offered`` cannot be loaded where this manifest is expected: one line a tensor, empty if it can.
@@ -78,6 +80,43 @@ class WeightShard:
     @property
     def is_whole(self) -> bool:
         return tuple((0, n) for n in self.global_shape) == self.box
+
+
+@dataclass(slots=True, frozen=True)
+class TensorPlace:
+    """Where one tensor lies in a block of memory."""
+
+    spec: TensorSpec
+    offset: int
+    """Bytes from the start of the block; contiguous from there."""
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryHandle:
+    """A block of memory that another process on this host can open, and the tensors in it."""
+
+    kind: Literal["file", "cuda_ipc"]
+    content: Any
+    """``file``: the path of a file in shared memory, a ``str``. ``cuda_ipc``: by device UUID what
+    ``torch.multiprocessing`` needs to rebuild the block, a one-dimensional uint8 tensor.
+    """
+    num_bytes: int
+    tensors: tuple[TensorPlace, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class GroupRendezvous:
+    """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender."""
+
+    name: str
+    """Tells the groups of one transport apart; one for each sender."""
+    address: str
+    """``host:port`` where the sender listens."""
+    backend: Literal["gloo", "nccl"]
+    world_size: int
+    first_rank: int
+    """This replica's processes take the ranks from here on, as many as its loader's ``num_group_ranks``."""
+    timeout_s: float
 
 
 @dataclass(slots=True, frozen=True)
