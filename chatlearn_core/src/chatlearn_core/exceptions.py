@@ -6,6 +6,27 @@ do about it. Code that catches, catches the narrowest class; nothing is swallowe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerPlace:
+    """Who failed: one worker of a role, as far as it is known."""
+
+    role: str
+    worker: str = ""
+    """``rank 1 of 2``, ``replica 0``, ``worker 3``; empty where a role is one object in the driver's process."""
+    method: str = ""
+    """The call that did not do what it should."""
+    process: int | None = None
+    host: str = ""
+
+    def __str__(self) -> str:
+        inside = f" (process {self.process} on {self.host})" if self.process is not None else ""
+        parts = [f"role {self.role!r}", *([self.worker] if self.worker else [])]
+        return ", ".join(parts) + inside + (f", {self.method}" if self.method else "")
+
 
 class ChatLearnError(Exception):
     """Base of every error raised on purpose by ChatLearn."""
@@ -49,6 +70,16 @@ class PluginIncompatibleError(PluginError):
 
 class BackendError(ChatLearnError):
     """A trainer, generator, reward or transport failed while working: names role, rank, method and cause."""
+
+    place: WorkerPlace | None = None
+    """Who failed, for programs and the failure page; the message says it too."""
+    stack: str = ""
+    """Where it hangs, or the traceback that it ended with, in the worker."""
+
+    def at(self, place: WorkerPlace | None, stack: str = "") -> Self:
+        """This error, with its place."""
+        self.place, self.stack = place, stack
+        return self
 
 
 class ReplicaLostError(BackendError):

@@ -34,7 +34,7 @@ def chatlearn_generators():
 def chatlearn_weight_syncs():
     code = dict(sender="m:S", receiver="m:R", options="m:O")
     return [
-        WeightSyncSpec(name="acme_s", needs_export="boxes", channel="boxes", **code),
+        WeightSyncSpec(name="acme_s", needs_export="boxes", channels=("boxes",), **code),
         WeightSyncSpec(name="acme_w", **code),
     ]
 """

@@ -100,7 +100,7 @@ def make_registry() -> PluginRegistry:
         AlgorithmSpec(name="sft", roles=(("trainer", "trainer"),), **code("Empty")),
         transport("direct"),
         transport("boxes", needs_export="boxes"),
-        transport("disk", channel="checkpoint"),
+        transport("disk", channels=("checkpoint",)),
         RuntimeSpec(name="local", **code("Empty")),
         RuntimeSpec(name="cluster", **code("Empty")),
         LoggerSpec(name="console", **code("Careless")),

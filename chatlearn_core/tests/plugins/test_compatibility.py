@@ -15,10 +15,10 @@ def transport(name: str, **arguments) -> WeightSyncSpec:
 
 TRAINER = TrainerSpec(name="fsdp", factory="m:F", options="m:O", exports=frozenset({"full_tensors"}))
 GENERATOR = GeneratorSpec(name="vllm", factory="m:F", options="m:O", channels=frozenset({"tensors", "checkpoint"}))
-DIRECT = transport("direct", channel="tensors", reach="process", speed_rank=10)
-SHARED = transport("shared_memory", channel="tensors", reach="host", speed_rank=20)
-CHECKPOINT = transport("checkpoint", channel="checkpoint", reach="anywhere", speed_rank=90)
-BOXES = transport("boxes", needs_export="boxes", channel="boxes", reach="anywhere", speed_rank=1)
+DIRECT = transport("direct", channels=("tensors",), reach="process", speed_rank=10)
+SHARED = transport("shared_memory", channels=("tensors",), reach="host", speed_rank=20)
+CHECKPOINT = transport("checkpoint", channels=("checkpoint",), reach="anywhere", speed_rank=90)
+BOXES = transport("boxes", needs_export="boxes", channels=("boxes",), reach="anywhere", speed_rank=1)
 ALL = (CHECKPOINT, BOXES, SHARED, DIRECT)
 
 

@@ -44,7 +44,10 @@ def test_good_records_have_no_problem() -> None:
         (replace(GENERATOR, options=None), "options: None is a NoneType"),
         (replace(SYNC, receiver="acme.Receiver"), "receiver: 'acme.Receiver' is not an import string"),
         (replace(SYNC, reach="galaxy"), "reach='galaxy': must be one of process, host, anywhere"),
-        (replace(SYNC, channel="carrier_pigeon"), "channel='carrier_pigeon': must be one of"),
+        (replace(SYNC, channels=("carrier_pigeon",)), "channels holds 'carrier_pigeon': known are tensors, boxes,"),
+        (replace(SYNC, channels=()), "channels=a tuple: (): must be a tuple with at least one of tensors, boxes,"),
+        (replace(SYNC, channels=frozenset({"tensors"})), "channels=a frozenset: frozenset({'tensors'}): must be a"),
+        (replace(SYNC, channels=("tensors", "tensors")), "channels=a tuple: ('tensors', 'tensors'): holds a value twice"),
         (
             RewardSpec(name="r", factory="a:F", options="a:O", unit="batch"),
             "unit='batch': must be one of sample, group",

@@ -50,7 +50,7 @@ class FakeBackend:
 
     # trainer
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self, payload: str = "full") -> WeightManifest:
         return WeightManifest({})
 
     def compute(self, batch: Any, request: Any) -> Any:

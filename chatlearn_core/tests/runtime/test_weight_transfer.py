@@ -130,7 +130,7 @@ class Scene:
 
     async def sync(self, version: int = 3) -> Any:
         replicas: Any = [(i, SimpleNamespace(loader=loader)) for i, loader in enumerate(self.loaders)]
-        trainer: Any = SimpleNamespace(manifest=lambda: MANIFEST)
+        trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
         return await asyncio.wait_for(self.transfer.sync(trainer, self.lane, replicas, version), 30.0)
 
 

@@ -64,6 +64,7 @@ def test_a_two_rank_trainer_exports_boxes_that_a_receiver_assembles(tmp_path: Pa
         policy_version=1,
         base_version=None,
         payload="full",
+        channel="tensors",
         manifest=bigram_manifest(read_bigram_tensors(model)),
         senders=(_endpoint("trainer", 0), _endpoint("trainer", 1)),
         receivers=(_endpoint("generator", 0),),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.memory import own_storage
-from chatlearn_fsdp.options import FSDPOptions
+from chatlearn_fsdp.options import FSDPOptions, LoraOptions
 from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
@@ -133,13 +133,17 @@ def read_shards(
 def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext, source: ModelSource) -> PackedModel:
     model.requires_grad_(context.trainable)
     if options.lora is not None:
-        lora = options.lora
-        add_adapters(model, LoraSettings(lora.rank, lora.alpha, lora.dropout, lora.target_modules))
+        add_adapters(model, lora_settings(options.lora))
         if not context.trainable:
             model.requires_grad_(False)
     if options.gradient_checkpointing and context.trainable:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PackedModel(model, source.head, options.logits_chunk_tokens)
+
+
+def lora_settings(options: LoraOptions) -> LoraSettings:
+    """The option as chatlearn_hf takes it."""
+    return LoraSettings(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
 def _draw_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:

@@ -73,6 +73,11 @@ class FSDPOptions(BaseModel):
     lora: LoraOptions | None = Field(None, description="Adapters to train; null trains the weights.")
     num_threads: int | None = Field(None, ge=1, description="torch's intra-op threads; null leaves torch's choice.")
 
+    @property
+    def payloads(self) -> frozenset[str]:
+        """What a trainer with these options can send: adapters only where it trains some."""
+        return frozenset({"full", "adapter"} if self.lora is not None else {"full"})
+
     @model_validator(mode="after")
     def _ulysses_has_its_attention(self) -> FSDPOptions:
         if self.ulysses > 1 and self.attention != "varlen":

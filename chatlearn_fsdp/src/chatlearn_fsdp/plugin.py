@@ -21,6 +21,6 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset({"logprobs", "entropy", "values", "scores", "hidden_states"}),
             exports=frozenset({"full_tensors", "boxes"}),
-            payloads=frozenset({"full"}),
+            payloads=frozenset({"full", "adapter"}),
         )
     ]

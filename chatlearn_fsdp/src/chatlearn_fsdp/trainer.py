@@ -19,6 +19,7 @@ from chatlearn_core.types import (
     Metrics,
     OutputRequest,
     Outputs,
+    Payload,
     TrainBatch,
     WeightManifest,
     WeightShard,
@@ -27,14 +28,15 @@ from chatlearn_core.types import (
 from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.memory import OffloadedPart, live_bytes
 from chatlearn_fsdp.micro_batching import MicroBatches
-from chatlearn_fsdp.model_start import start_model
+from chatlearn_fsdp.model_start import lora_settings, start_model
 from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.schedule import check_schedule, learning_rate
 from chatlearn_fsdp.sharding import RankGroup, join_ranks, mesh_sizes, whole
 from chatlearn_fsdp.timing import PhaseTimer
-from chatlearn_fsdp.weight_stream import export_model, stream_boxes, stream_full
+from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.lora import LoraSettings
 from chatlearn_hf.packed_forward import PackedModel
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
@@ -218,23 +220,36 @@ class FSDPTrainer:
         if self._ranks is not None:
             self._ranks.barrier()
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
+        if payload == "adapter":
+            return adapter_manifest(self._ready().model, self._adapter_settings())
         return self._checkpoint_layout().manifest()
 
-    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Stream the weights in checkpoint names, tied ones once. Collective.
 
         ``full_tensors``: every rank gathers every tensor in the same order and yields it whole with owner rank 0; ranks
         other than the owner have nothing to send. ``boxes``: every rank yields what it holds, without
-        communication (under adapters their small A is gathered).
+        communication (under adapters their small A is gathered). Payload ``adapter``: the adapters, whole.
         """
         model = self._ready("weights")
+        if payload == "adapter":
+            self._adapter_settings()
+            return stream_adapter(model.model)
         layout = self._checkpoint_layout()
         if export == "boxes":
             return stream_boxes(model.model, layout, self.context.rank)
         return stream_full(model.model, layout)
 
     # Inside
+
+    def _adapter_settings(self) -> LoraSettings:
+        if self.options.lora is None:
+            raise BackendError(
+                f"trainer role {self.context.role!r}: payload 'adapter' was asked for, but it trains the weights"
+                " themselves; set options.lora, or weight_sync.payload: full"
+            )
+        return lora_settings(self.options.lora)
 
     def _ready(self, *parts: MemoryPart) -> PackedModel:
         if self._model is None:

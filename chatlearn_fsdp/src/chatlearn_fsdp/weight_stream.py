@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource
-from chatlearn_core.types import WeightShard
+from chatlearn_core.types import TensorSpec, WeightManifest, WeightShard
 from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
-from chatlearn_hf.lora import Adapter, adapters, base_state
+from chatlearn_hf.lora import Adapter, LoraSettings, adapter_config, adapter_names, adapters, base_state
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.progress_bars import no_progress_bars
 
@@ -54,6 +54,26 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
             for held in held_rows(entry, local.contiguous(), start):
                 box = ((held.first, held.last), *full_box(held.shape[1:]))
                 yield WeightShard(held.name, held.shape, box, rank, held.view)
+
+
+def adapter_manifest(model: PreTrainedModel, settings: LoraSettings) -> WeightManifest:
+    """The adapters' tensors by the names peft saves them under, and their configuration."""
+    specs: dict[str, TensorSpec] = {}
+    adapter_of = adapters(model)
+    for weight, names in adapter_names(model).items():
+        for name, tensor in zip(names, (adapter_of[weight].down, adapter_of[weight].up), strict=True):
+            specs[name] = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return WeightManifest(specs, adapter=adapter_config(model, settings))
+
+
+def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:
+    """The adapters' tensors, gathered one at a time where they are sharded; every rank steps in the same order."""
+    adapter_of = adapters(model)
+    for weight, names in adapter_names(model).items():
+        for name, tensor in zip(names, (adapter_of[weight].down, adapter_of[weight].up), strict=True):
+            gathered = whole(tensor)
+            shape = tuple(gathered.shape)
+            yield WeightShard(name, shape, full_box(shape), EXPORT_OWNER, gathered)
 
 
 def export_model(

@@ -89,6 +89,7 @@ def make_plan(tmp_path: Path) -> Callable[..., SyncPlan]:
             policy_version=1,
             base_version=None,
             payload="full",
+            channel="tensors",
             manifest=_manifest(tensors, aliases),
             senders=(_endpoint("trainer"),),
             receivers=(_endpoint("generator"),),

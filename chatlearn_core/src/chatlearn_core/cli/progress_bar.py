@@ -10,6 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 
 _PLAIN_INTERVAL_S = 10.0
@@ -52,10 +53,10 @@ class ProgressBar(RunListener):
             "run", total=total_steps, completed=first_step - 1, phase="starting", numbers=""
         )
 
-    def phase(self, step: int, name: str) -> None:
-        """Say what the step does now."""
+    def phase(self, step: int, phase: Phase) -> None:
+        """Say what the run does now."""
         if self._task is not None:
-            self._progress.update(self._task, phase=name)
+            self._progress.update(self._task, phase=str(phase))
 
     def message(self, text: str) -> None:
         """Print above the bar."""

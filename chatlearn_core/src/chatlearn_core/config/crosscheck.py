@@ -181,6 +181,7 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     """
     sync = checked.config.weight_sync
     path: KeyPath = ("weight_sync", "backend")
+    rolling = sync.fleet_rule == "rolling"
     if sync.backend == "auto" and sync.options:
         rule = "options belong to a named transport, and backend is 'auto'"
         related: Related = ((path, "auto"),)
@@ -201,10 +202,13 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         )
         if transport is not None:
             remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
-            reasons = mismatches(trainer, generator, transport, placement)
+            reasons = mismatches(trainer, generator, transport, placement, sync.payload, rolling=rolling)
         elif sync.backend == "auto":
             remedy = "install a transport that fits, or choose another backend (chatlearn plugins matrix)"
-            offers = [mismatches(trainer, generator, one, placement) for one in checked.transports]
+            offers = [
+                mismatches(trainer, generator, one, placement, sync.payload, rolling=rolling)
+                for one in checked.transports
+            ]
             fits = any(not offer for offer in offers)
             reasons = [] if fits else ["no installed transport fits", *(line for offer in offers for line in offer)]
         else:
@@ -220,12 +224,14 @@ def _policy_generators(checked: Checked) -> list[str]:
     return called or ["generator"]
 
 
-def fleet_rule_is_followed(checked: Checked) -> Iterator[Problem]:
-    """Every runtime and transport so far changes all replicas together."""
-    rule = checked.config.weight_sync.fleet_rule
-    if rule != "barrier":
-        why = f"'{rule}' is not supported by any installed runtime yet: all replicas change their weights together"
-        yield Problem(("weight_sync", "fleet_rule"), why, rule, "use barrier")
+def rolling_settings(checked: Checked) -> Iterator[Problem]:
+    """How many replicas load at a time is a matter of the fleet rule 'rolling'."""
+    sync = checked.config.weight_sync
+    if sync.fleet_rule == "barrier" and sync.max_loading > 1:
+        related: Related = ((("weight_sync", "fleet_rule"), sync.fleet_rule),)
+        rule = "says how many replicas change at a time, but under 'barrier' all do"
+        remedy = "remove it, or set fleet_rule: rolling"
+        yield Problem(("weight_sync", "max_loading"), rule, sync.max_loading, remedy, related)
 
 
 def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
@@ -385,7 +391,7 @@ RULES: tuple[Rule, ...] = (
     heads_and_ranks,
     algorithm_roles,
     weight_sync_fits,
-    fleet_rule_is_followed,
+    rolling_settings,
     auto_format_takes_no_options,
     evaluation_has_data,
     best_metric_is_produced,

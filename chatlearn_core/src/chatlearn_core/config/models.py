@@ -106,9 +106,13 @@ class WeightSyncConfig(Section):
 
     backend: str = Field("auto", description="A transport by name, or auto: the fastest that fits.")
     options: dict[str, Any] = Field(default_factory=dict)
-    fleet_rule: Literal["barrier", "rolling"] = Field(
-        "barrier", description="barrier: all replicas change together. rolling: no runtime supports it yet."
+    payload: Literal["full", "adapter"] = Field(
+        "full", description="full: the model, adapters merged in. adapter: the LoRA adapters alone."
     )
+    fleet_rule: Literal["barrier", "rolling"] = Field(
+        "barrier", description="barrier: all replicas change together. rolling: a few at a time, the others serve on."
+    )
+    max_loading: Positive = Field(1, description="Replicas that change their weights at a time, if rolling.")
     bucket_mb: Positive = Field(256, description="Memory above the weights, MiB.")
     timeout_s: Seconds = 600.0
 

@@ -15,7 +15,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.flow import Graph, trace
 from chatlearn_core.flow.graph import METHODS
-from chatlearn_core.plugins.compatibility import choose_transport, placement_of
+from chatlearn_core.plugins.compatibility import choose_transport, placement_of, shared_channel
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
     GeneratorSpec,
@@ -328,11 +328,20 @@ def _weight_syncs(
         assert isinstance(generator_record, GeneratorSpec)
         choice = loaded.chosen("weight_sync")
         if choice is None:
-            record, why = choose_transport(trainer_record, generator_record, registry.records("weight_sync"), placement)
+            record, why = choose_transport(
+                trainer_record,
+                generator_record,
+                registry.records("weight_sync"),
+                placement,
+                config.weight_sync.payload,
+                rolling=config.weight_sync.fleet_rule == "rolling",
+            )
             options = registry.load_options(record)(**config.weight_sync.options)
         else:
             assert isinstance(choice.record, WeightSyncSpec)
             record, options, why = choice.record, choice.options, "weight_sync.backend names it"
+        channel = shared_channel(record, generator_record)
+        assert channel is not None, "cross-checks refuse a transport that the generator has no channel for"
         syncs.append(
             WeightSyncPlan(
                 trainer=policy.name,
@@ -343,6 +352,9 @@ def _weight_syncs(
                 fleet_rule=config.weight_sync.fleet_rule,
                 bucket_bytes=config.weight_sync.bucket_mb * _MIB,
                 timeout_s=config.weight_sync.timeout_s,
+                channel=channel,
+                payload=config.weight_sync.payload,
+                max_loading=config.weight_sync.max_loading,
             )
         )
     return syncs

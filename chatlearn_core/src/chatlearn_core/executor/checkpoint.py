@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatlearn_core.exceptions import BackendError, CheckpointError
+from chatlearn_core.exceptions import BackendError, CheckpointError, TrainerLostError
 
 SEAL = "checkpoint.json"
 """Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
@@ -68,6 +68,9 @@ class CheckpointStore:
                 self._remove(final)
             temporary.rename(final)
             _sync(self.directory)
+        except TrainerLostError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise  # not the disk's fault: the trainer may be rebuilt
         except (OSError, BackendError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error

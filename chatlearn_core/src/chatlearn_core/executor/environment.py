@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
 from chatlearn_core.executor.seeds import keyed_seed
@@ -25,7 +24,10 @@ from chatlearn_core.types import (
     Metrics,
     Sample,
     SamplingParams,
+    TrainBatch,
+    joined,
     merge_metrics,
+    pack_samples,
 )
 
 
@@ -68,8 +70,18 @@ class Environment:
         return Experience(
             step,
             samples,
-            merge_metrics(metrics, sample_metrics(samples), generator_mismatch(samples, self.sampling)),
+            merge_metrics(metrics, sample_metrics(samples), await self._mismatch(samples)),
         )
+
+    async def _mismatch(self, samples: Sequence[Sample]) -> Metrics:
+        """Measured by the trainer that computed the logprobs: its workers have the arrays, or fetch them."""
+        role = next((node.role for node in self.scheduler.graph.nodes if node.field == "trainer_logprobs"), None)
+        if role is None:
+            return {}
+        batch = both_logprobs(samples, self.sampling)
+        if not batch.num_sequences:
+            return {}
+        return await self.scheduler.runtime.trainer(role).measure(batch, generator_mismatch)
 
 
 def make_slots(
@@ -120,28 +132,25 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def generator_mismatch(samples: Sequence[Sample], sampling: SamplingParams) -> Metrics:
-    """How far the generator's logprobs are from the trainer's, over the samples that have both of one distribution.
+def both_logprobs(samples: Sequence[Sample], sampling: SamplingParams) -> TrainBatch:
+    """The samples that have the logprobs of trainer and generator, and both of one distribution, in ``token_data``.
 
     The trainer divides its logits by the sampling temperature and cuts nothing off.
     """
     basis = LogprobBasis(sampling.temperature or 1.0)
-    both: list[tuple[Sample, Floats]] = []
+    both: list[Sample] = []
     for sample in samples:
         logprobs = _generator_logprobs(sample, basis)
         if logprobs is not None and "trainer_logprobs" in sample.token_data:
-            both.append((sample, logprobs))
-    if not both:
-        return {}
-    trainer, generator, mask = (
-        torch.from_numpy(np.concatenate(arrays))
-        for arrays in (
-            [sample.token_data["trainer_logprobs"] for sample, _ in both],
-            [logprobs for _, logprobs in both],
-            [sample.loss_mask for sample, _ in both],
-        )
-    )
-    return mismatch_metrics(trainer, generator, mask)
+            arrays = {"trainer_logprobs": sample.token_data["trainer_logprobs"], "generator_logprobs": logprobs}
+            both.append(replace(sample, token_data=arrays, sequence_data={}))
+    return pack_samples(both)
+
+
+def generator_mismatch(batch: TrainBatch) -> Metrics:
+    """How far the generator's logprobs are from the trainer's in what ``both_logprobs`` returns."""
+    data = batch.token_data
+    return mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], batch.loss_mask)
 
 
 def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
@@ -152,5 +161,5 @@ def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
     if completion.basis == basis:
         return sample.token_data.get("generator_logprobs")
     if basis == RAW_BASIS and completion.raw_logprobs is not None:
-        return np.concatenate([np.zeros(sample.num_prompt_tokens, np.float32), completion.raw_logprobs])
+        return joined([np.zeros(sample.num_prompt_tokens, np.float32), completion.raw_logprobs])
     return None

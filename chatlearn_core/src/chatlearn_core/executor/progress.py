@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from chatlearn_core.executor.phases import Phase
+
 
 class RunListener:
     """Told everything a person would want to see; every method may be overridden, none has to be."""
@@ -12,8 +14,8 @@ class RunListener:
     def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
         """Roles are up; training begins with ``first_step``."""
 
-    def phase(self, step: int, name: str) -> None:
-        """The step is now generating, updating, syncing, evaluating or saving."""
+    def phase(self, step: int, phase: Phase) -> None:
+        """What the run does now; ``step`` is the step that is being made, 0 before the first."""
 
     def message(self, text: str) -> None:
         """Something a person should read."""

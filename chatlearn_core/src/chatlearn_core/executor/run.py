@@ -339,7 +339,13 @@ class Run:
                 receipts = await self.runtime.sync_weights(sync.trainer, sync.generator, policy_version)
             self.observers.weights_synced(policy_version, receipts)
             num_bytes = max(receipt.num_bytes for receipt in receipts)
-            metrics = merge_metrics(metrics, {"sync/bytes": Metric(num_bytes, reducer="sum")})
+            weight_bytes = max(receipt.weight_bytes for receipt in receipts)
+            flow: Metrics = {
+                "sync/bytes": Metric(num_bytes, reducer="sum"),
+                "sync/payload_share": Metric(num_bytes / weight_bytes if weight_bytes else 1.0),
+                "sync/slowest_replica_s": Metric(max(receipt.seconds for receipt in receipts), reducer="max"),
+            }
+            metrics = merge_metrics(metrics, flow)
         return metrics
 
     async def _save(self) -> None:

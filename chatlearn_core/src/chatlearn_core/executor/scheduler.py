@@ -7,10 +7,11 @@ ran, so the result is the same whatever the timing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chatlearn_core.exceptions import BackendError, ReplicaLostError
+from chatlearn_core.executor.phases import Phase
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Runtime
@@ -21,6 +22,7 @@ from chatlearn_core.types import (
     RewardResult,
     Sample,
     pack_samples,
+    per_sequence,
     sample_from_completion,
 )
 
@@ -45,15 +47,24 @@ class FlowScheduler:
         runtime: where the roles live.
         temperature: the logits of trainer outputs are divided by it, as they were when sampling.
         group_rewards: reward roles that judge a whole group at a time.
+        enter: is told when the first call of a kind begins.
     """
 
     def __init__(
-        self, graph: Graph, runtime: Runtime, *, temperature: float = 1.0, group_rewards: frozenset[str] = frozenset()
+        self,
+        graph: Graph,
+        runtime: Runtime,
+        *,
+        temperature: float = 1.0,
+        group_rewards: frozenset[str] = frozenset(),
+        enter: Callable[[Phase], None] | None = None,
     ) -> None:
         self.graph = graph
         self.runtime = runtime
         self.temperature = temperature or 1.0
         self.group_rewards = group_rewards
+        self.enter = enter
+        self._entered: set[Phase] = set()
 
     async def run(self, slots: Sequence[Slot], timers: Timers) -> list[Sample]:
         """Fill every slot; the samples come back in the order of the slots.
@@ -65,6 +76,7 @@ class FlowScheduler:
             BackendError: a trainer role failed, or every generation did; the first cause.
         """
         done = {node.index: [asyncio.Event() for _ in slots] for node in self.graph.nodes}
+        self._entered = set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for node in self.graph.nodes:
@@ -84,6 +96,7 @@ class FlowScheduler:
         inputs = [done[index] for index in node.inputs]
         finished = done[node.index]
         if node.method.name == "generate":
+            self._announce(Phase.GENERATING)
             with timers.measure("generate"):
                 async with asyncio.TaskGroup() as tasks:
                     for slot, event in zip(slots, finished, strict=True):
@@ -98,10 +111,17 @@ class FlowScheduler:
             for events in inputs:
                 for event in events:
                     await event.wait()
+            self._announce(Phase.COMPUTING)
             with timers.measure(f"compute/{node.role}"):
                 await self._compute(node, [_filled(slot) for slot in slots])
             for event in finished:
                 event.set()
+
+    def _announce(self, phase: Phase) -> None:
+        """Work of this kind begins in this run of the graph."""
+        if self.enter is not None and phase not in self._entered:
+            self._entered.add(phase)
+            self.enter(phase)
 
     async def _generate(self, node: Node, slot: Slot, event: asyncio.Event) -> None:
         assert slot.request is not None, "a flow over prompts gives every slot a request"
@@ -159,6 +179,7 @@ class FlowScheduler:
     ) -> None:
         samples = [_filled(slots[i]) for i in indices]
         judged = [sample for sample in samples if sample.completion is not None]
+        self._announce(Phase.SCORING)
         with timers.measure("reward"):
             results = await self.runtime.reward(node.role).score(judged) if judged else []
         for sample, result in zip(judged, results, strict=True):
@@ -180,10 +201,8 @@ class FlowScheduler:
             for sample, score in zip(chosen, values.tolist(), strict=True):
                 sample.sequence_data[node.field] = score
             return
-        array = values.float().numpy()
-        bounds = batch.cu_seqlens.tolist()
-        for sample, start, stop in zip(chosen, bounds[:-1], bounds[1:], strict=True):
-            sample.token_data[node.field] = array[start:stop]
+        for sample, array in zip(chosen, per_sequence(values, batch.lengths), strict=True):
+            sample.token_data[node.field] = array
 
 
 def _set_reward(sample: Sample, result: RewardResult) -> None:

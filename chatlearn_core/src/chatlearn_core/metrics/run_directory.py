@@ -7,10 +7,11 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from chatlearn_core.exceptions import BackendError, ChatLearnError
+from chatlearn_core.exceptions import BackendError, ChatLearnError, TrainerLostError
 from chatlearn_core.types import Sample
 
 
@@ -60,6 +61,9 @@ class RunDirectory:
             if self.model.exists():
                 shutil.rmtree(self.model)
             aside.rename(self.model)
+        except TrainerLostError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise  # not the disk's fault: the trainer may be rebuilt, and exports once more
         except (OSError, BackendError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _cannot_write(self.model, error) from error
@@ -68,9 +72,11 @@ class RunDirectory:
         """Add one line to ``metrics.jsonl``: ``{"step": ..., name: value, ...}``."""
         self._append(self.metrics_file, {"step": step, **_finite(metrics)})
 
-    def append_event(self, event: str, **facts: Any) -> None:
-        """Add one line to ``events.jsonl``: what happened outside the ordinary course of steps."""
-        self._append(self.path / "events.jsonl", {"event": event, **facts})
+    def append_event(self, event: str, **facts: Any) -> dict[str, Any]:
+        """Add one line to ``events.jsonl``: what happened outside the ordinary course of steps, and when (UTC)."""
+        record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **facts}
+        self._append(self.path / "events.jsonl", record)
+        return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of ``metrics.jsonl``; a line cut short by a kill is left out."""

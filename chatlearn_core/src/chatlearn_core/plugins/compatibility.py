@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.records import GeneratorSpec, Payload, Reach, RuntimeSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import (
+    Channel,
+    GeneratorSpec,
+    Payload,
+    Reach,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 
 DISTANCE: dict[Reach, int] = {"process": 0, "host": 1, "anywhere": 2}
 REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
@@ -26,30 +34,39 @@ def placement_of(runtime: RuntimeSpec, options: object) -> Reach:
     return placement
 
 
+def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec) -> Channel | None:
+    """The transport's first choice among the channels that the generator takes; None if there is none."""
+    return next((channel for channel in transport.channels if channel in generator.channels), None)
+
+
 def mismatches(
     trainer: TrainerSpec,
     generator: GeneratorSpec,
     transport: WeightSyncSpec,
     placement: Reach,
     payload: Payload = "full",
+    *,
+    rolling: bool = False,
 ) -> list[str]:
     """Why a transport cannot carry this trainer's weights to this generator, each reason naming both sides.
 
     Args:
         placement: how far apart the two ends are: in one process, on one host, or on different hosts (``anywhere``).
         payload: what is to travel.
+        rolling: whether replicas change their weights one after the other.
 
     Returns:
         One line a reason; empty if they fit.
     """
-    delivery = f"transport {transport.name!r} delivers by channel {transport.channel!r} {REACH_TEXT[transport.reach]}"
+    offered = " or ".join(map(repr, transport.channels))
+    delivery = f"transport {transport.name!r} delivers by channel {offered} {REACH_TEXT[transport.reach]}"
     reasons = []
     if transport.needs_export not in trainer.exports:
         reasons.append(
             f"transport {transport.name!r} needs export {transport.needs_export!r}; "
             f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
         )
-    if transport.channel not in generator.channels:
+    if shared_channel(transport, generator) is None:
         reasons.append(f"{delivery}; generator {generator.name!r} takes channels {quoted(generator.channels)}")
     if DISTANCE[transport.reach] < DISTANCE[placement]:
         reasons.append(
@@ -59,6 +76,11 @@ def mismatches(
     if any(payload not in record.payloads for _, record in sides):
         offers = ", ".join(f"{side} {record.name!r} {quoted(record.payloads)}" for side, record in sides)
         reasons.append(f"payload {payload!r} is asked for; payloads are: {offers}")
+    if rolling and not transport.per_replica:
+        reasons.append(
+            f"transport {transport.name!r} moves the weights to all replicas in one collective; the fleet rule "
+            "'rolling' brings them to a few at a time"
+        )
     return reasons
 
 
@@ -68,6 +90,8 @@ def choose_transport(
     transports: Sequence[WeightSyncSpec],
     placement: Reach,
     payload: Payload = "full",
+    *,
+    rolling: bool = False,
 ) -> tuple[WeightSyncSpec, str]:
     """The fastest transport that fits (lowest ``speed_rank``, then by name), and a sentence that says why.
 
@@ -75,7 +99,10 @@ def choose_transport(
         PluginIncompatibleError: none fits; names what each side offers, for each transport.
     """
     ranked = sorted(transports, key=lambda transport: (transport.speed_rank, transport.name))
-    reasons = {transport.name: mismatches(trainer, generator, transport, placement, payload) for transport in ranked}
+    reasons = {
+        transport.name: mismatches(trainer, generator, transport, placement, payload, rolling=rolling)
+        for transport in ranked
+    }
     fitting = [transport for transport in ranked if not reasons[transport.name]]
     ends = f"trainer {trainer.name!r} and generator {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
     if not fitting:

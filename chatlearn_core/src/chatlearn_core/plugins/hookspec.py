@@ -282,7 +282,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
                     receiver="acme_sync.nfs:Receiver",
                     options="acme_sync.options:NfsOptions",
                     needs_export="full_tensors",
-                    channel="checkpoint",
+                    channels=("checkpoint",),
                     reach="anywhere",
                     replayable=True,
                 )

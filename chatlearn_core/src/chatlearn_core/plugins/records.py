@@ -115,11 +115,14 @@ class WeightSyncSpec(PluginRecord):
     receiver: ImportString
     options: ImportString
     needs_export: Export = "full_tensors"
-    channel: Channel = "tensors"
+    channels: tuple[Channel, ...] = ("tensors",)
+    """How its receiver can hand weights to a generator, the best first: the first that the generator declares is used."""
     reach: Reach = "anywhere"
     payloads: frozenset[Payload] = frozenset({"full"})
     replayable: bool = False
     """A replica that missed a sync can take it later, without the trainer."""
+    per_replica: bool = True
+    """Can bring a version to some replicas first and to others later, as ``fleet_rule: rolling`` does."""
     speed_rank: int = 100
     """``auto`` prefers the lowest among the transports that fit."""
 

@@ -43,7 +43,6 @@ VOCABULARIES: Mapping[str, Collection[str]] = {
     "exports": get_args(Export),
     "needs_export": get_args(Export),
     "channels": get_args(Channel),
-    "channel": get_args(Channel),
     "payloads": get_args(Payload),
     "reach": get_args(Reach),
     "heads": ("lm", "value", "reward"),
@@ -92,6 +91,8 @@ def record_problems(record: PluginRecord) -> list[str]:
             problems.append(f"{field.name}: {problem}" if problem else None)
         elif str(field.type).startswith("frozenset[") and field.name != "model_families":
             problems.append(collection_problem(field.name, value))
+        elif str(field.type) == "tuple[Channel, ...]":
+            problems.append(preference_problem(field.name, value))
         elif field.name in VOCABULARIES and value not in VOCABULARIES[field.name]:
             problems.append(f"{field.name}={value!r}: must be one of {', '.join(VOCABULARIES[field.name])}")
     return [problem for problem in problems if problem]
@@ -115,6 +116,15 @@ def collection_problem(field: str, value: object) -> str | None:
     if vocabulary and unknown:
         return f"{field} holds {', '.join(map(repr, unknown))}: known are {', '.join(vocabulary)}"
     return None
+
+
+def preference_problem(field: str, value: object) -> str | None:
+    """Why a field that ranks known words does not, or None."""
+    if not isinstance(value, tuple) or not value:
+        return f"{field}={short(value)}: must be a tuple with at least one of {', '.join(VOCABULARIES[field])}"
+    if len(set(value)) < len(value):
+        return f"{field}={short(value)}: holds a value twice"
+    return collection_problem(field, frozenset(value))
 
 
 def short(value: object) -> str:

@@ -15,7 +15,14 @@ from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, Mode
 from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
 from chatlearn_core.protocols.reward import Reward, RewardUnit
-from chatlearn_core.protocols.runtime import GeneratorFleet, RewardGroup, RoleGroup, Runtime, TrainerGroup
+from chatlearn_core.protocols.runtime import (
+    GeneratorFleet,
+    RewardGroup,
+    RoleGroup,
+    Runtime,
+    RuntimeEvent,
+    TrainerGroup,
+)
 from chatlearn_core.protocols.trainer import Trainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
@@ -44,6 +51,7 @@ __all__ = [
     "RoleContext",
     "RoleGroup",
     "Runtime",
+    "RuntimeEvent",
     "StreamingGenerator",
     "Trainer",
     "TrainerGroup",

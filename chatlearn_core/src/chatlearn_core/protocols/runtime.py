@@ -6,7 +6,8 @@ fleet all its replicas. Calls are coroutines; every one has a timeout that the c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +25,18 @@ from chatlearn_core.types import (
     SyncReceipt,
     TrainBatch,
 )
+
+
+@dataclass(slots=True, frozen=True)
+class RuntimeEvent:
+    """Something that happened to a runtime and did not stop it, such as a worker that was rebuilt."""
+
+    name: str
+    """One word for programs: ``replica_rebuilt``, ``reward_worker_rebuilt``, ``ranks_rebuilt``."""
+    text: str
+    """A sentence for people."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values: role, number of the restart, the limit, the cause."""
 
 
 class RoleGroup(Protocol):
@@ -44,6 +57,11 @@ class TrainerGroup(RoleGroup, Protocol):
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs: ...
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
+
+    async def measure(self, batch: TrainBatch, function: Callable[[TrainBatch], Metrics]) -> Metrics:
+        """Metrics of a batch, computed where its arrays are. The function is a module's own, so that it can travel; the
+        metrics of several parts of the batch are merged.
+        """
 
     async def save(self, directory: Path) -> None: ...
 
@@ -75,6 +93,9 @@ class RewardGroup(RoleGroup, Protocol):
 @runtime_checkable
 class Runtime(Protocol):
     """Owns every role of a run from ``start`` to ``close``."""
+
+    on_event: Callable[[RuntimeEvent], None] | None
+    """Set by the executor before ``start``; called on its event loop."""
 
     async def start(self) -> None:
         """Build and set up all roles.

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols.lifecycle import Lifecycle
 from chatlearn_core.protocols.loss import Loss
-from chatlearn_core.types import Metrics, OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
+from chatlearn_core.types import Metrics, OutputRequest, Outputs, Payload, TrainBatch, WeightManifest, WeightShard
 
 
 @runtime_checkable
@@ -55,14 +55,21 @@ class Trainer(Lifecycle, Protocol):
     def export_model(self, directory: Path) -> None:
         """Write a Hugging Face model directory that ``from_pretrained`` loads, tokenizer included. Collective."""
 
-    def manifest(self) -> WeightManifest:
-        """Every tensor that ``weights`` will stream, by checkpoint name, without touching the tensors."""
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
+        """Every tensor that ``weights`` will stream, by checkpoint name, without touching the tensors.
 
-    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
+        Args:
+            payload: ``full``: the model, adapters merged. ``adapter``: the adapter's tensors alone, by the names peft
+                saves them under, with its configuration in ``WeightManifest.adapter``. (A ``delta`` is a transport's
+                affair: it is made from ``full``.)
+        """
+
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Stream the weights in checkpoint names. Collective: all ranks step it in one order, and a step never waits
         for a send. A yielded tensor stays valid until the next ``update``, unless it was gathered for this stream.
 
         Args:
             export: one of the forms the plugin record declares: whole tensors, which ``owner_rank`` sends, or what
                 each rank holds.
+            payload: as for ``manifest``.
         """

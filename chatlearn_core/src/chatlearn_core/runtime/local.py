@@ -15,11 +15,11 @@ from chatlearn_core.exceptions import (
     TrainerLostError,
     WeightSyncError,
 )
-from chatlearn_core.protocols import Generator, Loss, MemoryPart, Trainer
+from chatlearn_core.protocols import Generator, Loss, MemoryPart, RuntimeEvent, Trainer
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.options import LocalRuntimeOptions
-from chatlearn_core.runtime.plan import RolePlan, RunPlan
+from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import Metrics, OutputRequest, Outputs, SyncReceipt, TrainBatch
@@ -43,6 +43,10 @@ class LocalTrainer:
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
         """One optimizer step."""
         return await self.lane.run("update", self.trainer.update, batch, loss)
+
+    async def measure(self, batch: TrainBatch, function: Callable[[TrainBatch], Metrics]) -> Metrics:
+        """Metrics of a batch."""
+        return function(batch)
 
     async def save(self, directory: Path) -> None:
         """A resumable checkpoint."""
@@ -75,6 +79,7 @@ class LocalRuntime:
     def __init__(self, options: LocalRuntimeOptions, plan: RunPlan) -> None:
         self.options = options
         self.plan = plan
+        self.on_event: Callable[[RuntimeEvent], None] | None = None
         for role in plan.roles.values():
             if role.ranks > 1:
                 raise ConfigError(
@@ -95,13 +100,22 @@ class LocalRuntime:
             for role in self.plan.roles.values():
                 await self._start_role(role)
             for sync in self.plan.weight_syncs:
-                fleet = self._fleets[sync.generator]
-                self._transfers[sync.trainer, sync.generator] = WeightTransfer(
-                    sync, self.plan.registry, self.plan.run_dir / "weight_sync", len(fleet.replicas)
-                )
+                await self.connect(sync)
         except BaseException:
             await self.close()
             raise
+
+    async def connect(self, sync: WeightSyncPlan) -> None:
+        """Open the transport between a trainer and a generator role, in place of the one that they have."""
+        former = self._transfers.pop((sync.trainer, sync.generator), None)
+        if former is not None:
+            former.close()
+        self._transfers[sync.trainer, sync.generator] = WeightTransfer(
+            sync,
+            self.plan.registry,
+            self.plan.run_dir / "weight_sync",
+            len(self._fleets[sync.generator].replicas),
+        )
 
     async def _start_role(self, role: RolePlan) -> None:
         if role.kind == "trainer":
@@ -158,11 +172,8 @@ class LocalRuntime:
         transfer = self._transfers[trainer, generator]
         local = self._trainers[trainer]
 
-        async def send_to(replicas: list[tuple[int, Generator]]) -> list[SyncReceipt]:
-            return await transfer.sync(local.trainer, local.lane, replicas, policy_version)
-
         async def resync(index: int) -> None:
-            [receipt] = await send_to([(index, fleet.replicas[index])])
+            receipt = await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
             if receipt.state != "serving":
                 raise WeightSyncError(
                     f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
@@ -171,7 +182,9 @@ class LocalRuntime:
 
         confirmed: dict[int, SyncReceipt] = {}
         fleet.resync = resync
-        for receipt in await send_to(list(enumerate(fleet.replicas))):
+        for receipt in await transfer.sync(
+            local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version
+        ):
             confirmed[receipt.replica] = receipt
             if receipt.state == "dead":
                 await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))

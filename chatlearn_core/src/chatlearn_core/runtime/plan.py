@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import Channel, GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
-from chatlearn_core.types import FleetRule
+from chatlearn_core.types import FleetRule, Payload
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +70,13 @@ class WeightSyncPlan:
     fleet_rule: FleetRule
     bucket_bytes: int
     timeout_s: float
+    channel: Channel = "tensors"
+    """The transport's first choice among the channels that the generator declares."""
+    payload: Payload = "full"
+    """``full`` or ``adapter``. What changed since the last sync (``delta``) is sent in place of ``full`` where the
+    transport can and every replica confirmed the last one (``runtime.sync_planner``)."""
+    max_loading: int = 1
+    """Under the fleet rule ``rolling``: how many replicas change their weights at a time."""
 
 
 @dataclass(slots=True, frozen=True)

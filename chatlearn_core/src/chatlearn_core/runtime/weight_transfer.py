@@ -6,18 +6,22 @@ import asyncio
 import os
 import socket
 import time
-import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Generator, Trainer, WeightReceiver, WeightSender
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.sync_planner import SyncPlanner
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
 
 _GRACE_S = 5.0
 """The transport's own timeout speaks first: it knows whom it waits for."""
+
+Replicas = Sequence[tuple[int, Generator]]
 
 
 class WeightTransfer:
@@ -25,45 +29,64 @@ class WeightTransfer:
 
     def __init__(self, plan: WeightSyncPlan, registry: PluginRegistry, workspace: Path, num_replicas: int) -> None:
         self.plan = plan
-        self.workspace = workspace
+        self.planner = SyncPlanner(plan, workspace)
         self._sender_endpoint = _endpoint(plan.trainer, 0)
-        self._receiver_endpoints = tuple(_endpoint(plan.generator, i) for i in range(num_replicas))
+        self._receiver_endpoints = [_endpoint(plan.generator, i) for i in range(num_replicas)]
         make_sender = registry.load_factory(plan.record, "sender")
-        make_receiver = registry.load_factory(plan.record, "receiver")
+        self._make_receiver = registry.load_factory(plan.record, "receiver")
         self.sender: WeightSender = make_sender(plan.options, self._sender_endpoint)
-        self.receivers: list[WeightReceiver] = [make_receiver(plan.options, e) for e in self._receiver_endpoints]
+        self.receivers: list[WeightReceiver] = [
+            self._make_receiver(plan.options, endpoint) for endpoint in self._receiver_endpoints
+        ]
 
-    async def sync(
-        self, trainer: Trainer, lane: Lane, replicas: Sequence[tuple[int, Generator]], policy_version: int
-    ) -> list[SyncReceipt]:
-        """Bring the trainer's weights to these replicas.
+    async def sync(self, trainer: Trainer, lane: Lane, replicas: Replicas, policy_version: int) -> list[SyncReceipt]:
+        """Bring the trainer's weights to these replicas, all together or in turns as the fleet rule says.
 
-        The manifest is checked against every replica before the first byte moves. A replica that fails is dead; the
-        others serve the new version.
+        The manifest is checked against every replica of a turn before the first byte moves. A replica that fails is
+        dead; the others serve the new version.
 
         Raises:
-            WeightSyncError: the manifest does not match a replica's model; nothing was moved.
+            WeightSyncError: the manifest does not match a replica's model; nothing was moved to its turn.
         """
-        plan = SyncPlan(
-            sync_id=f"v{policy_version}-{uuid.uuid4().hex[:8]}",
-            policy_version=policy_version,
-            base_version=None,
-            payload="full",
-            manifest=trainer.manifest(),
-            senders=(self._sender_endpoint,),
-            receivers=tuple(self._receiver_endpoints[i] for i, _ in replicas),
-            fleet_rule=self.plan.fleet_rule,
-            bucket_bytes=self.plan.bucket_bytes,
-            timeout_s=self.plan.timeout_s,
-            workspace=str(self.workspace),
-        )
-        await self._begin(plan, replicas)
-        try:
-            return await self._transfer(plan, trainer, lane, replicas)
-        finally:
-            self.sender.release(plan)
+        replica_of = dict(replicas)
+        turns = self.planner.turns(list(replica_of))
+        if self.planner.sends_ahead:
+            return await self._send_ahead(trainer, lane, replica_of, turns, policy_version)
+        receipts: list[SyncReceipt] = []
+        for turn in turns:
+            plan = self._make_plan(trainer, turn, policy_version)
+            together = [(index, replica_of[index]) for index in turn]
+            await self._begin(plan, together)
+            try:
+                receipts += await self._transfer(plan, trainer, lane, together)
+            finally:
+                self.sender.release(plan)
+        return receipts
 
-    async def _begin(self, plan: SyncPlan, replicas: Sequence[tuple[int, Generator]]) -> None:
+    async def resync(
+        self, trainer: Trainer, lane: Lane, index: int, replica: Generator, policy_version: int
+    ) -> SyncReceipt:
+        """Bring the current version to a replica that was rebuilt, without the trainer where the transport keeps it.
+
+        Raises: as ``sync``.
+        """
+        self.receivers[index].close()
+        endpoint = self._receiver_endpoints[index]
+        endpoint = self._receiver_endpoints[index] = replace(endpoint, incarnation=endpoint.incarnation + 1)
+        self.receivers[index] = self._make_receiver(self.plan.options, endpoint)
+        plan = self.planner.replay(policy_version, endpoint)
+        if plan is None:
+            [receipt] = await self.sync(trainer, lane, [(index, replica)], policy_version)
+            return receipt
+        await self._begin(plan, [(index, replica)])
+        return await self._receive(plan, [], index, replica, time.perf_counter())
+
+    def _make_plan(self, trainer: Trainer, indices: Sequence[int], policy_version: int) -> SyncPlan:
+        receivers = [self._receiver_endpoints[index] for index in indices]
+        manifest = trainer.manifest(self.plan.payload)
+        return self.planner.make(policy_version, manifest, [self._sender_endpoint], receivers)
+
+    async def _begin(self, plan: SyncPlan, replicas: Replicas) -> None:
         """Every replica checks the manifest; if one refuses, those that had stopped serving are given up."""
         begun: list[Generator] = []
         for _, replica in replicas:
@@ -76,7 +99,7 @@ class WeightTransfer:
             begun.append(replica)
 
     async def _transfer(
-        self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Sequence[tuple[int, Generator]]
+        self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Replicas
     ) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
         start = time.perf_counter()
@@ -84,10 +107,8 @@ class WeightTransfer:
             offer = self.sender.offer(plan)
         except Exception as error:
             return await self._sender_failed(plan, replicas, error)
-        sending = asyncio.create_task(
-            lane.run("send weights", self.sender.send, plan, trainer, timeout_s=plan.timeout_s + _GRACE_S)
-        )
-        receiving = [asyncio.create_task(self._receive(plan, offer, i, r, start)) for i, r in replicas]
+        sending = asyncio.create_task(self._send(plan, trainer, lane))
+        receiving = [asyncio.create_task(self._receive(plan, [offer], i, r, start)) for i, r in replicas]
         try:
             await asyncio.wait([sending, *receiving], return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
@@ -105,30 +126,68 @@ class WeightTransfer:
             return [failed_before.get(receipt.replica, receipt) for receipt in lost]
         return receipts
 
-    async def _sender_failed(
-        self, plan: SyncPlan, replicas: Sequence[tuple[int, Generator]], failure: BaseException
+    async def _send_ahead(
+        self, trainer: Trainer, lane: Lane, replicas: dict[int, Generator], turns: list[list[int]], policy_version: int
     ) -> list[SyncReceipt]:
+        """Send once while every replica serves on; then they take the version in turns.
+
+        Raises:
+            WeightSyncError: the sender failed; every replica serves what it served before.
+        """
+        plan = self._make_plan(trainer, list(replicas), policy_version)
+        receipts: list[SyncReceipt] = []
+        try:
+            try:
+                offer = self.sender.offer(plan)
+                await self._send(plan, trainer, lane)
+            except Exception as error:
+                raise WeightSyncError(
+                    f"weight sync of policy version {policy_version}: the sender failed before a replica began: {error}"
+                ) from error
+            for turn in turns:
+                await self._begin(plan, [(index, replicas[index]) for index in turn])
+                start = time.perf_counter()
+                receiving = [self._receive(plan, [offer], index, replicas[index], start) for index in turn]
+                receipts += await asyncio.gather(*receiving)
+        finally:
+            self.sender.release(plan)
+        return receipts
+
+    async def _send(self, plan: SyncPlan, trainer: Trainer, lane: Lane) -> None:
+        await lane.run("send weights", self.sender.send, plan, trainer, timeout_s=plan.timeout_s + _GRACE_S)
+        self.planner.sent(plan)
+
+    async def _sender_failed(self, plan: SyncPlan, replicas: Replicas, failure: BaseException) -> list[SyncReceipt]:
         reason = f"the sender failed: {failure}"
         for _, replica in replicas:
             await replica.loader.fail(reason)
-        return [SyncReceipt(i, plan.policy_version, "dead", error=reason) for i, _ in replicas]
+        return [self._confirmed(plan, SyncReceipt(i, plan.policy_version, "dead", error=reason)) for i, _ in replicas]
 
     async def _receive(
-        self, plan: SyncPlan, offer: SyncOffer, index: int, replica: Generator, start: float
+        self, plan: SyncPlan, offers: Sequence[SyncOffer], index: int, replica: Generator, start: float
     ) -> SyncReceipt:
         try:
             async with asyncio.timeout(plan.timeout_s + _GRACE_S):
-                num_bytes = await self.receivers[index].receive(plan, [offer], replica.loader)
+                num_bytes = await self.receivers[index].receive(plan, offers, replica.loader)
             version = await replica.loader.finish()
         except Exception as error:
             reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
             await replica.loader.fail(reason)
-            return SyncReceipt(index, plan.policy_version, "dead", error=f"{type(error).__name__}: {reason}")
+            text = f"{type(error).__name__}: {reason}"
+            return self._confirmed(plan, SyncReceipt(index, plan.policy_version, "dead", error=text))
         if version != plan.policy_version:
             reason = f"it confirmed version {version} where {plan.policy_version} was sent"
             await replica.loader.fail(reason)
-            return SyncReceipt(index, version, "dead", error=reason)
-        return SyncReceipt(index, version, "serving", num_bytes, time.perf_counter() - start)
+            return self._confirmed(plan, SyncReceipt(index, version, "dead", error=reason))
+        seconds = time.perf_counter() - start
+        receipt = SyncReceipt(
+            index, version, "serving", num_bytes, seconds, weight_bytes=plan.manifest.num_bytes
+        )
+        return self._confirmed(plan, receipt)
+
+    def _confirmed(self, plan: SyncPlan, receipt: SyncReceipt) -> SyncReceipt:
+        self.planner.confirm(plan, self._receiver_endpoints[receipt.replica], receipt)
+        return receipt
 
     def close(self) -> None:
         """Close both ends."""

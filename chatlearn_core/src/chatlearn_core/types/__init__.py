@@ -15,6 +15,16 @@ from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
 from chatlearn_core.types.outputs import OutputName, OutputRequest, Outputs
 from chatlearn_core.types.prompt import Demonstration, Example, Prompt, TokenIds
 from chatlearn_core.types.sample import RewardResult, Sample, sample_from_completion
+from chatlearn_core.types.stored import (
+    Block,
+    Rows,
+    StoredArray,
+    StoredCompletion,
+    StoredTensor,
+    StoredText,
+    joined,
+    per_sequence,
+)
 from chatlearn_core.types.weights import (
     Box,
     Endpoint,
@@ -34,6 +44,7 @@ from chatlearn_core.types.weights import (
 
 __all__ = [
     "RAW_BASIS",
+    "Block",
     "Box",
     "Completion",
     "Demonstration",
@@ -56,8 +67,13 @@ __all__ = [
     "Reducer",
     "ReplicaState",
     "RewardResult",
+    "Rows",
     "Sample",
     "SamplingParams",
+    "StoredArray",
+    "StoredCompletion",
+    "StoredTensor",
+    "StoredText",
     "SyncOffer",
     "SyncPlan",
     "SyncReceipt",
@@ -69,7 +85,9 @@ __all__ = [
     "WeightManifest",
     "WeightShard",
     "cumulative_lengths",
+    "joined",
     "merge_metrics",
     "pack_samples",
+    "per_sequence",
     "sample_from_completion",
 ]

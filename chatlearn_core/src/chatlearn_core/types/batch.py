@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.types.sample import Sample
+from chatlearn_core.types.stored import StoredArray, StoredTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,8 @@ class TrainBatch:
         spans = [(bounds[i], bounds[i + 1]) for i in indices]
 
         def tokens(values: Tensor) -> Tensor:
+            if isinstance(values, StoredTensor):
+                return values.select_sequences(indices)
             return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
 
         rows = torch.as_tensor(list(indices), dtype=torch.int64)
@@ -105,7 +108,8 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = None) -> TrainBatch:
     """Lay samples end to end.
 
-    Per-token arrays that every sample carries travel along; ``sequence_data`` likewise.
+    Per-token arrays that every sample carries travel along; ``sequence_data`` likewise. Arrays that are kept elsewhere
+    are not fetched: they become a ``StoredTensor``.
 
     Args:
         samples: in the order the batch shall have.
@@ -117,6 +121,8 @@ def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = No
     sequence_names = set.intersection(*(set(s.sequence_data) for s in samples)) if samples else set()
 
     def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        if any(isinstance(array, StoredArray) for array in arrays):
+            return StoredTensor(arrays)
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0, dtype=dtype)
 
     return TrainBatch(

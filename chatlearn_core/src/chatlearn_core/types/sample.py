@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from chatlearn_core.types.completion import Completion, Floats
 from chatlearn_core.types.prompt import Prompt, TokenIds
+from chatlearn_core.types.stored import joined
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,9 +65,12 @@ class Sample:
 
 
 def sample_from_completion(sample_id: str, group_id: str, prompt: Prompt, completion: Completion) -> Sample:
-    """Join a prompt and its completion into one sequence with loss mask and ``generator_logprobs``."""
+    """Join a prompt and its completion into one sequence with loss mask and ``generator_logprobs``.
+
+    Arrays of a completion that are kept elsewhere stay there.
+    """
     num_prompt = len(prompt.token_ids)
-    token_ids = np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64)
+    token_ids = joined([prompt.token_ids, completion.token_ids], np.int64)
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     loss_mask[num_prompt:] = True
     sample = Sample(sample_id, group_id, prompt, token_ids, loss_mask, completion)
@@ -79,4 +83,4 @@ def sample_from_completion(sample_id: str, group_id: str, prompt: Prompt, comple
 def _aligned(values: npt.NDArray[Any], num_prompt: int) -> npt.NDArray[Any]:
     """Put [C, ...] completion values behind ``num_prompt`` zeros."""
     padding = np.zeros((num_prompt, *values.shape[1:]), dtype=values.dtype)
-    return np.concatenate([padding, values])
+    return joined([padding, values])

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from chatlearn_core.plugins.records import Channel
 
 Box = tuple[tuple[int, int], ...]
 """Half-open interval [start, stop) in each dimension of the global tensor."""
@@ -35,6 +39,10 @@ class TensorSpec:
             count *= size
         return count
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * int(getattr(torch, self.dtype).itemsize)
+
 
 @dataclass(slots=True, frozen=True)
 class WeightManifest:
@@ -45,6 +53,11 @@ class WeightManifest:
     """alias -> name in ``tensors``"""
     adapter: Mapping[str, Any] | None = None
     """Of an ``adapter`` payload: the content of peft's ``adapter_config.json``; ``tensors`` are then the adapter's."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, aliases not counted."""
+        return sum(spec.num_bytes for spec in self.tensors.values())
 
     def differences(self, offered: WeightManifest, *, check_dtype: bool = True) -> list[str]:
         """Why ``offered`` cannot be loaded where this manifest is expected: one line a tensor, empty if it can.
@@ -130,6 +143,8 @@ class Endpoint:
     device: str
     process: int
     """Process id, so that ends can tell whether they share a process."""
+    incarnation: int = 0
+    """How often this end was rebuilt in that process: what was agreed with an earlier one is void."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,6 +157,8 @@ class SyncPlan:
     base_version: int | None
     """Version a ``delta`` applies to."""
     payload: Payload
+    channel: Channel
+    """How receivers hand the weights to the generators: of the transport's channels the first that these declare."""
     manifest: WeightManifest
     senders: tuple[Endpoint, ...]
     receivers: tuple[Endpoint, ...]
@@ -169,5 +186,8 @@ class SyncReceipt:
     policy_version: int
     state: ReplicaState
     num_bytes: int = 0
+    """Bytes that travelled to this replica."""
     seconds: float = 0.0
     error: str | None = None
+    weight_bytes: int = 0
+    """Bytes of all tensors of the version, whatever part of them travelled."""

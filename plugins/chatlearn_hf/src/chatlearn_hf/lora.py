@@ -116,6 +116,35 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
     return found
 
 
+def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
+    """By the state name of each adapted weight, the names under which peft saves its A and its B."""
+    names: dict[str, tuple[str, str]] = {}
+    for weight in adapters(model):
+        module = f"base_model.model.{weight.removesuffix('.weight')}"
+        names[weight] = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+    return names
+
+
+def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
+    """What peft's ``adapter_config.json`` says of these adapters, the modules named by their endings."""
+    endings = sorted({weight.removesuffix(".weight").rsplit(".", 1)[-1] for weight in adapters(model)})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config.name_or_path or None,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": endings,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
 def base_state(model: nn.Module) -> dict[str, Tensor]:
     """The state without adapters, under the names it had before they were injected; live tensors."""
     return {

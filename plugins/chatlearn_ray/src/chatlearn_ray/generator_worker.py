@@ -128,7 +128,10 @@ class GeneratorWorker(Worker):
             text = f"{type(error).__name__}: {reason}"
             return SyncReceipt(self.context.replica, plan.policy_version, "dead", error=text)
         seconds = time.perf_counter() - start
-        return SyncReceipt(self.context.replica, version, "serving", num_bytes, seconds)
+        weight_bytes = plan.manifest.num_bytes
+        return SyncReceipt(
+            self.context.replica, version, "serving", num_bytes, seconds, weight_bytes=weight_bytes
+        )
 
     async def fail(self, reason: str) -> None:
         """Give the replica up."""

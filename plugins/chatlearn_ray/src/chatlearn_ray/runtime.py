@@ -15,7 +15,7 @@ import ray
 
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
 from chatlearn_core.runtime.local import part_name
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_core.types import SyncReceipt
 from chatlearn_ray.cluster import Cluster, nodes, this_machine
 from chatlearn_ray.errors import WorkerDiedError
@@ -77,18 +77,22 @@ class RayRuntime:
             await self.cluster.reserve(self._seating)
             await all_or_first_error([self._start_role(role) for role in self.plan.roles.values()], grace_s=0.0)
             for sync in self.plan.weight_syncs:
-                transfer = RayWeightTransfer(
-                    sync,
-                    PluginChoice.of(self.plan.registry, sync.record, sync.options, "weight_sync"),
-                    self.plan.run_dir / "weight_sync",
-                    self._trainers[sync.trainer],
-                    self._fleets[sync.generator],
-                )
-                await transfer.open_senders()
-                self._transfers[sync.trainer, sync.generator] = transfer
+                await self.connect(sync)
         except BaseException:
             await self.close()
             raise
+
+    async def connect(self, sync: WeightSyncPlan) -> None:
+        """Open the transport between a trainer and a generator role, in place of the one that they have."""
+        transfer = RayWeightTransfer(
+            sync,
+            PluginChoice.of(self.plan.registry, sync.record, sync.options, "weight_sync"),
+            self.plan.run_dir / "weight_sync",
+            self._trainers[sync.trainer],
+            self._fleets[sync.generator],
+        )
+        await transfer.open_senders()
+        self._transfers[sync.trainer, sync.generator] = transfer
 
     async def _start_role(self, role: RolePlan) -> None:
         if role.kind == "trainer":
@@ -179,7 +183,7 @@ class RayRuntime:
         confirmed: dict[int, SyncReceipt] = {}
 
         async def resync(index: int) -> None:
-            [receipt] = await transfer.sync([index], policy_version)
+            receipt = await transfer.resync(index, policy_version)
             if receipt.state != "serving":
                 raise WeightSyncError(
                     f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"

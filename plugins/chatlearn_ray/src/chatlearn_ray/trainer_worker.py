@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryPart, Trainer, WeightSender
-from chatlearn_core.types import Endpoint, Metrics, OutputRequest, SyncOffer, SyncPlan, WeightManifest
+from chatlearn_core.types import Endpoint, Metrics, OutputRequest, Payload, SyncOffer, SyncPlan, WeightManifest
 from chatlearn_ray.arrays import BatchArrays, TensorArray, to_arrays
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
@@ -74,8 +74,8 @@ class TrainerWorker(Worker):
     async def onload(self, parts: Collection[MemoryPart]) -> None:
         await self.lane.run("onload", self.trainer.onload, parts)
 
-    async def manifest(self) -> WeightManifest:
-        return await self.lane.run("manifest", self.trainer.manifest)
+    async def manifest(self, payload: Payload) -> WeightManifest:
+        return await self.lane.run("manifest", self.trainer.manifest, payload)
 
     async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
         """Build this rank's sender."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from chatlearn_core.exceptions import ChatLearnError
+from chatlearn_core.exceptions import ChatLearnError, WeightSyncError
 from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.sync_planner import SyncPlanner
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet, Replica
@@ -36,8 +36,8 @@ class RayWeightTransfer:
     ) -> None:
         self.plan = plan
         self.key = f"{plan.trainer}->{plan.generator}"
+        self._planner = SyncPlanner(plan, workspace)
         self._plugin = plugin
-        self._workspace = workspace
         self._trainer = trainer
         self._fleet = fleet
         self._senders: tuple[Endpoint, ...] = ()
@@ -53,39 +53,93 @@ class RayWeightTransfer:
         return self._receivers[replica]
 
     async def sync(self, indices: Sequence[int], policy_version: int) -> list[SyncReceipt]:
-        """Bring the trainer's weights to these replicas, under a new version.
+        """Bring the trainer's weights to these replicas, all together or in turns as the fleet rule says.
 
-        The manifest is checked against every replica before the first byte moves. A replica that fails is dead; the
-        others serve the new version.
+        The manifest is checked against every replica of a turn before the first byte moves. A replica that fails is
+        dead; the others serve the new version.
 
         Raises:
-            WeightSyncError: the manifest does not match a replica's model; nothing was moved.
+            WeightSyncError: the manifest does not match a replica's model; nothing was moved to its turn.
         """
-        replicas = {index: self._fleet.replicas[index] for index in indices}
-        manifests = await self._trainer.every_rank("manifest")
-        plan = SyncPlan(
-            sync_id=f"v{policy_version}-{uuid.uuid4().hex[:8]}",
-            policy_version=policy_version,
-            base_version=None,
-            payload="full",
-            manifest=manifests[0],
-            senders=self._senders,
-            receivers=tuple([await self._endpoint(replica) for replica in replicas.values()]),
-            fleet_rule=self.plan.fleet_rule,
-            bucket_bytes=self.plan.bucket_bytes,
-            timeout_s=self.plan.timeout_s,
-            workspace=str(self._workspace.absolute()),
-        )
-        shared = ray.put(plan)
+        turns = self._planner.turns(list(indices))
+        if self._planner.sends_ahead:
+            return await self._send_ahead(turns, policy_version)
+        receipts: list[SyncReceipt] = []
+        for turn in turns:
+            replicas = {index: self._fleet.replicas[index] for index in turn}
+            plan = await self._make_plan(replicas.values(), policy_version)
+            shared = ray.put(plan)
+            await self._begin(shared, replicas)
+            try:
+                receipts += self._note(plan, replicas, await self._transfer(shared, plan, replicas))
+            finally:
+                await self._release(shared)
+        return receipts
+
+    async def resync(self, index: int, policy_version: int) -> SyncReceipt:
+        """Bring the current version to a replica that was rebuilt, without the trainer where the transport keeps it.
+
+        Raises: as ``sync``.
+        """
+        replica = self._fleet.replicas[index]
+        plan = self._planner.replay(policy_version, await self._endpoint(replica))
+        if plan is None:
+            [receipt] = await self.sync([index], policy_version)
+            return receipt
+        shared, replicas = ray.put(plan), {index: replica}
         await self._begin(shared, replicas)
+        receipt = await self._receive(plan, shared, [], index, replica, plan.timeout_s + GRACE_S)
+        self._note(plan, replicas, [receipt])
+        return receipt
+
+    async def _make_plan(self, replicas: Any, policy_version: int) -> SyncPlan:
+        manifests = await self._trainer.every_rank("manifest", self.plan.payload)
+        receivers = [await self._endpoint(replica) for replica in replicas]
+        return self._planner.make(policy_version, manifests[0], self._senders, receivers)
+
+    async def _send_ahead(self, turns: list[list[int]], policy_version: int) -> list[SyncReceipt]:
+        """Send once while every replica serves on; then they take the version in turns.
+
+        Raises:
+            WeightSyncError: the senders failed; every replica serves what it served before.
+        """
+        everyone = [self._fleet.replicas[index] for turn in turns for index in turn]
+        plan = await self._make_plan(everyone, policy_version)
+        shared, limit = ray.put(plan), plan.timeout_s + GRACE_S
+        receipts: list[SyncReceipt] = []
         try:
-            receipts = await self._transfer(shared, plan, replicas)
+            try:
+                offers: list[SyncOffer] = await self._trainer.every_rank("offer", self.key, shared)
+                await self._send(plan, shared, limit)
+            except ChatLearnError as error:
+                if self._trainer.is_broken:
+                    raise
+                raise WeightSyncError(
+                    f"weight sync of policy version {policy_version}: the senders failed before a replica began: "
+                    f"{error}"
+                ) from error
+            for turn in turns:
+                replicas = {index: self._fleet.replicas[index] for index in turn}
+                await self._begin(shared, replicas)
+                answers = await asyncio.gather(
+                    *(self._receive(plan, shared, offers, i, replica, limit) for i, replica in replicas.items())
+                )
+                receipts += self._note(plan, replicas, answers)
         finally:
-            if not self._trainer.is_broken:  # the processes of a broken one are killed, and hold nothing then
-                await self._trainer.every_rank("release", self.key, shared)
+            await self._release(shared)
+        return receipts
+
+    async def _release(self, shared: Any) -> None:
+        if not self._trainer.is_broken:  # the processes of a broken one are killed, and hold nothing then
+            await self._trainer.every_rank("release", self.key, shared)
+
+    def _note(
+        self, plan: SyncPlan, replicas: Mapping[int, Replica], receipts: Sequence[SyncReceipt]
+    ) -> Sequence[SyncReceipt]:
         for receipt in receipts:
             replica = replicas[receipt.replica]
             replica.state, replica.policy_version = receipt.state, receipt.policy_version
+            self._planner.confirm(plan, self._receivers[replica], receipt)
         return receipts
 
     async def _begin(self, shared: Any, replicas: dict[int, Replica]) -> None:
@@ -113,7 +167,7 @@ class RayWeightTransfer:
             offers: list[SyncOffer] = await self._trainer.every_rank("offer", self.key, shared)
         except ChatLearnError as error:
             return await self._give_up(plan, replicas, f"the sender failed: {error}")
-        sending = asyncio.create_task(self._trainer.every_rank("send", self.key, shared, timeout_s=limit))
+        sending = asyncio.create_task(self._send(plan, shared, limit))
         receiving = {
             index: asyncio.create_task(self._receive(plan, shared, offers, index, replica, limit))
             for index, replica in replicas.items()
@@ -134,8 +188,18 @@ class RayWeightTransfer:
             return receipts
         return [receiving[index].result() for index in replicas]
 
+    async def _send(self, plan: SyncPlan, shared: Any, limit: float) -> None:
+        await self._trainer.every_rank("send", self.key, shared, timeout_s=limit)
+        self._planner.sent(plan)
+
     async def _receive(
-        self, plan: SyncPlan, shared: Any, offers: list[SyncOffer], index: int, replica: Replica, limit: float
+        self,
+        plan: SyncPlan,
+        shared: Any,
+        offers: Sequence[SyncOffer],
+        index: int,
+        replica: Replica,
+        limit: float,
     ) -> SyncReceipt:
         if replica.state == "dead":
             return SyncReceipt(index, plan.policy_version, "dead", error="its process is gone")

@@ -65,6 +65,6 @@ FAKE_BOX_SYNC = WeightSyncSpec(
     receiver=f"{_FAKES}.box_sync:FakeBoxReceiver",
     options=f"{_FAKES}.options:FakeOptions",
     needs_export="boxes",
-    channel="tensors",
+    channels=("tensors",),
     reach="anywhere",
 )

@@ -31,6 +31,7 @@ from chatlearn_core.types import (
     Metrics,
     OutputRequest,
     Outputs,
+    Payload,
     TrainBatch,
     WeightManifest,
     WeightShard,
@@ -172,11 +173,11 @@ class FakeTrainer:
         if self.data_parallel_size > 1:
             dist.barrier()
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
         return self._manifest
 
-    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
-        """See the protocol. ``boxes`` needs no communication."""
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
+        """See the protocol. ``boxes`` needs no communication; it has no adapters."""
         self._require("weights")
         for name, spec in self._manifest.tensors.items():
             start, stop = self._rows(spec.shape[0])

@@ -19,7 +19,15 @@ from chatlearn_core.protocols import WeightReceiver, WeightSender
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, WeightManifest, WeightShard
+from chatlearn_core.types import (
+    Endpoint,
+    MemoryHandle,
+    Payload,
+    SyncOffer,
+    SyncPlan,
+    WeightManifest,
+    WeightShard,
+)
 
 BUCKET_BYTES = 4096
 """Less than the suite's tensors together, so that a transport has to cut its stream."""
@@ -53,11 +61,11 @@ class StreamingTrainer:
         self.tensors = dict(tensors)
         self._rank, self._num_ranks, self._before = rank, num_ranks, before
 
-    def manifest(self) -> WeightManifest:
-        """Of the tensors."""
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
+        """Of the tensors, whatever they are said to be."""
         return manifest_of(self.tensors)
 
-    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """``full_tensors``: every rank yields all, owned in turns. ``boxes``: rows of each, or the whole on rank 0."""
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if self._before is not None:
@@ -171,6 +179,7 @@ class Transport:
             policy_version=self._count,
             base_version=None,
             payload="full",
+            channel=self._channel,
             manifest=manifest_of(tensors),
             senders=tuple(_endpoint("trainer", 0, rank) for rank in range(ranks)),
             receivers=tuple(_endpoint("generator", replica, 0) for replica in range(replicas)),

@@ -18,6 +18,7 @@ from chatlearn_core.types import (
     Metrics,
     OutputRequest,
     Outputs,
+    Payload,
     TensorSpec,
     TrainBatch,
     WeightManifest,
@@ -141,11 +142,11 @@ class AcmeTrainer:
         """Weights and configuration; a bigram model has no tokenizer."""
         save_model(self._ready("weights"), directory)
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
         state = self._ready().state_dict()
         return WeightManifest({n: TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in state.items()})
 
-    def weights(self, export: Export = "full_tensors") -> Iterator[WeightShard]:
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Every tensor whole; there is one rank, which owns it."""
         for name, tensor in self._ready("weights").state_dict().items():
             shape = tuple(tensor.shape)

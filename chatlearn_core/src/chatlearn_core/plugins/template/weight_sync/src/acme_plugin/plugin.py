@@ -19,7 +19,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             receiver="acme_plugin.receiver:AcmeReceiver",
             options="acme_plugin.options:AcmeOptions",
             needs_export="full_tensors",
-            channel="tensors",
+            channels=("tensors",),
             reach="anywhere",
             speed_rank=95,
         )

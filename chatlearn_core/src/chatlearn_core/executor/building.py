@@ -1,0 +1,70 @@
+"""The working parts of a run, built from its assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chatlearn_core.data import Sampler
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.environment import Environment
+from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.training import ExperienceTrainer
+from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.protocols import Runtime
+
+
+def build_runtime(assembly: Assembly) -> Runtime:
+    """The runtime that the configuration names."""
+    choice = assembly.loaded.chosen("runtime")
+    assert choice is not None
+    assert isinstance(choice.record, RuntimeSpec)
+    runtime: Runtime = assembly.registry.load_factory(choice.record)(choice.options, assembly.plan)
+    return runtime
+
+
+def build_sampler(assembly: Assembly) -> Sampler:
+    """Draws the training examples, from the beginning."""
+    config = assembly.config
+    return Sampler(assembly.train_set.datasets, seed=config.seed, shuffle=config.data.shuffle)
+
+
+def build_environment(assembly: Assembly, runtime: Runtime, enter: Callable[[Phase], None]) -> Environment:
+    """Makes experience; ``enter`` is told what it begins to do."""
+    scheduler = FlowScheduler(
+        assembly.graph,
+        runtime,
+        temperature=assembly.sampling.temperature,
+        group_rewards=assembly.group_rewards,
+        enter=enter,
+    )
+    return Environment(scheduler, assembly.algorithm, assembly.sampling, assembly.config.seed)
+
+
+def build_trainer(assembly: Assembly, runtime: Runtime) -> ExperienceTrainer:
+    """Consumes experience."""
+    train = assembly.config.train
+    return ExperienceTrainer(
+        runtime,
+        assembly.algorithm,
+        num_mini_batches=train.mini_batches,
+        epochs=train.epochs,
+        seed=assembly.config.seed,
+    )
+
+
+def build_evaluator(assembly: Assembly, runtime: Runtime) -> Evaluator | None:
+    """Evaluates; None if the configuration has nothing to evaluate on."""
+    if assembly.evaluation is None or assembly.eval_set is None:
+        return None
+    sampling = assembly.eval_sampling
+    return Evaluator(
+        FlowScheduler(
+            assembly.evaluation, runtime, temperature=sampling.temperature, group_rewards=assembly.group_rewards
+        ),
+        list(assembly.eval_set),
+        sampling,
+        samples_per_prompt=assembly.config.eval.samples_per_prompt,
+        seed=assembly.config.seed,
+    )

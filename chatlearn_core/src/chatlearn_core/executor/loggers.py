@@ -1,0 +1,54 @@
+"""The loggers of a run. One that fails is told about, and the run, whose own files are whole, goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.protocols import Logger
+
+
+class Loggers:
+    """All loggers that the configuration names.
+
+    Args:
+        loggers: in the order of the configuration.
+        warn: is told what a logger did wrong.
+    """
+
+    def __init__(self, loggers: list[Logger], warn: Callable[[str], None]) -> None:
+        self.loggers = loggers
+        self.warn = warn
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Begin; a logger that cannot, such as one without its credentials, stops the run before it costs anything."""
+        for logger in self.loggers:
+            logger.start(settings)
+
+    def log(self, step: int, line: Mapping[str, float]) -> None:
+        """Pass a step on."""
+        for logger in self.loggers:
+            try:
+                logger.log(step, line)
+            except Exception as error:
+                self.warn(f"logger {type(logger).__name__} failed at step {step}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Close all."""
+        for logger in self.loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                self.warn(f"closing the logger {type(logger).__name__} failed: {error}")
+
+
+def build_loggers(assembly: Assembly, run_dir: Path, warn: Callable[[str], None]) -> Loggers:
+    """The loggers that the configuration names."""
+    loggers: list[Logger] = []
+    for index in range(len(assembly.config.log.loggers)):
+        choice = assembly.loaded.chosen("log", "loggers", index)
+        assert choice is not None
+        loggers.append(assembly.registry.load_factory(choice.record)(choice.options, run_dir))
+    return Loggers(loggers, warn)

@@ -1,0 +1,26 @@
+"""A step's line of ``metrics.jsonl``: reduced numbers, sorted by name."""
+
+from __future__ import annotations
+
+from chatlearn_core.data import Sampler
+from chatlearn_core.types import Metrics
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Reduced numbers, sorted by name."""
+    return {name: metrics[name].value for name in sorted(metrics)}
+
+
+def throughput(metrics: Metrics) -> dict[str, float]:
+    """``perf/throughput``: tokens trained on a second of the step."""
+    seconds = metrics["timing_s/step"].value
+    tokens = metrics["perf/trained_tokens"].value
+    return {"perf/throughput": tokens / seconds if seconds else 0.0}
+
+
+def epochs(sampler: Sampler) -> dict[str, float]:
+    """``training/epoch``, or one a dataset where there are several."""
+    counts = sampler.epochs
+    if len(counts) == 1:
+        return {"training/epoch": next(iter(counts.values()))}
+    return {f"training/epoch/{name}": value for name, value in counts.items()}

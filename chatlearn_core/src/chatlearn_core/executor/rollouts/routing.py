@@ -1,0 +1,102 @@
+"""Which replica serves a request, and in which order: a matter of what is asked for, never of timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chatlearn_core.types import GenerateRequest
+
+
+@dataclass(slots=True, frozen=True, order=True)
+class Work:
+    """What a request may cost. Compared by ``new_tokens`` first: a token that is sampled costs a pass of its own."""
+
+    new_tokens: int = 0
+    """Most tokens that may still be sampled."""
+    context_tokens: int = 0
+    """Tokens to compute before the first is sampled: the prompt, and what is resumed."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.new_tokens + other.new_tokens, self.context_tokens + other.context_tokens)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.new_tokens - other.new_tokens, self.context_tokens - other.context_tokens)
+
+
+def work_of(request: GenerateRequest) -> Work:
+    """The request's work at most: it may end earlier, which nobody knows before."""
+    done = 0 if request.resume_from is None else len(request.resume_from.token_ids)
+    return Work(max(0, request.sampling.max_tokens - done), len(request.prompt_ids) + done)
+
+
+def affinity_of(request: GenerateRequest) -> str:
+    """Requests with the same affinity share a prefix: those of a group."""
+    return request.group_id or request.id
+
+
+def longest_first(requests: Sequence[GenerateRequest]) -> list[int]:
+    """Indices of the requests, those with the most work first and equal ones in their order: a long one that starts
+    last keeps everybody waiting.
+    """
+    work = [work_of(request) for request in requests]
+    return sorted(range(len(requests)), key=lambda i: (-work[i].new_tokens, -work[i].context_tokens, i))
+
+
+@dataclass(slots=True)
+class Routing:
+    """Assigns groups to replicas by the work that each has been given and has not done.
+
+    Within one wave (requests that are submitted together) the assignment depends on the requests and on what is open,
+    not on how fast anything is.
+    """
+
+    num_replicas: int
+    open_work: list[Work] = field(init=False)
+    """Of each replica."""
+    _home: dict[str, int] = field(init=False, default_factory=dict)
+    """Affinity -> replica that has its prefix."""
+    _num_open: dict[str, int] = field(init=False, default_factory=dict)
+    """Affinity -> requests that are open."""
+
+    def __post_init__(self) -> None:
+        self.open_work = [Work()] * self.num_replicas
+
+    def assign(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        """The replica of each request of a wave.
+
+        Groups whose prefix is known go where it is; of the others the one with the most work comes first, and goes to
+        the replica with the least open work, the first one of equals.
+        """
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(affinity_of(request), []).append(index)
+        work = {name: sum((work_of(requests[i]) for i in members), Work()) for name, members in groups.items()}
+        replicas = [0] * len(requests)
+        known = [name for name in groups if name in self._home]
+        new = sorted((name for name in groups if name not in self._home), key=lambda name: work[name], reverse=True)
+        for name in (*known, *new):
+            if name not in self._home:
+                self._home[name] = min(range(self.num_replicas), key=lambda i: (self.open_work[i], i))
+            replica = self._home[name]
+            self.open_work[replica] += work[name]
+            self._num_open[name] = self._num_open.get(name, 0) + len(groups[name])
+            for index in groups[name]:
+                replicas[index] = replica
+        return replicas
+
+    def move(self, request: GenerateRequest, source: int, target: int) -> None:
+        """The request, and with it its group from now on, is served by another replica."""
+        self.open_work[source] -= work_of(request)
+        self.open_work[target] += work_of(request)
+        self._home[affinity_of(request)] = target
+
+    def done(self, request: GenerateRequest, replica: int) -> None:
+        """The request is no longer open on its replica."""
+        self.open_work[replica] -= work_of(request)
+        self._num_open[affinity_of(request)] -= 1
+
+    def forget(self) -> None:
+        """Forget where groups were that have nothing open: after a weight sync no replica has their prefix."""
+        self._num_open = {name: count for name, count in self._num_open.items() if count}
+        self._home = {name: replica for name, replica in self._home.items() if name in self._num_open}

@@ -1,0 +1,88 @@
+"""Decides what one sync carries and to whom, from what every end confirmed before. Both runtimes plan with it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.types import Endpoint, SyncPlan, SyncReceipt, WeightManifest
+
+
+class SyncPlanner:
+    """Makes the plans of one flow of weights.
+
+    ``delta`` takes the place of ``full`` where the transport declares it and both ends hold the last version: the same
+    senders streamed it, the same tensors, and every receiver of the new plan confirmed it.
+    """
+
+    def __init__(self, flow: WeightSyncPlan, workspace: Path) -> None:
+        self.flow = flow
+        self._workspace = str(workspace.absolute())
+        self._last: SyncPlan | None = None
+        self._confirmed: dict[Endpoint, int] = {}
+        """Receiver -> version it holds."""
+
+    def make(
+        self, policy_version: int, manifest: WeightManifest, senders: Sequence[Endpoint], receivers: Sequence[Endpoint]
+    ) -> SyncPlan:
+        """The plan that brings these receivers to ``policy_version``."""
+        flow = self.flow
+        plan = SyncPlan(
+            sync_id=f"v{policy_version}-{uuid.uuid4().hex[:8]}",
+            policy_version=policy_version,
+            base_version=None,
+            payload=flow.payload,
+            channel=flow.channel,
+            manifest=manifest,
+            senders=tuple(senders),
+            receivers=tuple(receivers),
+            fleet_rule=flow.fleet_rule,
+            bucket_bytes=flow.bucket_bytes,
+            timeout_s=flow.timeout_s,
+            workspace=self._workspace,
+        )
+        base = self._last
+        if base is not None and self._can_build_on(base, plan):
+            return replace(plan, payload="delta", base_version=base.policy_version)
+        return plan
+
+    def _can_build_on(self, base: SyncPlan, plan: SyncPlan) -> bool:
+        return (
+            plan.payload == "full"
+            and "delta" in self.flow.record.payloads
+            and base.policy_version < plan.policy_version
+            and base.senders == plan.senders
+            and base.manifest == plan.manifest
+            and all(self._confirmed.get(receiver) == base.policy_version for receiver in plan.receivers)
+        )
+
+    def turns(self, indices: Sequence[int]) -> list[list[int]]:
+        """Which replicas change their weights together: all, or ``max_loading`` at a time under ``rolling``."""
+        size = self.flow.max_loading if self.flow.fleet_rule == "rolling" else max(1, len(indices))
+        return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether the trainer sends once and replicas take the version in turns, without the trainer."""
+        return self.flow.fleet_rule == "rolling" and self.flow.record.replayable
+
+    def sent(self, plan: SyncPlan) -> None:
+        """Every sender has streamed this plan: from here on it can be replayed, or built on."""
+        self._last = plan
+
+    def confirm(self, plan: SyncPlan, receiver: Endpoint, receipt: SyncReceipt) -> None:
+        """A replica answered: it holds the version, or nothing that can be relied on."""
+        if receipt.state == "serving":
+            self._confirmed[receiver] = plan.policy_version
+        else:
+            self._confirmed.pop(receiver, None)
+
+    def replay(self, policy_version: int, receiver: Endpoint) -> SyncPlan | None:
+        """The plan by which a replica takes ``policy_version`` without the trainer, if the transport keeps it."""
+        last = self._last
+        if not self.flow.record.replayable or last is None or last.policy_version != policy_version:
+            return None
+        return replace(last, receivers=(receiver,))

@@ -1,0 +1,182 @@
+"""What a generator checks of the weights it is sent: names, shapes and types, each once, before an engine sees a byte.
+
+Engines accept unknown names silently and die of wrong shapes, so every loader keeps this record of its sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from chatlearn_core.exceptions import ModelError, WeightSyncError
+from chatlearn_core.types import TensorSpec, WeightManifest
+from chatlearn_hf.checkpoint_names import dtype_name
+from chatlearn_hf.model_directory import weight_files
+
+_MAX_LINES = 10
+"""Differences that an error lists; it counts the rest."""
+
+
+class IncomingWeights:
+    """One replica's record of a sync: what its model needs, what was announced, what has arrived.
+
+    ``begin``, then any number of ``checked`` or ``check_specs``, then ``finish``; ``reset`` from anywhere.
+    """
+
+    def __init__(self, replica: str, expected: WeightManifest, *, convert_dtype: bool = False) -> None:
+        """Start without a sync.
+
+        Args:
+            replica: for messages: role, replica, backend.
+            expected: what the model directory says must arrive.
+            convert_dtype: whether another dtype may be offered, since the loader casts.
+        """
+        self.expected = expected
+        self._replica = replica
+        self._convert_dtype = convert_dtype
+        self._version: int | None = None
+        self._offered: WeightManifest | None = None
+        self._needed: WeightManifest = expected
+        self._arrived: set[str] = set()
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the open sync, None between syncs."""
+        return self._version
+
+    @property
+    def offered(self) -> WeightManifest | None:
+        """What the open sync announced."""
+        return self._offered
+
+    @property
+    def num_arrived(self) -> int:
+        """Tensors of the open sync that have passed."""
+        return len(self._arrived)
+
+    def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """Open a sync. Of an ``adapter`` payload the manifest itself says what must arrive.
+
+        Raises:
+            WeightSyncError: another sync is open, or the manifest does not fit the model; nothing has changed.
+        """
+        if self._version is not None:
+            raise WeightSyncError(
+                f"{self._replica} is loading version {self._version}; finish or fail that before version "
+                f"{policy_version}"
+            )
+        needed = self.expected if manifest.adapter is None else manifest
+        lines = needed.differences(manifest, check_dtype=not self._convert_dtype)
+        if lines:
+            shown = "\n".join(f"  {line}" for line in lines[:_MAX_LINES])
+            more = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
+            hint = "" if self._convert_dtype else "; a dtype may differ with the generator's option sync_dtype: convert"
+            raise WeightSyncError(
+                f"{self._replica} cannot take policy version {policy_version}: {len(lines)} tensors differ from the "
+                f"model directory{hint}\n{shown}{more}"
+            )
+        self._version, self._offered, self._needed, self._arrived = policy_version, manifest, needed, set()
+
+    def require_begun(self, method: str) -> int:
+        """The open sync's version.
+
+        Raises:
+            WeightSyncError: there is none; names ``method``.
+        """
+        if self._version is None:
+            raise WeightSyncError(f"{self._replica}: {method} without begin")
+        return self._version
+
+    def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors as announced, each once, under the names of the model's manifest.
+
+        A tied tensor that comes under its second name, beside its first, is left out.
+
+        Raises:
+            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or a name came twice.
+        """
+        for offered_name, tensor in tensors:
+            spec = TensorSpec(offered_name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            name = self._admit(spec)
+            if name is not None:
+                yield name, tensor
+
+    def check_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
+        """The same for tensors that are yet to move: each under the name it is to be loaded by, None: leave it out.
+
+        Raises:
+            WeightSyncError: see ``checked``. None of them counts as arrived then.
+        """
+        before = set(self._arrived)
+        try:
+            names = [self._admit(spec) for spec in specs]
+        except WeightSyncError:
+            self._arrived = before
+            raise
+        return [
+            None if name is None else TensorSpec(name, spec.shape, spec.dtype)
+            for name, spec in zip(names, specs, strict=True)
+        ]
+
+    def finish(self) -> int:
+        """Close the sync and return its version.
+
+        Raises:
+            WeightSyncError: no sync is open, or a tensor did not arrive; the sync stays open.
+        """
+        version = self.require_begun("finish")
+        missing = sorted(self._needed.tensors.keys() - self._arrived)
+        if missing:
+            shown = ", ".join(missing[:_MAX_LINES])
+            more = f" and {len(missing) - _MAX_LINES} more" if len(missing) > _MAX_LINES else ""
+            raise WeightSyncError(
+                f"{self._replica}: {len(missing)} of {len(self._needed.tensors)} tensors of policy version {version} "
+                f"did not arrive: {shown}{more}; the replica is dead, restart it"
+            )
+        self.reset()
+        return version
+
+    def reset(self) -> None:
+        """Forget the open sync, if there is one."""
+        self._version, self._offered, self._arrived = None, None, set()
+        self._needed = self.expected
+
+    def _admit(self, spec: TensorSpec) -> str | None:
+        """The name to load it by; None for a tied tensor under its second name."""
+        assert self._offered is not None, "checked without begin"
+        name = self._needed.aliases.get(spec.name, spec.name)
+        announced = self._offered.tensors.get(self._offered.aliases.get(spec.name, spec.name))
+        if announced is None or name not in self._needed.tensors:
+            raise WeightSyncError(f"{spec.name}: arrived, but the manifest did not announce it")
+        if spec.shape != announced.shape:
+            raise WeightSyncError(f"{name}: shape {list(spec.shape)} arrived, {list(announced.shape)} announced")
+        if spec.dtype != announced.dtype:
+            raise WeightSyncError(f"{name}: dtype {spec.dtype} arrived, {announced.dtype} announced")
+        if spec.name != name and name in self._offered.tensors:
+            return None
+        if name in self._arrived:
+            raise WeightSyncError(f"{name}: arrived twice")
+        self._arrived.add(name)
+        return name
+
+
+def read_checkpoint(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a directory that holds one ``model.safetensors``, or the files its index names.
+
+    Raises:
+        WeightSyncError: a file is missing or damaged.
+    """
+    try:
+        files = weight_files(directory)
+    except (ModelError, OSError) as error:
+        raise WeightSyncError(f"checkpoint {directory} cannot be read: {error}") from error
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
+                    yield name, handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error

@@ -1,0 +1,311 @@
+"""One engine, trainers of one and two ranks beside it, and every transport that fits between them.
+
+A ``Stand`` starts an engine once. ``Stand.check`` makes three optimizer steps on a trainer, brings the weights to the
+generator after each over one transport, and compares what every replica then generates with a plain transformers
+forward of the model that the trainer exports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from chatlearn_algorithms.sft import SFTLoss
+from chatlearn_core.plugins.compatibility import mismatches
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import ModelSource
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.types import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    pack_samples,
+)
+from chatlearn_hf.plain_forward import PlainModel, load_plain_model
+
+TRAINER = "fsdp"
+GENERATORS = ("transformers", "vllm", "sglang")
+NUM_SYNCS = 3
+NUM_PROMPTS = 4
+NUM_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4
+GREEDY_MARGIN = 1e-3
+"""A prompt is used where the two likeliest tokens are at least this far apart (log-odds) at every position: nearer ones
+may fall either way by rounding."""
+_BUCKET_BYTES = 64 << 10
+"""Small, so that a tiny model takes several buckets."""
+
+
+@dataclass(slots=True, frozen=True)
+class Bench:
+    """What one engine start serves."""
+
+    runtime: Literal["local", "ray"]
+    generator: str
+    tensor_parallel: int
+    tied: bool
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        tying = "tied" if self.tied else "untied"
+        return f"{self.generator}-tp{self.tensor_parallel}-{tying}-{self.runtime}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Sizes of the trainers that stand beside the engine."""
+        return (1,) if self.runtime == "local" else (1, 2)
+
+
+PAIRWISE = (
+    Bench("local", "transformers", 1, tied=True, replicas=2),
+    Bench("ray", "transformers", 1, tied=False, replicas=2),
+    Bench("local", "vllm", 1, tied=True),
+    Bench("ray", "vllm", 2, tied=False),
+    Bench("local", "sglang", 1, tied=False),
+    Bench("ray", "sglang", 2, tied=True),
+)
+"""Every pair of engine, trainer size, transport, tensor parallelism and tying that exists, in the fewest starts."""
+
+
+def all_benches() -> Iterator[Bench]:
+    """Every engine x tensor parallelism x tying, in one process and over processes."""
+    for generator in GENERATORS:
+        for tensor_parallel in (1,) if generator == "transformers" else (1, 2):
+            for tied in (True, False):
+                yield Bench("ray", generator, tensor_parallel, tied, replicas=2 if tensor_parallel == 1 else 1)
+                if tensor_parallel == 1:
+                    yield Bench("local", generator, tensor_parallel, tied)
+
+
+def fitting_transports(registry: PluginRegistry, bench: Bench) -> list[WeightSyncSpec]:
+    """Transports of this repository that carry weights between these two, as far apart as the runtime puts them."""
+    trainer, generator = registry.select("trainer", TRAINER), registry.select("generator", bench.generator)
+    assert isinstance(trainer, TrainerSpec)
+    assert isinstance(generator, GeneratorSpec)
+    placement = "process" if bench.runtime == "local" else "host"
+    return [
+        transport
+        for transport in registry.records("weight_sync")
+        if isinstance(transport, WeightSyncSpec)
+        and transport.name in FIRST_PARTY
+        and not mismatches(trainer, generator, transport, placement)
+    ]
+
+
+FIRST_PARTY = ("direct", "shared_memory", "broadcast", "checkpoint", "delta")
+"""Those that need no GPU."""
+
+
+class Stand:
+    """A runtime with one generator role and a trainer role of each size.
+
+    Args:
+        registry: the installed plugins.
+        bench: what to start.
+        model: directory of the model that all roles hold.
+        workspace: a directory for checkpoints, exports and runs.
+    """
+
+    def __init__(self, registry: PluginRegistry, bench: Bench, model: Path, workspace: Path) -> None:
+        self.registry = registry
+        self.bench = bench
+        self.model = model
+        self.workspace = workspace
+        self.version = 0
+        self.runtime: Any = None
+        self._loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> Stand:
+        self.runtime = self._build()
+        self._loop.run_until_complete(self.runtime.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run_until_complete(self.runtime.close())
+        self._loop.close()
+
+    def _build(self) -> Any:
+        trainers = [
+            self._role(_trainer(ranks), "trainer", TRAINER, ranks=ranks, options={"learning_rate": 0.02})
+            for ranks in self.bench.ranks
+        ]
+        options, engine = _engine(self.bench)
+        generator = self._role(
+            "generator",
+            "generator",
+            self.bench.generator,
+            replicas=self.bench.replicas,
+            options=options,
+            engine=engine,
+        )
+        roles = {role.name: role for role in (*trainers, generator)}
+        plan = RunPlan(self.registry, roles, (), self.workspace, seed=0, total_updates=None)
+        record = self.registry.select("runtime", self.bench.runtime)
+        settings: dict[str, Any] = {"num_threads": 1}
+        return self.registry.load_factory(record)(self.registry.load_options(record)(**settings), plan)
+
+    def _role(
+        self,
+        name: str,
+        kind: Any,
+        backend: str,
+        *,
+        ranks: int = 1,
+        replicas: int = 1,
+        options: Mapping[str, Any],
+        engine: Mapping[str, Any] | None = None,
+    ) -> RolePlan:
+        record: Any = self.registry.select(kind, backend)
+        return RolePlan(
+            name=name,
+            kind=kind,
+            backends=(BackendPlan(f"roles.{name}", record, self.registry.load_options(record)(**options)),),
+            model=ModelSource(str(self.model), str(self.model), max_length=128),
+            head="lm",
+            device="cpu",
+            replicas=replicas,
+            ranks=ranks,
+            trainable=kind == "trainer",
+            engine=dict(engine or {}),
+            timeout_s=240.0,
+        )
+
+    def check(self, ranks: int, transport: WeightSyncSpec) -> None:
+        """Three times: learn, sync, compare. Raises AssertionError where the generator is not the trainer."""
+        self._loop.run_until_complete(self._check(ranks, transport))
+
+    async def _check(self, ranks: int, transport: WeightSyncSpec) -> None:
+        trainer = _trainer(ranks)
+        group = self.runtime.trainer(trainer)
+        await self.runtime.connect(self._sync_plan(trainer, transport))
+        before: list[list[int]] = []
+        loss = SFTLoss()
+        for sync in range(NUM_SYNCS):
+            self.version += 1
+            await group.update(loss.prepare(_demonstrations(self.version)), loss)
+            exported = self.workspace / f"v{self.version}"
+            await group.export_model(exported)
+            receipts = await self.runtime.sync_weights(trainer, "generator", self.version)
+            assert [receipt.state for receipt in receipts] == ["serving"] * self.bench.replicas
+            assert {receipt.policy_version for receipt in receipts} == {self.version}
+            plain = load_plain_model(exported)
+            expected = {prompt: greedy(plain, prompt) for prompt in decided_prompts(plain)}
+            assert list(expected.values()) != before, "an optimizer step that changes no token shows nothing"
+            before = list(expected.values())
+            for index, replica in enumerate(self.runtime.generator("generator").replicas):
+                where = f"{self.bench}, trainer of {ranks} rank(s), {transport.name}, sync {sync}, replica {index}"
+                await self._compare(replica, plain, expected, where)
+
+    async def _compare(
+        self, replica: Any, plain: PlainModel, expected: Mapping[tuple[int, ...], list[int]], where: str
+    ) -> None:
+        greedily, sampled = await asyncio.gather(
+            asyncio.gather(*(replica.generate(_request(f"{where}-g{i}", p, 0.0)) for i, p in enumerate(expected))),
+            asyncio.gather(*(replica.generate(_request(f"{where}-s{i}", p, 1.0)) for i, p in enumerate(expected))),
+        )
+        for prompt, completion in zip(expected, greedily, strict=True):
+            assert completion.token_ids.tolist() == expected[prompt], where
+        for prompt, completion in zip(expected, sampled, strict=True):
+            logprobs = sequence_logprobs(plain, prompt, completion)
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=LOGPROB_TOLERANCE, rtol=0, err_msg=where)
+        for completion in (*greedily, *sampled):
+            assert {span.version for span in completion.version_spans} == {self.version}, where
+        assert replica.policy_version == self.version, where
+
+    def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightSyncPlan:
+        generator = self.registry.select("generator", self.bench.generator)
+        assert isinstance(generator, GeneratorSpec)
+        return WeightSyncPlan(
+            trainer=trainer,
+            generator="generator",
+            record=transport,
+            options=self.registry.load_options(transport)(),
+            why="the test names it",
+            fleet_rule="barrier",
+            bucket_bytes=_BUCKET_BYTES,
+            timeout_s=120.0,
+            channel=next(channel for channel in transport.channels if channel in generator.channels),
+        )
+
+
+def _trainer(ranks: int) -> str:
+    return f"trainer_of_{ranks}"
+
+
+def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options and engine arguments for a small engine in float32."""
+    match bench.generator:
+        case "vllm":
+            arguments = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+            return {}, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
+        case "sglang":
+            return {"python": sglang_python()}, {"tp_size": bench.tensor_parallel, "dtype": "float32"}
+        case _:
+            return {}, {}
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang: ``CHATLEARN_SGLANG_PYTHON``, or the one that ``make install-engines`` builds."""
+    built = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+    return os.environ.get("CHATLEARN_SGLANG_PYTHON", str(built))
+
+
+def _demonstrations(seed: int) -> TrainBatch:
+    """Six random sequences: what is learned does not matter, as long as it changes the weights."""
+    draw = np.random.default_rng(seed)
+    samples = []
+    for index in range(6):
+        ids = draw.integers(3, 300, size=int(draw.integers(8, 20)))
+        prompt = Prompt(f"{seed}-{index}", ids[:3], text="")
+        mask = np.arange(len(ids)) >= 3
+        samples.append(Sample(f"{seed}-{index}#0", f"{seed}-{index}", prompt, ids, mask))
+    return pack_samples(samples)
+
+
+def _request(name: str, prompt: tuple[int, ...], temperature: float) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, ignore_eos=True, seed=1)
+    return GenerateRequest(name, np.array(prompt, dtype=np.int64), sampling)
+
+
+def decided_prompts(plain: PlainModel) -> list[tuple[int, ...]]:
+    """Prompts whose greedy continuation no rounding can change."""
+    draw = np.random.default_rng(0)
+    chosen: list[tuple[int, ...]] = []
+    for _ in range(20 * NUM_PROMPTS):
+        prompt = tuple(int(token) for token in draw.integers(3, 300, size=int(draw.integers(4, 12))))
+        tokens = [*prompt, *greedy(plain, prompt)]
+        with torch.no_grad():
+            best = plain(torch.tensor(tokens))[len(prompt) - 1 : -1].topk(2, dim=-1).values
+        if (best[:, 0] - best[:, 1]).min() > GREEDY_MARGIN:
+            chosen.append(prompt)
+        if len(chosen) == NUM_PROMPTS:
+            return chosen
+    raise AssertionError(f"only {len(chosen)} of {20 * NUM_PROMPTS} prompts have a decided continuation")
+
+
+@torch.no_grad()
+def greedy(plain: PlainModel, prompt: tuple[int, ...]) -> list[int]:
+    """The likeliest continuation, one forward a token."""
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        tokens.append(int(plain(torch.tensor(tokens))[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def sequence_logprobs(plain: PlainModel, prompt: tuple[int, ...], completion: Completion) -> np.ndarray[Any, Any]:
+    """[C] of the raw distribution, which at temperature 1 is also the one that was sampled."""
+    tokens = torch.tensor([*prompt, *completion.token_ids.tolist()])
+    logs = torch.log_softmax(plain(tokens).float(), -1)[len(prompt) - 1 : -1]
+    return logs.gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()

