@@ -73,6 +73,8 @@ class BackendError(ChatLearnError):
 
     place: WorkerPlace | None = None
     """Who failed, for programs and the failure page; the message says it too."""
+    process_is_gone = False
+    """Whether a process ended, rather than answered that it failed: another one may do better."""
     stack: str = ""
     """Where it hangs, or the traceback that it ended with, in the worker."""
 
@@ -82,16 +84,33 @@ class BackendError(ChatLearnError):
         return self
 
 
-class ReplicaLostError(BackendError):
+class RoleLostError(BackendError):
+    """A role cannot work as it is: no failure of one request or sample, whoever's call met it."""
+
+
+class ReplicaLostError(RoleLostError):
     """A replica died and may not be rebuilt any more: the run cannot go on."""
 
 
-class TrainerLostError(BackendError):
+class TrainerLostError(RoleLostError):
     """A rank of a trainer died: the others cannot go on without it; the runtime may rebuild the role."""
 
 
 class BackendTimeoutError(BackendError):
     """A wait ended without an answer: names who waited, for whom, for what and how long."""
+
+
+class HostedProcessLostError(BackendError):
+    """A process that hosts an engine is gone: names it, how it ended and what it printed last."""
+
+
+class HostedCallError(BackendError):
+    """What a method raised in a process that hosts an engine; its stack there is a note."""
+
+    type_name: str = ""
+    """Class of the exception there, by its name."""
+    text: str = ""
+    """Its message there."""
 
 
 class WeightSyncError(BackendError):

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.executor.environment import Environment, generator_mismatch, make_slots, sample_metrics
+from chatlearn_core.executor.environment import (
+    Environment,
+    both_logprobs,
+    generator_mismatch,
+    make_slots,
+    sample_metrics,
+)
 from chatlearn_core.executor.seeds import keyed_seed
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
     Completion,
     Demonstration,
     Metric,
+    Metrics,
     Prompt,
     Sample,
     SamplingParams,
@@ -92,10 +100,15 @@ def test_lengths_and_exclusions_are_counted() -> None:
     }
 
 
+def mismatch(samples: list[Sample], sampling: SamplingParams) -> Metrics:
+    batch = both_logprobs(samples, sampling)
+    return generator_mismatch(batch) if batch.num_sequences else {}
+
+
 def test_the_mismatch_is_measured_where_both_logprobs_are_of_one_distribution() -> None:
     sample = finished("a", 2)
     sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -1.0, -1.5], np.float32)
-    metrics = generator_mismatch([sample], SAMPLING)
+    metrics = mismatch([sample], SAMPLING)
     difference = abs(torch.tensor([-1.0, -1.5]).exp() - torch.tensor([-1.0, -1.0]).exp()).mean()
     assert metrics["mismatch/prob_diff_mean"].value == pytest.approx(float(difference), rel=1e-6)
 
@@ -103,8 +116,8 @@ def test_the_mismatch_is_measured_where_both_logprobs_are_of_one_distribution() 
 def test_no_mismatch_is_claimed_between_different_distributions() -> None:
     sample = finished("a", 2)
     sample.token_data["trainer_logprobs"] = np.zeros(5, np.float32)
-    assert generator_mismatch([sample], SamplingParams(8, top_p=0.9)) == {}, "the trainer does not cut to top-p"
-    assert generator_mismatch([finished("a", 2)], SAMPLING) == {}, "there are no trainer logprobs"
+    assert mismatch([sample], SamplingParams(8, top_p=0.9)) == {}, "the trainer does not cut to top-p"
+    assert mismatch([finished("a", 2)], SAMPLING) == {}, "there are no trainer logprobs"
 
 
 def test_raw_logprobs_are_compared_where_sampling_cut_the_distribution() -> None:
@@ -115,10 +128,10 @@ def test_raw_logprobs_are_compared_where_sampling_cut_the_distribution() -> None
     sample = sample_from_completion("a", "a", make_prompt("a"), completion)
     sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -1.0, -1.5], np.float32)
     difference = (math.exp(-1.0) - math.exp(-1.5)) / 2
-    metrics = generator_mismatch([sample], cut)
+    metrics = mismatch([sample], cut)
     assert metrics["mismatch/prob_diff_mean"].value == pytest.approx(difference, rel=1e-6)
     warm = SamplingParams(8, temperature=0.5, top_p=0.9)
-    assert generator_mismatch([sample], warm) == {}, "the trainer's are of temperature 0.5, the raw ones are not"
+    assert mismatch([sample], warm) == {}, "the trainer's are of temperature 0.5, the raw ones are not"
 
 
 def test_what_a_completion_says_of_its_basis_counts_and_not_what_was_asked_for() -> None:
@@ -130,12 +143,14 @@ def test_what_a_completion_says_of_its_basis_counts_and_not_what_was_asked_for()
         strange.completion, basis=SamplingParams(8, 0.5, top_k=5).basis, logprobs=np.zeros(2, np.float32)
     )
     strange.token_data["generator_logprobs"] = np.zeros(5, np.float32)
-    assert generator_mismatch([good, strange], SAMPLING)["mismatch/prob_diff_mean"].value == 0.0
-    assert generator_mismatch([strange], SAMPLING) == {}
+    assert mismatch([good, strange], SAMPLING)["mismatch/prob_diff_mean"].value == 0.0
+    assert mismatch([strange], SAMPLING) == {}
 
 
 async def test_a_step_runs_the_flow_and_the_algorithm_over_all_samples() -> None:
     class Scheduler:
+        graph = SimpleNamespace(nodes=())
+
         async def run(self, slots: Any, timers: Any) -> list[Sample]:
             return [finished(slot.sample_id, 4) for slot in slots]
 

@@ -82,7 +82,10 @@ class ListRuntime:
         self.calls: list[str] = []
         self.current = ListTrainer(self)
 
-    async def start(self) -> None: ...
+    def devices(self) -> dict[str, Any]:
+        return {}
+
+    async def start(self, role_is_up: Any = None) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -137,7 +140,7 @@ def make_run(run_dir: Path, runtime: ListRuntime, listener: RunListener, *, ever
         algorithm=ReadingAlgorithm(),
         graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", input_kind="demonstrations"),
         evaluation=None,
-        plan=SimpleNamespace(run_dir=run_dir, weight_syncs=()),
+        plan=SimpleNamespace(run_dir=run_dir, weight_syncs=(), roles={}),
         train_set=SimpleNamespace(datasets=[dataset], reports=[dataset.report]),
         eval_set=None,
         sampling=SamplingParams(1),
@@ -282,7 +285,7 @@ async def test_recovery_forgets_what_the_lost_steps_said(training: Training) -> 
     recover = trained.runtime.recover
 
     async def watched(error: TrainerLostError) -> None:
-        seen.append((trained.run._alarms, trained.run._line))
+        seen.append((trained.run.state.alarms, trained.run.state.line))
         await recover(error)
 
     load = ListTrainer.load
@@ -290,8 +293,8 @@ async def test_recovery_forgets_what_the_lost_steps_said(training: Training) -> 
     async def checked(self: ListTrainer, directory: Path) -> None:
         [(alarms, line)] = seen
         assert line, "step 3 had a line"
-        assert trained.run._alarms is not alarms
-        assert trained.run._line == {}
+        assert trained.run.state.alarms is not alarms
+        assert trained.run.state.line == {}
         await load(self, directory)
 
     trained.runtime.recover = watched  # type: ignore[method-assign]  # looks on
@@ -310,6 +313,7 @@ async def test_going_on_from_an_older_checkpoint_says_what_it_removes(training: 
     text = "removing checkpoints newer than step 2, of step 4, 5, and metrics and rollouts of steps 3 to 5"
     assert text in again.listener.said
     [event] = [record for record in again.lines("events.jsonl") if record["event"] == "removed"]
+    assert event.pop("time")
     assert event == {"event": "removed", "step": 2, "checkpoints": [4, 5], "metrics": [3, 4, 5]}
     assert again.model == expected
     assert (first.run_dir / "checkpoints" / "step_00000005" / SEAL).exists(), "made again"
@@ -327,7 +331,7 @@ async def test_nothing_is_saved_behind_a_call_that_hangs(training: Training, mon
     hung = training("a", every=0)
 
     def hang(*arguments: Any) -> None:
-        if hung.run.step == 2:
+        if hung.run.state.step == 2:
             raise BackendTimeoutError("role 'trainer': compute did not return within 60 s")
 
     monkeypatch.setattr(type(hung.run.observers), "rollout_end", lambda self, *arguments: hang(*arguments))
@@ -344,7 +348,7 @@ async def test_the_last_step_is_saved_when_something_else_fails(
     failing = training("a", every=0)
 
     def bad_rollout(*arguments: Any) -> None:
-        if failing.run.step == 2:
+        if failing.run.state.step == 2:
             raise BackendError("every generation failed")
 
     monkeypatch.setattr(type(failing.run.observers), "rollout_end", lambda self, *arguments: bad_rollout(*arguments))

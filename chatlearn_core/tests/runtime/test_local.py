@@ -13,8 +13,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from chatlearn_core.exceptions import ChatLearnError, ConfigError, ModelError, WeightSyncError
+from chatlearn_core.exceptions import ChatLearnError, ConfigError, ModelError, ReplicaLostError, WeightSyncError
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.protocols import RuntimeEvent
 from chatlearn_core.runtime.local import LocalRuntime, resolve_device
 from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
@@ -196,12 +197,23 @@ async def test_a_replica_that_fails_a_sync_is_rebuilt_and_gets_the_weights_once_
     await scene.runtime.close()
 
 
-async def test_a_rebuilt_replica_that_fails_too_is_an_error(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"fake_generator": ["sync", "sync"]}, trainer={}, generator={})
+async def test_a_rebuilt_replica_that_fails_too_is_rebuilt_as_often_as_it_may_be(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"fake_generator": ["sync", "sync", ""]}, trainer={}, generator={})
     await scene.runtime.start()
-    with pytest.raises(WeightSyncError, match="rebuilt replica 0 of 'generator' did not take version 4"):
+    [receipt] = await scene.runtime.sync_weights("trainer", "generator", 4)
+    assert (receipt.state, scene.runtime.generator("generator").num_restarts) == ("serving", 2)
+    await scene.runtime.close()
+
+
+async def test_a_replica_that_always_fails_is_an_error(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"fake_generator": ["sync", "sync", "sync"]}, trainer={}, generator={})
+    told: list[RuntimeEvent] = []
+    scene.runtime.on_event = told.append
+    await scene.runtime.start()
+    with pytest.raises(ReplicaLostError, match=r"2 restart\(s\), .*replica 0 of 'generator' did not take version 4"):
         await scene.runtime.sync_weights("trainer", "generator", 4)
     await scene.runtime.close()
+    assert [(event.name, event.facts["restart"]) for event in told] == [("replica_rebuilt", 1), ("replica_rebuilt", 2)]
 
 
 async def test_reward_parts_are_named_after_their_backend_and_numbered_where_it_repeats(tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)
 
 
+def free_gathered(root: nn.Module) -> None:
+    """Free whole parameters that a forward without backward left gathered, and put the shards back in their place.
+
+    FSDP keeps the root's own (embeddings, head) for a backward that comes soon. Until then ``root.parameters()`` are
+    the gathered ones, and the shards cannot be moved or streamed.
+    """
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor; collective for a sharded one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -32,7 +32,7 @@ from chatlearn_fsdp.model_start import lora_settings, start_model
 from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.schedule import check_schedule, learning_rate
-from chatlearn_fsdp.sharding import RankGroup, join_ranks, mesh_sizes, whole
+from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, whole
 from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
@@ -106,9 +106,13 @@ class FSDPTrainer:
         return self._broken
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
+        if self._model is not None:
+            free_gathered(self._model)
         for name in parts:
             if name in self._parts:
                 self._parts[name].offload(self._part_tensors(name))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for itself, other processes on the device cannot have
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         for name in parts:
@@ -157,6 +161,7 @@ class FSDPTrainer:
             for micro, layout in cut.on(self._device, self._ulysses):
                 outputs = self._forward(model, micro, layout, request)
                 pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
+        free_gathered(model)
         return cut.in_batch_order(pieces)
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
@@ -278,14 +283,18 @@ class FSDPTrainer:
     def _trainable(self, model: PackedModel) -> list[torch.nn.Parameter]:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def _part_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
+    def _part_tensors(self, part: MemoryPart) -> list[Tensor]:
+        """What of a part is on the device; what ``cpu_offload`` keeps on the host never takes room there."""
+        return [tensor for tensor in self._all_tensors(part) if tensor.device.type == self._device.type]
+
+    def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
         if self._model is None:
             return []
         if part == "weights":
             return [*self._model.parameters(), *self._model.buffers()]
         if part == "gradients":
             return [p.grad for p in self._model.parameters() if p.grad is not None]
-        if self._optimizer is None:
+        if self._optimizer is None or part != "optimizer":
             return []
         state = optimizer_tensors(self._optimizer, self._model)
         return [tensor for entry in state.values() for tensor in entry.values()]

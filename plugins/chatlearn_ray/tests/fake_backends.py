@@ -96,6 +96,8 @@ class CountingTrainer:
 
 class EchoOptions(BaseModel):
     delay_s: float = 0.0
+    repeat: int = 1
+    """How often the prompt's tokens are returned."""
     delay_file: str | None = None
     """The delay counts while this file exists."""
 
@@ -114,12 +116,14 @@ class EchoGenerator:
 
     async def generate(self, request, on_tokens=None):
         self.order.append(request.id)
+        if request.resume_from is not None and type(request.resume_from.token_ids) is not np.ndarray:
+            raise TypeError(f"an engine is given ordinary arrays, not {request.resume_from.token_ids!r}")
         if request.sampling.max_tokens == 13:
             raise ValueError("thirteen tokens")
         while self.options.delay_file is not None and Path(self.options.delay_file).exists():
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.options.delay_s)
-        tokens = request.prompt_ids
+        tokens = np.tile(request.prompt_ids, self.options.repeat)
         return Completion(
             request_id=request.id,
             token_ids=tokens,

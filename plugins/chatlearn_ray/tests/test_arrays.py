@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.types import TrainBatch, cumulative_lengths
-from chatlearn_ray.arrays import BatchArrays, TensorArray
+from chatlearn_core.types import Rows, StoredArray, StoredTensor, TrainBatch, cumulative_lengths
+from chatlearn_ray.arrays import BatchArrays, RowsArray, TensorArray
+from chatlearn_ray.blocks import RayBlock
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
@@ -52,3 +54,45 @@ def test_a_batch_survives() -> None:
         assert torch.equal(getattr(back, name), getattr(batch, name))
     assert torch.equal(back.token_data["advantages"], batch.token_data["advantages"])
     assert torch.equal(back.sequence_data["score"], batch.sequence_data["score"])
+
+
+class Block(RayBlock):
+    """A block that is here."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        super().__init__(None)
+        self.fill({"x": array})
+
+
+def stored_tensor() -> StoredTensor:
+    block, other = Block(np.arange(10)), Block(np.arange(100, 110))
+    first: Any = StoredArray([np.array([7, 7]), Rows(block, "x", 1, 4)], (), np.int64)
+    second: Any = StoredArray([Rows(other, "x", 0, 2), Rows(block, "x", 9, 10)], (), np.int64)
+    return StoredTensor([first, np.array([5]), second])
+
+
+def test_a_tensor_by_reference_is_put_together_where_it_arrives() -> None:
+    carried = RowsArray.of(stored_tensor())
+    assert len(carried.blocks) == 2, "a block is named once"
+    assert carried.tensor().tolist() == [7, 7, 1, 2, 3, 5, 100, 101, 9] == stored_tensor().tolist()
+    assert carried.nbytes == carried.at_hand.nbytes + carried.index.nbytes
+    assert carried.at_hand.tolist() == [7, 7, 5]
+
+
+def test_masks_and_weights_of_a_batch_travel_in_short() -> None:
+    def batch(length: int) -> TrainBatch:
+        mask = torch.arange(length) >= 3
+        return TrainBatch(
+            sample_ids=("a",),
+            token_ids=stored_tensor(),
+            cu_seqlens=cumulative_lengths([length]),
+            loss_mask=mask,
+            unit_index=torch.tensor([0]),
+            group_index=torch.tensor([0]),
+            token_data={"advantages": torch.where(mask, 0.25, 0.0)},
+        )
+
+    short, long = BatchArrays.of(batch(500)), BatchArrays.of(batch(50_000))
+    assert short.num_bytes == long.num_bytes
+    assert torch.equal(long.batch().token_data["advantages"], batch(50_000).token_data["advantages"])
+    assert torch.equal(long.batch().loss_mask, batch(50_000).loss_mask)

@@ -171,7 +171,7 @@ async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp
         results = await runtime.reward("reward").score(samples(3))
         assert [r.components["tokens"] for r in results] == [float(len(s.token_ids)) for s in samples(3)]
         trap.touch()
-        with pytest.raises(BackendError, match=r"'reward': worker 0 was lost, and 1 restart\(s\), the limit"):
+        with pytest.raises(BackendError, match=r"'reward': worker 0 died, and 1 restart\(s\), the limit"):
             await runtime.reward("reward").score(samples(1))
 
 
@@ -214,7 +214,7 @@ async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -
         os.kill(trainer.workers[0].facts.pid, signal.SIGKILL)
         with pytest.raises(TrainerLostError, match="rank 0 of 2") as lost:
             await trainer.update(batch(4), loss(1.0))
-        with pytest.raises(TrainerLostError, match=r"1 restart\(s\) of role 'trainer', the limit"):
+        with pytest.raises(TrainerLostError, match=r"a rank died, and 1 restart\(s\), the limit"):
             await runtime.recover(lost.value)
 
 

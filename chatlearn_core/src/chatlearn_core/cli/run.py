@@ -88,8 +88,9 @@ def evaluate(
 
 
 def describe(assembly: Assembly) -> str:
-    """What a run would do: flow, roles, weight transport, data."""
-    from chatlearn_core.executor.run import build_runtime
+    """What a run would do: flow, roles, places, who moves out of whose way, weight transport, data."""
+    from chatlearn_core.executor.building import build_memory, build_runtime
+    from chatlearn_core.executor.sharing import describe_sharing, schedule
     from chatlearn_core.flow import to_text
 
     plan = assembly.plan
@@ -102,8 +103,12 @@ def describe(assembly: Assembly) -> str:
             f"{role.replicas} replica(s) x {role.ranks} rank(s){learns}"
         )
     lines += ["", "places"]
-    for name, facts in build_runtime(assembly).describe().items():
+    runtime = build_runtime(assembly)
+    sharing = build_memory(assembly, runtime).sharing
+    for name, facts in runtime.describe().items():
         lines += [f"  {name:<12} {place}" for place in facts.get("places", ["in this process"])]
+    turns = schedule(sharing, plan, assembly.graph, list(assembly.algorithm.losses()))
+    lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
     lines += ["", "weight sync"]
     lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}" for s in plan.weight_syncs] or ["  none"]
     lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from chatlearn_core.config.choices import Choices
 from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
+from chatlearn_core.config.rollout_rules import ROLLOUT_RULES
 from chatlearn_core.plugins.compatibility import mismatches, placement_of
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
@@ -398,5 +399,6 @@ RULES: tuple[Rule, ...] = (
     completion_fits_model,
     several_samples_differ,
     mini_batches_have_samples,
+    *ROLLOUT_RULES,
 )
 """All rules, in the order in which they are applied."""

@@ -101,6 +101,35 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list)
 
 
+class RolloutConfig(Section):
+    """Who samples what, and whether a rollout may last longer than a step."""
+
+    max_concurrent: Positive | None = Field(
+        None, description="Requests that a replica has open at a time; by default all, and the engine queues them."
+    )
+    work_stealing: bool = Field(
+        False, description="An idle replica takes over what waits for another; batches then depend on timing."
+    )
+    max_retries: NonNegative = Field(1, description="How often a request that failed is made again.")
+    request_timeout_s: Seconds | None = Field(
+        None,
+        description="A request that takes longer from its start is ended and its sample excluded; none by default.",
+    )
+    partial: Literal["none", "resume", "keep"] = Field(
+        "none",
+        description="What becomes of completions that a step does not finish. none: a step waits for all of them. "
+        "resume: they are taken out after round_tokens and resumed in the next step. keep: they stay in the engine.",
+    )
+    round_tokens: Positive | None = Field(
+        None, description="For resume: tokens that a completion may grow by in a step."
+    )
+    max_rounds: Positive = Field(4, description="A completion ends in its so many-th step at the latest.")
+    in_flight_prompts: Positive | None = Field(
+        None,
+        description="Prompts that a partial rollout has in flight; train.prompts_per_step for resume, twice for keep.",
+    )
+
+
 class WeightSyncConfig(Section):
     """How weights travel from the trainer to the generator."""
 
@@ -122,6 +151,16 @@ class RuntimeConfig(Section):
 
     backend: str = "local"
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+class MemoryConfig(Section):
+    """What happens to the memory of roles that share devices."""
+
+    offload: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Move weights, optimizer and KV cache out of device memory while another role works. auto: on GPUs "
+        "that roles share; always: on shared CPUs too; never: all stay.",
+    )
 
 
 class TrainConfig(Section):
@@ -172,8 +211,10 @@ class RunConfig(Section):
     algorithm: PluginChoice
     roles: dict[str, RoleConfig]
     sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -8,7 +8,10 @@ from chatlearn_core.data import Sampler
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.environment import Environment
 from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.partial import partial_rollouts
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.executor.training import ExperienceTrainer
 from chatlearn_core.plugins.records import RuntimeSpec
@@ -24,13 +27,27 @@ def build_runtime(assembly: Assembly) -> Runtime:
     return runtime
 
 
+def build_memory(assembly: Assembly, runtime: Runtime) -> MemoryTurns:
+    """Gives roles that share devices their turns.
+
+    Raises:
+        ConfigError: completions are to be kept in a KV cache that is released in between.
+    """
+    memory = MemoryTurns(runtime, assembly.plan.roles, assembly.config.memory.offload)
+    if assembly.config.rollout.partial == "keep":
+        memory.sharing.check_kept("rollout.partial: keep", [sync.generator for sync in assembly.plan.weight_syncs])
+    return memory
+
+
 def build_sampler(assembly: Assembly) -> Sampler:
     """Draws the training examples, from the beginning."""
     config = assembly.config
     return Sampler(assembly.train_set.datasets, seed=config.seed, shuffle=config.data.shuffle)
 
 
-def build_environment(assembly: Assembly, runtime: Runtime, enter: Callable[[Phase], None]) -> Environment:
+def build_environment(
+    assembly: Assembly, runtime: Runtime, rollouts: Rollouts, enter: Callable[[Phase], None], memory: MemoryTurns
+) -> Environment:
     """Makes experience; ``enter`` is told what it begins to do."""
     scheduler = FlowScheduler(
         assembly.graph,
@@ -38,11 +55,19 @@ def build_environment(assembly: Assembly, runtime: Runtime, enter: Callable[[Pha
         temperature=assembly.sampling.temperature,
         group_rewards=assembly.group_rewards,
         enter=enter,
+        memory=memory,
+        front=rollouts,
     )
-    return Environment(scheduler, assembly.algorithm, assembly.sampling, assembly.config.seed)
+    partial = None
+    if assembly.config.rollout.partial != "none":
+        [call] = assembly.graph.calls("generate")
+        partial = partial_rollouts(assembly.config, rollouts, call.role)
+    return Environment(
+        scheduler, assembly.algorithm, assembly.sampling, assembly.config.seed, rollouts=rollouts, partial=partial
+    )
 
 
-def build_trainer(assembly: Assembly, runtime: Runtime) -> ExperienceTrainer:
+def build_trainer(assembly: Assembly, runtime: Runtime, memory: MemoryTurns) -> ExperienceTrainer:
     """Consumes experience."""
     train = assembly.config.train
     return ExperienceTrainer(
@@ -51,17 +76,25 @@ def build_trainer(assembly: Assembly, runtime: Runtime) -> ExperienceTrainer:
         num_mini_batches=train.mini_batches,
         epochs=train.epochs,
         seed=assembly.config.seed,
+        memory=memory,
     )
 
 
-def build_evaluator(assembly: Assembly, runtime: Runtime) -> Evaluator | None:
+def build_evaluator(
+    assembly: Assembly, runtime: Runtime, rollouts: Rollouts, memory: MemoryTurns | None = None
+) -> Evaluator | None:
     """Evaluates; None if the configuration has nothing to evaluate on."""
     if assembly.evaluation is None or assembly.eval_set is None:
         return None
     sampling = assembly.eval_sampling
     return Evaluator(
         FlowScheduler(
-            assembly.evaluation, runtime, temperature=sampling.temperature, group_rewards=assembly.group_rewards
+            assembly.evaluation,
+            runtime,
+            temperature=sampling.temperature,
+            group_rewards=assembly.group_rewards,
+            memory=memory,
+            front=rollouts,
         ),
         list(assembly.eval_set),
         sampling,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.partial import PartialRollouts
+from chatlearn_core.executor.rollouts.pending import Group
+from chatlearn_core.executor.rollouts.staleness import fresh_mask, newest_version, staleness_metrics
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
 from chatlearn_core.executor.seeds import keyed_seed
 from chatlearn_core.losses.mismatch import mismatch_metrics
@@ -22,6 +27,7 @@ from chatlearn_core.types import (
     LogprobBasis,
     Metric,
     Metrics,
+    Prompt,
     Sample,
     SamplingParams,
     TrainBatch,
@@ -38,6 +44,8 @@ class Experience:
     step: int
     samples: list[Sample]
     metrics: Metrics
+    pending: tuple[Group, ...] = ()
+    """Rollouts that go on in the next step."""
 
     @property
     def admitted(self) -> list[Sample]:
@@ -53,25 +61,80 @@ class Environment:
         algorithm: says how many completions a prompt gets and computes advantages.
         sampling: how completions are sampled; its seed is replaced for every sample.
         seed: the run's seed.
+        rollouts: what the scheduler has in front of the generators, for its metrics.
+        partial: makes rollouts that may last longer than a step.
     """
 
-    def __init__(self, scheduler: FlowScheduler, algorithm: Algorithm, sampling: SamplingParams, seed: int) -> None:
+    def __init__(
+        self,
+        scheduler: FlowScheduler,
+        algorithm: Algorithm,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        rollouts: Rollouts | None = None,
+        partial: PartialRollouts | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.algorithm = algorithm
         self.sampling = sampling
         self.seed = seed
+        self.rollouts = rollouts
+        self.partial = partial
 
-    async def make(self, step: int, examples: Sequence[Example], timers: Timers) -> Experience:
-        """Run one step's flow over ``examples``."""
+    def num_prompts(self, prompts_per_step: int, pending: Sequence[Group]) -> int:
+        """How many examples the next step takes."""
+        return prompts_per_step if self.partial is None else self.partial.num_prompts(pending)
+
+    def slots_of(self, prompt: Prompt, step: int) -> list[Slot]:
+        """The samples of a prompt that was drawn in a step."""
+        return make_slots([prompt], step, self.algorithm.group_size, self.sampling, self.seed)
+
+    async def make(
+        self, step: int, examples: Sequence[Example], timers: Timers, pending: Sequence[Group] = ()
+    ) -> Experience:
+        """Run one step's flow over ``examples``, and over the rollouts that were ``pending`` before it."""
         slots = make_slots(examples, step, self.algorithm.group_size, self.sampling, self.seed)
-        samples = await self.scheduler.run(slots, timers)
+        samples, left, rolled = await self._run(slots, step, timers, pending)
         with timers.measure("advantages"):
             metrics = self.algorithm.prepare_samples(samples)
         return Experience(
             step,
             samples,
-            merge_metrics(metrics, sample_metrics(samples), await self._mismatch(samples)),
+            merge_metrics(
+                metrics, rolled, sample_metrics(samples), staleness_metrics(samples), await self._mismatch(samples)
+            ),
+            left,
         )
+
+    async def _run(
+        self, slots: list[Slot], step: int, timers: Timers, pending: Sequence[Group]
+    ) -> tuple[list[Sample], tuple[Group, ...], Metrics]:
+        """Samples of the step, what is pending after it, and metrics of the generation."""
+        left: tuple[Group, ...] = ()
+        metrics: Metrics = {}
+        if self.partial is None:
+            samples = await self.scheduler.run(slots, timers)
+        else:
+            turn = self.partial.begin(pending, slots, step)
+            playing = asyncio.create_task(self.partial.play(turn))
+            try:
+                samples = await self.scheduler.run(turn.slots, timers, turn)
+            finally:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)  # its errors have reached the scheduler
+            left, metrics = self.partial.finish(turn)
+        return samples, left, metrics | (self.rollouts.metrics() if self.rollouts is not None else {})
+
+    async def weights_changed(self) -> None:
+        """Every generator serves new weights: what waited for them goes on."""
+        if self.partial is not None:
+            await self.partial.weights_changed()
+
+    async def close(self) -> None:
+        """Give up rollouts that go on between steps."""
+        if self.partial is not None:
+            await self.partial.close()
 
     async def _mismatch(self, samples: Sequence[Sample]) -> Metrics:
         """Measured by the trainer that computed the logprobs: its workers have the arrays, or fetch them."""
@@ -135,15 +198,18 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 def both_logprobs(samples: Sequence[Sample], sampling: SamplingParams) -> TrainBatch:
     """The samples that have the logprobs of trainer and generator, and both of one distribution, in ``token_data``.
 
-    The trainer divides its logits by the sampling temperature and cuts nothing off.
+    The trainer divides its logits by the sampling temperature and cuts nothing off. Tokens that older weights sampled
+    are masked out: there the two differ for a good reason.
     """
     basis = LogprobBasis(sampling.temperature or 1.0)
+    version = newest_version(samples)
     both: list[Sample] = []
     for sample in samples:
         logprobs = _generator_logprobs(sample, basis)
         if logprobs is not None and "trainer_logprobs" in sample.token_data:
             arrays = {"trainer_logprobs": sample.token_data["trainer_logprobs"], "generator_logprobs": logprobs}
-            both.append(replace(sample, token_data=arrays, sequence_data={}))
+            mask = fresh_mask(sample, version)
+            both.append(replace(sample, loss_mask=mask, token_data=arrays, sequence_data={}))
     return pack_samples(both)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.assembly import Assembly
-from chatlearn_core.executor.evaluator import Evaluator
-from chatlearn_core.executor.run import build_runtime, values
-from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.building import build_evaluator, build_runtime
+from chatlearn_core.executor.metrics_line import values
+from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.metrics import Timers
 
 
@@ -23,13 +23,8 @@ async def evaluate_model(assembly: Assembly) -> dict[str, float]:
     roles = {name: role for name, role in assembly.plan.roles.items() if name in assembly.evaluation.roles}
     alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
     runtime = build_runtime(alone)
-    evaluator = Evaluator(
-        FlowScheduler(assembly.evaluation, runtime, group_rewards=assembly.group_rewards),
-        list(assembly.eval_set),
-        assembly.eval_sampling,
-        samples_per_prompt=assembly.config.eval.samples_per_prompt,
-        seed=assembly.config.seed,
-    )
+    evaluator = build_evaluator(alone, runtime, Rollouts(runtime, assembly.config.rollout))
+    assert evaluator is not None, "there is an eval dataset"
     try:
         await runtime.start()
         metrics, _ = await evaluator.evaluate(Timers())

@@ -45,8 +45,10 @@ class Evaluator:
     async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
         """``eval/accuracy``, ``eval/reward``, lengths; by data source too where there are several."""
         slots = make_slots(self.examples, "eval", self.samples_per_prompt, self.sampling, self.seed)
+        apart = Timers()
         with timers.measure("eval"):
-            samples = await self.scheduler.run(slots, Timers())
+            samples = await self.scheduler.run(slots, apart)
+        timers.adopt(apart, during="eval")
         metrics = evaluation_metrics("eval", samples)
         sources = sorted({sample.prompt.data_source for sample in samples})
         if len(sources) > 1:

@@ -59,7 +59,7 @@ class Journal:
     def warn(self, text: str, event: str = "warning", **facts: Any) -> None:
         """Something a person should do something about; it is written down."""
         self.listener.warning(text)
-        self.record(event, step=self.step, **(facts or {"text": text}))
+        self.record(event, **{"step": self.step, **(facts or {"text": text})})
 
     def runtime_event(self, event: RuntimeEvent) -> None:
         """What the runtime reports while the run goes on: a worker that it rebuilt. Never raises."""

@@ -10,6 +10,7 @@ from typing import Any
 from chatlearn_core.data import Sampler
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.checkpoint import Checkpoint
+from chatlearn_core.executor.rollouts.pending import Group
 
 COUNTED = ("samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
 """Metrics that are added up over the whole run, in checkpoints and in the summary."""
@@ -30,17 +31,19 @@ class RunState:
     line: dict[str, float] = field(default_factory=dict)
     """Metrics of the last completed step."""
     alarms: Alarms = field(default_factory=Alarms)
+    pending: tuple[Group, ...] = ()
+    """Rollouts that go on in the next step; a checkpoint holds them beside the roles."""
     policy_changed: bool = False
     """Whether updates of a step that is not complete have been made: then the weights are nobody's."""
     saved_step: int = -1
     saved_path: Path | None = None
     """The checkpoint of that step; in another run's directory where ``--resume PATH`` named one there."""
 
-    def complete(self, step: int, line: dict[str, float]) -> None:
-        """``step`` is done, with these metrics."""
+    def complete(self, step: int, line: dict[str, float], pending: tuple[Group, ...] = ()) -> None:
+        """``step`` is done, with these metrics, and left these rollouts unfinished."""
         for name in COUNTED:
             self.totals[name] += line.get(name, 0.0)
-        self.step, self.policy_changed, self.line = step, False, line
+        self.step, self.policy_changed, self.line, self.pending = step, False, line, pending
 
     def content(self, settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
         """What a checkpoint stores of it.

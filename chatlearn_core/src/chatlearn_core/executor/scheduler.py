@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from chatlearn_core.exceptions import BackendError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.executor.memory import MemoryTurns, Turn
 from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.sharing import use_of
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.types import (
+    Completion,
     GenerateRequest,
     OutputRequest,
     Prompt,
@@ -37,6 +41,42 @@ class Slot:
     request: GenerateRequest | None = None
     """None for demonstrations, whose sample is there from the start."""
     sample: Sample | None = None
+    left_out: bool = False
+    """Its generation goes on after this run of the flow: nothing else is called for it, and no sample comes back."""
+
+
+class CompletionSource(Protocol):
+    """Who answers the flow's calls on generators."""
+
+    async def completion(self, role: str, slot: Slot) -> Completion | None:
+        """What the slot's request gave; None leaves the slot out.
+
+        Raises:
+            ReplicaLostError: a replica died, and may not be rebuilt any more.
+            BackendError: this request failed.
+        """
+
+
+class GeneratorFront(CompletionSource, Protocol):
+    """What stands between the flow and the generator replicas."""
+
+    def begin(self) -> None:
+        """A run of the flow begins."""
+
+
+class FleetCompletions:
+    """Asks the fleet itself, with nothing in front of it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    async def completion(self, role: str, slot: Slot) -> Completion:
+        """See ``CompletionSource``."""
+        assert slot.request is not None, "a flow over prompts gives every slot a request"
+        return await self.runtime.generator(role).generate(slot.request)
 
 
 class FlowScheduler:
@@ -48,6 +88,8 @@ class FlowScheduler:
         temperature: the logits of trainer outputs are divided by it, as they were when sampling.
         group_rewards: reward roles that judge a whole group at a time.
         enter: is told when the first call of a kind begins.
+        memory: gives calls their turn where roles share devices; by default none do.
+        front: answers calls on generators; the fleets themselves by default.
     """
 
     def __init__(
@@ -58,18 +100,26 @@ class FlowScheduler:
         temperature: float = 1.0,
         group_rewards: frozenset[str] = frozenset(),
         enter: Callable[[Phase], None] | None = None,
+        memory: MemoryTurns | None = None,
+        front: GeneratorFront | None = None,
     ) -> None:
         self.graph = graph
         self.runtime = runtime
         self.temperature = temperature or 1.0
         self.group_rewards = group_rewards
         self.enter = enter
+        self.memory = memory or MemoryTurns(runtime)
+        self.front = front or FleetCompletions(runtime)
         self._entered: set[Phase] = set()
+        self._levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
 
-    async def run(self, slots: Sequence[Slot], timers: Timers) -> list[Sample]:
+    async def run(self, slots: Sequence[Slot], timers: Timers, source: CompletionSource | None = None) -> list[Sample]:
         """Fill every slot; the samples come back in the order of the slots.
 
         A sample whose generation or reward failed is among them with ``exclusion`` set.
+
+        Args:
+            source: answers calls on generators in place of the front.
 
         Raises:
             ReplicaLostError: a generator died too often.
@@ -77,30 +127,58 @@ class FlowScheduler:
         """
         done = {node.index: [asyncio.Event() for _ in slots] for node in self.graph.nodes}
         self._entered = set()
+        self.front.begin()
+        source = source or self.front
+        turns = self._turns(timers)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for node in self.graph.nodes:
-                    tasks.create_task(self._run_node(node, slots, done, timers))
+                    tasks.create_task(self._run_node(node, slots, done, timers, source, turns.get(node.index)))
         except ExceptionGroup as group:
             raise _first(group) from group
-        samples = [_filled(slot) for slot in slots]
-        if self.graph.calls("generate") and slots and all(sample.completion is None for sample in samples):
+        finally:
+            for turn in turns.values():
+                turn.leave()
+        samples = _kept(slots)
+        if self.graph.calls("generate") and samples and all(sample.completion is None for sample in samples):
             raise BackendError(
                 f"every one of {len(samples)} generations failed, the first with: {samples[0].exclusion}"
             )
         return samples
 
+    def _turns(self, timers: Timers) -> dict[int, Turn]:
+        """Places of all calls in the queues for their devices, level by level: by node index, none for rewards.
+
+        They are taken before anything runs, so that calls which share a device follow one another in the same order in
+        every step. Calls that share none run at the same time.
+        """
+        turns: dict[int, Turn] = {}
+        for index, level in self._levels.items():  # in the order of levels
+            use = use_of(self.graph.nodes[index])
+            if use is not None:
+                turns[index] = self.memory.turn(use, timers=timers, level=level)
+        return turns
+
     async def _run_node(
-        self, node: Node, slots: Sequence[Slot], done: dict[int, list[asyncio.Event]], timers: Timers
+        self,
+        node: Node,
+        slots: Sequence[Slot],
+        done: dict[int, list[asyncio.Event]],
+        timers: Timers,
+        source: CompletionSource,
+        turn: Turn | None,
     ) -> None:
         inputs = [done[index] for index in node.inputs]
         finished = done[node.index]
         if node.method.name == "generate":
-            self._announce(Phase.GENERATING)
-            with timers.measure("generate"):
-                async with asyncio.TaskGroup() as tasks:
-                    for slot, event in zip(slots, finished, strict=True):
-                        tasks.create_task(self._generate(node, slot, event))
+            assert turn is not None, "a generator holds memory"
+            self._enter_phase(Phase.GENERATING)
+            # The turn lasts until the last completion: then nothing is sampled any more, and the generator may sleep.
+            async with turn:
+                with timers.measure("generate", role=node.role, level=self._levels[node.index]):
+                    async with asyncio.TaskGroup() as tasks:
+                        for slot, event in zip(slots, finished, strict=True):
+                            tasks.create_task(_generate(node, slot, event, source))
         elif node.method.name == "score":
             async with asyncio.TaskGroup() as tasks:
                 ready: asyncio.Queue[int] = asyncio.Queue()
@@ -111,31 +189,20 @@ class FlowScheduler:
             for events in inputs:
                 for event in events:
                     await event.wait()
-            self._announce(Phase.COMPUTING)
-            with timers.measure(f"compute/{node.role}"):
-                await self._compute(node, [_filled(slot) for slot in slots])
+            assert turn is not None, "a trainer holds memory"
+            self._enter_phase(Phase.COMPUTING)
+            async with turn:
+                level = self._levels[node.index]
+                with timers.measure(f"compute/{node.role}", role=node.role, action=node.method.name, level=level):
+                    await self._compute(node, _kept(slots))
             for event in finished:
                 event.set()
 
-    def _announce(self, phase: Phase) -> None:
+    def _enter_phase(self, phase: Phase) -> None:
         """Work of this kind begins in this run of the graph."""
         if self.enter is not None and phase not in self._entered:
             self._entered.add(phase)
             self.enter(phase)
-
-    async def _generate(self, node: Node, slot: Slot, event: asyncio.Event) -> None:
-        assert slot.request is not None, "a flow over prompts gives every slot a request"
-        try:
-            completion = await self.runtime.generator(node.role).generate(slot.request)
-        except ReplicaLostError:
-            raise
-        except BackendError as error:
-            slot.sample = _without_completion(slot, f"generation failed: {error}")
-        else:
-            slot.sample = sample_from_completion(slot.sample_id, slot.group_id, slot.prompt, completion)
-            if not len(completion.token_ids):
-                slot.sample.exclusion = "empty_completion"
-        event.set()
 
     async def _score(
         self,
@@ -177,10 +244,10 @@ class FlowScheduler:
         finished: Sequence[asyncio.Event],
         timers: Timers,
     ) -> None:
-        samples = [_filled(slots[i]) for i in indices]
+        samples = _kept([slots[i] for i in indices])
         judged = [sample for sample in samples if sample.completion is not None]
-        self._announce(Phase.SCORING)
-        with timers.measure("reward"):
+        self._enter_phase(Phase.SCORING)
+        with timers.measure("reward", role=node.role, action="score", level=self._levels[node.index]):
             results = await self.runtime.reward(node.role).score(judged) if judged else []
         for sample, result in zip(judged, results, strict=True):
             _set_reward(sample, result)
@@ -205,6 +272,25 @@ class FlowScheduler:
             sample.token_data[node.field] = array
 
 
+async def _generate(node: Node, slot: Slot, event: asyncio.Event, source: CompletionSource) -> None:
+    try:
+        completion = await source.completion(node.role, slot)
+    except RoleLostError:
+        raise
+    except BackendTimeoutError as error:
+        slot.sample = _without_completion(slot, f"generation timed out: {error}")
+    except BackendError as error:
+        slot.sample = _without_completion(slot, f"generation failed: {error}")
+    else:
+        if completion is None:
+            slot.left_out = True
+        else:
+            slot.sample = sample_from_completion(slot.sample_id, slot.group_id, slot.prompt, completion)
+            if not len(completion.token_ids):
+                slot.sample.exclusion = "empty_completion"
+    event.set()
+
+
 def _set_reward(sample: Sample, result: RewardResult) -> None:
     sample.reward = result
     if result.error is not None and sample.exclusion is None:
@@ -216,6 +302,11 @@ def _without_completion(slot: Slot, reason: str) -> Sample:
     sample = Sample(slot.sample_id, slot.group_id, slot.prompt, tokens, tokens < 0)
     sample.exclusion = reason
     return sample
+
+
+def _kept(slots: Sequence[Slot]) -> list[Sample]:
+    """The samples of all slots that are not left out."""
+    return [_filled(slot) for slot in slots if not slot.left_out]
 
 
 def _filled(slot: Slot) -> Sample:
@@ -239,4 +330,4 @@ def _first(group: ExceptionGroup[Exception]) -> Exception:
             stack.extend(error.exceptions)
         else:
             leaves.append(error)
-    return min(leaves, key=lambda error: (not isinstance(error, ReplicaLostError), not isinstance(error, BackendError)))
+    return min(leaves, key=lambda error: (not isinstance(error, RoleLostError), not isinstance(error, BackendError)))

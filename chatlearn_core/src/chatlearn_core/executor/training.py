@@ -8,7 +8,9 @@ import numpy as np
 
 from chatlearn_core.batching import mini_batches
 from chatlearn_core.executor.environment import Experience
+from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.seeds import keyed_seed
+from chatlearn_core.executor.sharing import Use
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, Loss, Runtime
 from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics, pack_samples
@@ -19,16 +21,27 @@ class ExperienceTrainer:
 
     Every admitted sample is trained on exactly ``epochs`` times. The order within an epoch is drawn from the seed,
     step and epoch.
+
+    Args:
+        memory: gives updates their turn where roles share devices; by default none do.
     """
 
     def __init__(
-        self, runtime: Runtime, algorithm: Algorithm, *, num_mini_batches: int, epochs: int, seed: int
+        self,
+        runtime: Runtime,
+        algorithm: Algorithm,
+        *,
+        num_mini_batches: int,
+        epochs: int,
+        seed: int,
+        memory: MemoryTurns | None = None,
     ) -> None:
         self.runtime = runtime
         self.losses = dict(algorithm.losses())
         self.num_mini_batches = num_mini_batches
         self.epochs = epochs
         self.seed = seed
+        self.memory = memory or MemoryTurns(runtime)
 
     async def train(self, experience: Experience, timers: Timers) -> Metrics:
         """Make the step's updates; returns their merged metrics."""
@@ -46,8 +59,9 @@ class ExperienceTrainer:
                 parts.append({"training/updates": Metric(len(divided), reducer="sum")})
                 for indices in divided:
                     batch = loss.prepare(_batch(samples, units, indices))
-                    with timers.measure("update"):
-                        metrics = await self.runtime.trainer(role).update(batch, loss)
+                    async with self.memory.turn(Use(role, "update"), timers=timers):
+                        with timers.measure("update", role=role):
+                            metrics = await self.runtime.trainer(role).update(batch, loss)
                     parts.append(_of_one_update(metrics, role))
         return merge_metrics(*parts)
 

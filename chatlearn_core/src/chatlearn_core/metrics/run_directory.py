@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ChatLearnError, TrainerLostError
+from chatlearn_core.metrics.timers import Timers
 from chatlearn_core.types import Sample
 
 
 class RunDirectory:
     """Files of one run: ``config.yaml``, ``metrics.jsonl``, ``rollouts/``, ``checkpoints/``, ``summary.json``,
-    ``flow.svg``, ``events.jsonl``.
+    ``flow.svg``, ``events.jsonl``, ``trace.jsonl``.
 
     Raises:
         ChatLearnError: the directory cannot be made or written to; names the path and the cause.
@@ -37,6 +38,10 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trace_file(self) -> Path:
+        return self.path / "trace.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -72,6 +77,15 @@ class RunDirectory:
         """Add one line to ``metrics.jsonl``: ``{"step": ..., name: value, ...}``."""
         self._append(self.metrics_file, {"step": step, **_finite(metrics)})
 
+    def append_trace(self, step: int, timers: Timers, during: str | None = None) -> None:
+        """Add the trace of ``timers`` to ``trace.jsonl``: who did what when.
+
+        Args:
+            during: what it was part of, if not of the step itself.
+        """
+        extra = {} if during is None else {"during": during}
+        self._append(self.trace_file, *({"step": step, **entry, **extra} for entry in timers.trace()))
+
     def append_event(self, event: str, **facts: Any) -> dict[str, Any]:
         """Add one line to ``events.jsonl``: what happened outside the ordinary course of steps, and when (UTC)."""
         record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **facts}
@@ -89,8 +103,9 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget what was written after ``step``: a resumed run writes it again."""
-        kept = [text for record, text in _whole_lines(self.metrics_file) if record["step"] <= step]
-        self._replace(self.metrics_file, "".join(kept))
+        for file in (self.metrics_file, self.trace_file):
+            kept = [text for record, text in _whole_lines(file) if record["step"] <= step]
+            self._replace(file, "".join(kept))
         for file in (self.path / "rollouts").glob("*_*.jsonl"):
             if int(file.stem.rpartition("_")[2]) > step:
                 file.unlink()
@@ -114,10 +129,17 @@ class RunDirectory:
         """Write a text file at once or not at all."""
         self._replace(self.path / name, text)
 
-    def _append(self, file: Path, record: Mapping[str, Any]) -> None:
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.path / name, error) from error
+
+    def _append(self, file: Path, *records: Mapping[str, Any]) -> None:
         try:
             with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         except OSError as error:
             raise _cannot_write(file, error) from error
 

@@ -14,11 +14,14 @@ from chatlearn_core.protocols.generator import (
 from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
+from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction, MemoryEvent
 from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.runtime import (
     GeneratorFleet,
+    ModelGroup,
     RewardGroup,
     RoleGroup,
+    RoleIsUp,
     Runtime,
     RuntimeEvent,
     TrainerGroup,
@@ -29,6 +32,7 @@ from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 __all__ = [
     "Algorithm",
     "AlgorithmContext",
+    "Device",
     "Episode",
     "Generate",
     "Generator",
@@ -39,8 +43,12 @@ __all__ = [
     "Logger",
     "Loss",
     "LossOutput",
+    "MeasuresMemory",
+    "MemoryAction",
+    "MemoryEvent",
     "MemoryHandleLoader",
     "MemoryPart",
+    "ModelGroup",
     "ModelSource",
     "OnTokens",
     "PauseMode",
@@ -50,6 +58,7 @@ __all__ = [
     "RewardUnit",
     "RoleContext",
     "RoleGroup",
+    "RoleIsUp",
     "Runtime",
     "RuntimeEvent",
     "StreamingGenerator",

@@ -87,7 +87,10 @@ class ProcessGroupLoader(WeightLoader, Protocol):
         """Meet the sender; returns when the group stands. Groups outlive a sync; joining one again does nothing."""
 
     async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
-        """Receive these tensors, in order, from rank 0 of a joined group. Calls for different groups may overlap.
+        """Receive these tensors from rank 0 of a joined group. Calls for different groups may overlap.
+
+        They come in one broadcast of a flat uint8 tensor: the tensors' bytes in the given order, without gaps; wider
+        element types are given first, so that every tensor is aligned.
 
         Raises:
             BackendTimeoutError: the sender did not send within the group's timeout.

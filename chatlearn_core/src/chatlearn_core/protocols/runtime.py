@@ -6,14 +6,16 @@ fleet all its replicas. Calls are coroutines; every one has a timeout that the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from chatlearn_core.exceptions import TrainerLostError
+from chatlearn_core.protocols.generator import PauseMode
 from chatlearn_core.protocols.lifecycle import MemoryPart
 from chatlearn_core.protocols.loss import Loss
+from chatlearn_core.protocols.memory import Device, MemoryEvent
 from chatlearn_core.types import (
     Completion,
     GenerateRequest,
@@ -25,6 +27,8 @@ from chatlearn_core.types import (
     SyncReceipt,
     TrainBatch,
 )
+
+RoleIsUp = Callable[[str], Awaitable[None]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,13 +49,24 @@ class RoleGroup(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None: ...
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None: ...
+class ModelGroup(RoleGroup, Protocol):
+    """All workers of a role that holds a model, and so occupies devices."""
+
+    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """Move parts out of device memory on every worker.
+
+        Returns:
+            what is live afterwards, a worker and part each. A generator replica that is dead moves nothing and is left
+            out; when it is rebuilt it holds only what the others hold.
+        """
+
+    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """Bring parts back on every worker; what is returned is as for ``offload``."""
 
 
 @runtime_checkable
-class TrainerGroup(RoleGroup, Protocol):
+class TrainerGroup(ModelGroup, Protocol):
     """All ranks of a trainer role: batches are split over data-parallel ranks, results come back in batch order."""
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs: ...
@@ -71,16 +86,33 @@ class TrainerGroup(RoleGroup, Protocol):
 
 
 @runtime_checkable
-class GeneratorFleet(RoleGroup, Protocol):
+class GeneratorFleet(ModelGroup, Protocol):
     """All replicas of a generator role."""
 
     @property
     def policy_version(self) -> int:
         """Oldest version among the replicas that serve."""
 
-    async def generate(self, request: GenerateRequest) -> Completion: ...
+    @property
+    def num_replicas(self) -> int: ...
+
+    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+        """Sample one completion, on the replica that is named; without one, on a replica that the request's group
+        alone decides.
+
+        Raises:
+            ReplicaLostError: a replica died, and may not be rebuilt any more.
+            BackendTimeoutError: no completion within the role's timeout.
+            BackendError: the request failed on a replica that lives.
+        """
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling on every replica; also what a replica had that dies meanwhile waits for ``resume``."""
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
 
 
 @runtime_checkable
@@ -97,8 +129,12 @@ class Runtime(Protocol):
     on_event: Callable[[RuntimeEvent], None] | None
     """Set by the executor before ``start``; called on its event loop."""
 
-    async def start(self) -> None:
+    async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build and set up all roles.
+
+        Args:
+            role_is_up: awaited with the name of each trainer and generator role that is set up. Given one, roles that
+                share a device are started one after the other, so that a role may be offloaded before the next starts.
 
         Raises:
             ChatLearnError: a role does not start; the others are closed.
@@ -123,6 +159,9 @@ class Runtime(Protocol):
         Raises:
             TrainerLostError: ``lost``, where nothing may be rebuilt (any more).
         """
+
+    def devices(self) -> Mapping[str, frozenset[Device]]:
+        """Where the memory of each trainer and generator role lies: before ``start`` as planned, then as it is."""
 
     def describe(self) -> Mapping[str, Any]:
         """Who sits where, for the log and ``--dry-run``, before ``start`` as planned: by role a mapping, in which

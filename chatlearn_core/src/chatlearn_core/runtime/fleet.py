@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
-from chatlearn_core.protocols import Generator, MemoryPart
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WorkerPlace
+from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, PauseMode
 from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.runtime.moving import move
+from chatlearn_core.runtime.restarts import Restarts, Tell
 from chatlearn_core.types import Completion, GenerateRequest
 
 Build = Callable[[int], Generator]
@@ -16,31 +19,41 @@ Resync = Callable[[int], Awaitable[None]]
 
 
 def replica_index(request: GenerateRequest, num_replicas: int) -> int:
-    """The replica that serves a request: chosen by its group's id, the same one in every runtime and at any time, so
-    that a group shares its prefix and a batch does not depend on timing.
+    """The replica that serves a request for which nobody chose one (the rollout manager does): by its group's id, the
+    same one in every runtime and at any time, so that a group shares its prefix and a batch does not depend on timing.
     """
     return zlib.crc32((request.group_id or request.id).encode()) % num_replicas
+
+
+def replica_restarts(role: str, limit: int, tell: Tell | None) -> Restarts:
+    """The restarts of a generator role, in any runtime."""
+    return Restarts(role, limit, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell)
 
 
 class LocalFleet:
     """All replicas of one generator role, in this process.
 
-    A group's requests go to one replica, chosen by the group's id, so that they share their prefix and so that what
-    is batched together does not depend on timing. A replica that died is rebuilt, gets the current weights, and its
-    unfinished requests start again with the same random numbers; after ``max_restarts`` the error is raised.
+    A replica that died is rebuilt, gets the current weights, and its unfinished requests start again with the same
+    random numbers; after ``max_restarts`` the error is raised.
     """
 
-    def __init__(self, name: str, build: Build, replicas: int, lane: Lane, max_restarts: int) -> None:
+    def __init__(
+        self, name: str, build: Build, replicas: int, lane: Lane, max_restarts: int, tell: Tell | None = None
+    ) -> None:
         self.name = name
         self.lane = lane
         self.replicas: list[Generator] = []
-        self.num_restarts = 0
         self.resync: Resync | None = None
         """Brings the current weights to a rebuilt replica; set once weights were synced."""
         self._build = build
         self._num_replicas = replicas
-        self._max_restarts = max_restarts
+        self._restarts = replica_restarts(name, max_restarts, tell)
         self._restart_locks = [asyncio.Lock() for _ in range(replicas)]
+        self._away: set[MemoryPart] = set()
+        """Parts that are offloaded, also those of a replica that is yet to be rebuilt."""
+        self._running = asyncio.Event()
+        """Clear between ``pause`` and ``resume``."""
+        self._running.set()
 
     async def start(self) -> None:
         """Build and set up every replica."""
@@ -54,15 +67,22 @@ class LocalFleet:
         """Oldest version among the replicas that serve."""
         return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion on the replica of the request's group.
+    @property
+    def num_restarts(self) -> int:
+        """How often a replica was rebuilt."""
+        return self._restarts.count
 
-        Raises:
-            ReplicaLostError: the replica died, and may not be rebuilt any more.
-            BackendTimeoutError: no completion within the role's timeout.
-            BackendError: the request failed on a replica that lives.
-        """
-        index = replica_index(request, len(self.replicas))
+    @property
+    def num_replicas(self) -> int:
+        """As configured."""
+        return self._num_replicas
+
+    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+        """See ``GeneratorFleet``."""
+        index = replica_index(request, len(self.replicas)) if replica is None else replica
+        return await self._generate(request, index)
+
+    async def _generate(self, request: GenerateRequest, index: int) -> Completion:
         while True:
             if self._restart_locks[index].locked():
                 async with self._restart_locks[index]:
@@ -78,7 +98,7 @@ class LocalFleet:
                         f"role {self.name!r}, replica {index}: request {request.id!r} had no completion within "
                         f"{self.lane.timeout_s:g} s (roles.{self.name}.timeout_s). Raise it, or lower "
                         "sampling.max_tokens or train.prompts_per_step"
-                    ) from None
+                    ).at(WorkerPlace(self.name, f"replica {index}", f"generate({request.id})")) from None
                 if replica.state != "dead":
                     raise self._failed(index, request, error) from error
                 cause: Exception = error
@@ -90,44 +110,70 @@ class LocalFleet:
                 if replica.state != "dead":
                     raise self._failed(index, request, error) from error
                 cause = error
+            await self._running.wait()  # while the fleet is paused the trainer's weights may be those of no version
             await self.restart(index, replica, cause)
 
     def _failed(self, index: int, request: GenerateRequest, error: Exception) -> BackendError:
         return BackendError(
             f"role {self.name!r}, replica {index}: generate({request.id}) failed: {type(error).__name__}: {error}"
-        )
+        ).at(WorkerPlace(self.name, f"replica {index}", f"generate({request.id})"))
 
     async def restart(self, index: int, dead: Generator, cause: Exception) -> None:
         """Replace a dead replica once, however many of its requests noticed."""
         async with self._restart_locks[index]:
             if self.replicas[index] is not dead:
                 return
-            if self.num_restarts >= self._max_restarts:
-                raise ReplicaLostError(
-                    f"role {self.name!r}: replica {index} died, and {self.num_restarts} restart(s), the limit "
-                    f"(runtime.options.max_generator_restarts), are used up. Last cause: {cause}"
-                ) from cause
-            self.num_restarts += 1
-            await self.lane.run("close", dead.close)
-            replica = self._build(index)
-            await self.lane.run("setup", replica.setup)
-            self.replicas[index] = replica
-            if self.resync is not None:
-                await self.resync(index)
+            await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
+
+    async def _rebuild(self, index: int) -> None:
+        await self.lane.run("close", self.replicas[index].close)
+        replica = self._build(index)
+        await self.lane.run("setup", replica.setup)
+        if self._away:  # others may be using the memory that it was made without
+            await self.lane.run("offload", replica.offload, frozenset(self._away))
+        self.replicas[index] = replica
+        if self.resync is not None:
+            await self.resync(index)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
         await asyncio.gather(*(replica.abort(request_ids) for replica in self.replicas))
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every replica."""
-        for replica in self.replicas:
-            await self.lane.run("offload", replica.offload, parts)
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``GeneratorFleet``."""
+        self._running.clear()
+        await asyncio.gather(*(self._pause(replica, mode) for replica in self.replicas))
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every replica."""
-        for replica in self.replicas:
-            await self.lane.run("onload", replica.onload, parts)
+    async def _pause(self, replica: Generator, mode: PauseMode) -> None:
+        try:
+            if replica.state != "dead":
+                await replica.pause(mode)
+        except ChatLearnError:
+            if replica.state != "dead":
+                raise  # otherwise those who wait for its answers have heard of it
+
+    async def resume(self) -> None:
+        """See ``GeneratorFleet``."""
+        await asyncio.gather(*(replica.resume() for replica in self.replicas if replica.state != "dead"))
+        self._running.set()
+
+    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """See ``ModelGroup``."""
+        self._away |= set(parts)
+        return await self._move("offload", parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """See ``ModelGroup``."""
+        self._away -= set(parts)
+        return await self._move("onload", parts)
+
+    async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        events: list[MemoryEvent] = []
+        for index, replica in enumerate(self.replicas):
+            if replica.state != "dead":
+                work = partial(move, replica, action, parts, role=self.name, worker=index)
+                events += await self.lane.run(action, work)
+        return events
 
     def close(self) -> None:
         """Close every replica."""

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WorkerPlace
 
 T = TypeVar("T")
 
@@ -60,7 +60,9 @@ class Lane:
                 failure = error
             except BaseException as error:
                 # Wrapped here: a future takes no StopIteration, and a SystemExit in it would end the event loop.
-                failure = BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}")
+                failure = BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}").at(
+                    WorkerPlace(self.name, method=method), traceback.format_exc()
+                )
                 failure.__cause__ = error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result, failure)
@@ -72,10 +74,11 @@ class Lane:
             async with asyncio.timeout(limit):
                 return await future
         except TimeoutError:
+            stack = self.stack()
             raise BackendTimeoutError(
                 f"role {self.name!r}: {method} did not return within {limit:g} s (roles.{self.name}.timeout_s). "
-                f"It hangs here:\n{self.stack()}"
-            ) from None
+                f"It hangs here:\n{stack}"
+            ).at(WorkerPlace(self.name, method=method), stack) from None
 
     def stack(self) -> str:
         """Where the thread is now."""

@@ -15,9 +15,19 @@ from chatlearn_core.exceptions import (
     TrainerLostError,
     WeightSyncError,
 )
-from chatlearn_core.protocols import Generator, Loss, MemoryPart, RuntimeEvent, Trainer
+from chatlearn_core.protocols import (
+    Device,
+    Loss,
+    MemoryAction,
+    MemoryEvent,
+    MemoryPart,
+    RoleIsUp,
+    RuntimeEvent,
+    Trainer,
+)
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane
+from chatlearn_core.runtime.moving import move
 from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
@@ -60,13 +70,16 @@ class LocalTrainer:
         """A Hugging Face model directory."""
         await self.lane.run("export_model", self.trainer.export_model, directory)
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
+    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Move parts out of device memory."""
-        await self.lane.run("offload", self.trainer.offload, parts)
+        return await self._move("offload", parts)
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
+    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Bring parts back."""
-        await self.lane.run("onload", self.trainer.onload, parts)
+        return await self._move("onload", parts)
+
+    async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        return await self.lane.run(action, lambda: move(self.trainer, action, parts, role=self.name, worker=0))
 
 
 class LocalRuntime:
@@ -92,13 +105,19 @@ class LocalRuntime:
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
         self._lanes: list[Lane] = []
 
-    async def start(self) -> None:
+    def _tell(self, event: RuntimeEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build all roles, one after the other; if one does not start, close the others and raise."""
         if self.options.num_threads is not None:
             torch.set_num_threads(self.options.num_threads)
         try:
             for role in self.plan.roles.values():
                 await self._start_role(role)
+                if role_is_up is not None and role.kind != "reward":
+                    await role_is_up(role.name)
             for sync in self.plan.weight_syncs:
                 await self.connect(sync)
         except BaseException:
@@ -125,7 +144,9 @@ class LocalRuntime:
             await lane.run("setup", trainer.setup)
         elif role.kind == "generator":
             lane = self._lane(role)
-            fleet = LocalFleet(role.name, self._build(role), role.replicas, lane, self.options.max_generator_restarts)
+            fleet = LocalFleet(
+                role.name, self._build(role), role.replicas, lane, self.options.max_generator_restarts, self._tell
+            )
             self._fleets[role.name] = fleet
             await fleet.start()
         else:
@@ -182,9 +203,7 @@ class LocalRuntime:
 
         confirmed: dict[int, SyncReceipt] = {}
         fleet.resync = resync
-        for receipt in await transfer.sync(
-            local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version
-        ):
+        for receipt in await transfer.sync(local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version):
             confirmed[receipt.replica] = receipt
             if receipt.state == "dead":
                 await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
@@ -193,6 +212,14 @@ class LocalRuntime:
     async def recover(self, lost: TrainerLostError) -> None:
         """Raises ``lost``: what kills a rank here kills the whole process."""
         raise lost
+
+    def devices(self) -> Mapping[str, frozenset[Device]]:
+        """One device each; ``cuda`` is the current one."""
+        return {
+            role.name: frozenset({_device(resolve_device(role.device, f"roles.{role.name}.device"))})
+            for role in self.plan.roles.values()
+            if role.kind != "reward"
+        }
 
     def describe(self) -> Mapping[str, Any]:
         """Every role with backend, device and count."""
@@ -247,6 +274,11 @@ def resolve_device(device: str, key: str) -> str:
     if device.startswith("cuda") and not available:
         raise ConfigError(f"{key} is {device!r}, but torch sees no CUDA device. Set it to cpu or auto")
     return device
+
+
+def _device(name: str) -> Device:
+    """The device that a resolved name means."""
+    return Device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name, name.startswith("cuda"))
 
 
 def part_name(role: RolePlan, key: str) -> str:

@@ -98,9 +98,7 @@ class WeightTransfer:
                 raise
             begun.append(replica)
 
-    async def _transfer(
-        self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Replicas
-    ) -> list[SyncReceipt]:
+    async def _transfer(self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Replicas) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
         start = time.perf_counter()
         try:
@@ -180,9 +178,7 @@ class WeightTransfer:
             await replica.loader.fail(reason)
             return self._confirmed(plan, SyncReceipt(index, version, "dead", error=reason))
         seconds = time.perf_counter() - start
-        receipt = SyncReceipt(
-            index, version, "serving", num_bytes, seconds, weight_bytes=plan.manifest.num_bytes
-        )
+        receipt = SyncReceipt(index, version, "serving", num_bytes, seconds, weight_bytes=plan.manifest.num_bytes)
         return self._confirmed(plan, receipt)
 
     def _confirmed(self, plan: SyncPlan, receipt: SyncReceipt) -> SyncReceipt:

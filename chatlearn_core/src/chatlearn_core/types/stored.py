@@ -1,14 +1,15 @@
 """Arrays that are kept elsewhere, by reference: what one worker made and another will read.
 
 A runtime over several processes gives such arrays to executor and algorithms, which mostly need shapes. They stand
-wherever an array may stand: length, shape and dtype are known, rows are cut without looking at values, and whatever else
-is done with them fetches the values first. So any code works on them; only code that looks at values makes them travel.
+wherever an array may stand: length, shape and dtype are known, rows are cut without looking at values, and whatever
+else is done with them fetches the values first. So any code works on them; only what looks at values makes them travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -148,7 +149,10 @@ def joined(parts: Sequence[Array], dtype: npt.DTypeLike | None = None) -> Array:
 
 
 class StoredTensor(Tensor):
-    """[N, ...] a tensor by reference: the rows of sequence after sequence. Any operation but ``select_sequences`` fetches it."""
+    """[N, ...] a tensor by reference: the rows of sequence after sequence.
+
+    Any operation but ``select_sequences`` fetches it.
+    """
 
     sequences: list[Array]
     """One array a sequence; some or all of them ``StoredArray``."""
@@ -157,10 +161,7 @@ class StoredTensor(Tensor):
     def __new__(cls, sequences: Sequence[Array]) -> StoredTensor:
         rows = sum(len(array) for array in sequences)
         dtype = torch.from_numpy(np.empty(0, sequences[0].dtype)).dtype
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's stub lacks it
-            cls, (rows, *sequences[0].shape[1:]), dtype=dtype
-        )
-        return cast(StoredTensor, made)
+        return torch.Tensor._make_wrapper_subclass(cls, (rows, *sequences[0].shape[1:]), dtype=dtype)
 
     def __init__(self, sequences: Sequence[Array]) -> None:
         self.sequences = list(sequences)
@@ -175,7 +176,9 @@ class StoredTensor(Tensor):
         return torch.from_numpy(np.concatenate([np.asarray(array) for array in self.sequences]))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function, and calls it as a classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         at_hand = tree_map_only(StoredTensor, StoredTensor.fetch, (args, kwargs or {}))
         return func(*at_hand[0], **at_hand[1])
 
@@ -190,7 +193,7 @@ class StoredTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return StoredTensor, (self.sequences,)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes one argument more
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -199,8 +202,7 @@ def per_sequence(values: Tensor, lengths: Sequence[int]) -> list[Array]:
     if isinstance(values, StoredTensor) and values.dtype == torch.float32:
         return values.sequences
     array = values.float().numpy()
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    return [array[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [array[start:stop] for start, stop in pairwise([0, *accumulate(lengths)])]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -221,7 +223,7 @@ class StoredCompletion(Completion):
     stored_text: str | StoredText
 
     @property
-    def text(self) -> str:  # type: ignore[override]  # a field of the class above, computed here
+    def text(self) -> str:
         stored = self.stored_text
         return stored.fetch() if isinstance(stored, StoredText) else stored
 

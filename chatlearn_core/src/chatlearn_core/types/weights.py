@@ -119,7 +119,11 @@ class MemoryHandle:
 
 @dataclass(slots=True, frozen=True)
 class GroupRendezvous:
-    """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender."""
+    """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender.
+
+    The sender holds the TCP store at ``address``; keys are those of a ``torch.distributed`` group of that name, so that
+    ``hosting.engine_side.groups.join`` meets it, and an engine's own ``init_custom_process_group`` does, too.
+    """
 
     name: str
     """Tells the groups of one transport apart; one for each sender."""

@@ -72,7 +72,10 @@ class PolicyLoss:
         return "group" if self.aggregation == "prompt_mean" else "sequence"
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Add ``loss_weight`` and, with a correction, ``importance_weight`` and ``importance_limited``, [T] each.
+        """Add ``loss_weight``, [T].
+
+        Looks at no logprobs: on a cluster they are kept where they were computed, and would have to travel. What is made
+        of them needs whole sequences only, and is computed with the loss.
 
         Raises:
             FlowError: a per-token array that the loss reads is missing.
@@ -81,17 +84,6 @@ class PolicyLoss:
         if batch.num_sequences:
             self._check_complete(batch)
         token_data["loss_weight"] = aggregation_weights(batch, self.aggregation, constant_length=self.constant_length)
-        if self.correction is not None and batch.num_sequences:
-            corrected = importance_weights(
-                batch.token_data[self.old_logprobs],
-                batch.token_data["generator_logprobs"],
-                batch,
-                mode=self.correction.mode,
-                level=self.correction.level,
-                threshold=self.correction.threshold,
-            )
-            token_data["importance_weight"] = corrected.weights
-            token_data["importance_limited"] = corrected.limited
         return replace(batch, token_data=token_data)
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
@@ -115,9 +107,17 @@ class PolicyLoss:
         if self.dual_clip is not None:
             means["actor/pg_clipfrac_lower"] = clip.dual_clipped
         if self.correction is not None:
-            per_token = per_token * batch.token_data["importance_weight"]
-            means["actor/importance_weight"] = batch.token_data["importance_weight"]
-            means["actor/importance_clipfrac"] = batch.token_data["importance_limited"]
+            corrected = importance_weights(
+                old,
+                batch.token_data["generator_logprobs"],
+                batch,
+                mode=self.correction.mode,
+                level=self.correction.level,
+                threshold=self.correction.threshold,
+            )
+            per_token = per_token * corrected.weights
+            means["actor/importance_weight"] = corrected.weights
+            means["actor/importance_clipfrac"] = corrected.limited
         total = pg_loss = (weight * per_token).sum()
 
         if self.kl_coef:

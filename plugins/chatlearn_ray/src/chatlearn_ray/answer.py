@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatlearn_core import exceptions
-from chatlearn_core.exceptions import BackendError, ChatLearnError
+from chatlearn_core.exceptions import BackendError, ChatLearnError, WorkerPlace
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,15 +18,18 @@ class Failure:
     """The nearest class of ``chatlearn_core.exceptions``."""
     message: str
     traceback: str
+    stack: str = ""
+    """Where the worker says that it hangs."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Describe an error that is being handled."""
         known = (cls.__name__ for cls in type(error).__mro__ if getattr(exceptions, cls.__name__, None) is cls)
         text = str(error) if isinstance(error, ChatLearnError) else f"{type(error).__name__}: {error}"
-        return Failure(next(known, "BackendError"), text, "".join(traceback.format_exception(error)))
+        stack = error.stack if isinstance(error, BackendError) else ""
+        return Failure(next(known, "BackendError"), text, "".join(traceback.format_exception(error)), stack)
 
-    def error(self, label: str, method: str) -> ChatLearnError:
+    def error(self, label: str, method: str, place: WorkerPlace | None = None) -> ChatLearnError:
         """The error as the driver raises it.
 
         Its message leads with role, rank and method. What ChatLearn itself raised says what to do and keeps its words
@@ -36,7 +39,9 @@ class Failure:
         assert issubclass(cls, ChatLearnError)
         error: ChatLearnError = cls(f"{label}, {method}: {self.message}")
         if cls is BackendError:
-            return BackendError(f"{error}\n{self.traceback.rstrip()}")
+            return BackendError(f"{error}\n{self.traceback.rstrip()}").at(place, self.traceback)
+        if isinstance(error, BackendError):
+            error.at(place, self.stack)
         error.add_note(f"raised in the worker:\n{self.traceback.rstrip()}")
         return error
 

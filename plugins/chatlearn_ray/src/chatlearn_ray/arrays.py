@@ -6,7 +6,7 @@ Ray hands numpy arrays out of its object store as views, without a copy; torch t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.types import TrainBatch
+from chatlearn_core.types.stored import Array, Rows, StoredArray, StoredTensor
+from chatlearn_ray.blocks import RayBlock, fetch_blocks
+from chatlearn_ray.runs import RunArray
 
 _CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 """Types that numpy does not have travel as integers of the same width."""
@@ -25,25 +28,102 @@ _CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torc
 class TensorArray:
     """A tensor's values as an array, and its type where numpy has none for it."""
 
-    array: npt.NDArray[Any]
+    array: npt.NDArray[Any] | RunArray
     dtype: str | None = None
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorArray:
-        """From a tensor on any device; one on the host is not copied."""
+    def of(tensor: Tensor, *, short: bool = False) -> TensorArray:
+        """From a tensor on any device; one on the host is not copied.
+
+        Args:
+            short: tell runs of equal values by their length, where that takes less.
+        """
         host = tensor.detach().cpu()
         carrier = _CARRIERS.get(host.dtype)
-        if carrier is None:
-            return TensorArray(host.numpy())
-        return TensorArray(host.view(carrier).numpy(), str(host.dtype).removeprefix("torch."))
+        array = host.numpy() if carrier is None else host.view(carrier).numpy()
+        dtype = None if carrier is None else str(host.dtype).removeprefix("torch.")
+        return TensorArray((RunArray.of(array) if short else None) or array, dtype)
 
     def tensor(self) -> Tensor:
-        """A view. It may be read-only: who gets a batch does not write into it."""
-        array = self.array
+        """A view where there is an array. It may be read-only: who gets a batch does not write into it."""
+        array = self.array.array() if isinstance(self.array, RunArray) else self.array
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             view = torch.from_numpy(array if array.ndim else np.array(array))
         return view if self.dtype is None else view.view(getattr(torch, self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.array.nbytes
+
+    @property
+    def blocks(self) -> tuple[RayBlock, ...]:
+        """Blocks that it needs: none."""
+        return ()
+
+
+@dataclass(slots=True, frozen=True)
+class RowsArray:
+    """A tensor by reference: which rows of which blocks make it up, and the rows that were at hand."""
+
+    blocks: tuple[RayBlock, ...]
+    names: tuple[str, ...]
+    index: npt.NDArray[np.int64]
+    """[P, 4] for each piece the block (-1: at hand), the name, start and stop."""
+    at_hand: Array
+    tail: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: StoredTensor) -> RowsArray:
+        """Nothing is fetched."""
+        blocks: dict[int, tuple[int, Any]] = {}
+        names: dict[str, int] = {}
+        index: list[tuple[int, int, int, int]] = []
+        at_hand: list[Array] = []
+        rows = 0
+        for piece in _pieces(tensor.sequences):
+            if isinstance(piece, Rows):
+                block = blocks.setdefault(id(piece.block), (len(blocks), piece.block))[0]
+                index.append((block, names.setdefault(piece.name, len(names)), piece.start, piece.stop))
+            else:
+                index.append((-1, 0, rows, rows + len(piece)))
+                at_hand.append(piece)
+                rows += len(piece)
+        tail, dtype = tuple(tensor.shape[1:]), tensor.sequences[0].dtype
+        return RowsArray(
+            tuple(block for _, block in blocks.values()),
+            tuple(names),
+            np.array(index, np.int64).reshape(-1, 4),
+            np.concatenate(at_hand) if at_hand else np.zeros((0, *tail), dtype),
+            tail,
+            dtype.str,
+        )
+
+    def tensor(self) -> Tensor:
+        """One copy, from the store's memory into the tensor."""
+        parts = [
+            self.at_hand[start:stop] if block < 0 else self.blocks[block].rows(self.names[name], start, stop)
+            for block, name, start, stop in self.index.tolist()
+        ]
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros((0, *self.tail), self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel; those of the blocks are in the store already."""
+        return self.at_hand.nbytes + self.index.nbytes
+
+
+def _pieces(arrays: Iterable[Array]) -> Iterable[Array | Rows]:
+    for array in arrays:
+        if isinstance(array, StoredArray):
+            yield from array.pieces
+        else:
+            yield array
+
+
+Carried = TensorArray | RowsArray
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,22 +131,27 @@ class BatchArrays:
     """A ``TrainBatch`` as arrays."""
 
     sample_ids: tuple[str, ...]
-    fields: Mapping[str, TensorArray]
-    token_data: Mapping[str, TensorArray]
-    sequence_data: Mapping[str, TensorArray]
+    fields: Mapping[str, Carried]
+    token_data: Mapping[str, Carried]
+    sequence_data: Mapping[str, Carried]
 
     @staticmethod
     def of(batch: TrainBatch) -> BatchArrays:
-        """From a batch on the host, without a copy."""
+        """From a batch on the host; nothing that is stored is fetched."""
         return BatchArrays(
             batch.sample_ids,
-            {name: TensorArray.of(getattr(batch, name)) for name in _FIELDS},
-            to_arrays(batch.token_data),
-            to_arrays(batch.sequence_data),
+            {name: _carried(getattr(batch, name)) for name in _FIELDS},
+            {name: _carried(tensor) for name, tensor in batch.token_data.items()},
+            {name: _carried(tensor) for name, tensor in batch.sequence_data.items()},
         )
 
     def batch(self) -> TrainBatch:
-        """The batch, its tensors views of the arrays."""
+        """The batch, its tensors views of the arrays where they are whole. Blocks the thread until they are here.
+
+        Raises:
+            TrainerLostError: the node that held some is gone.
+        """
+        fetch_blocks(block for array in self._all() for block in array.blocks)
         return TrainBatch(
             sample_ids=self.sample_ids,
             **{name: array.tensor() for name, array in self.fields.items()},
@@ -74,13 +159,20 @@ class BatchArrays:
             sequence_data=to_tensors(self.sequence_data),
         )
 
+    def _all(self) -> list[Carried]:
+        return [array for part in (self.fields, self.token_data, self.sequence_data) for array in part.values()]
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(a.array.nbytes for part in (self.fields, self.token_data, self.sequence_data) for a in part.values())
+        """Bytes of all arrays that travel with it."""
+        return sum(array.nbytes for array in self._all())
 
 
 _FIELDS = ("token_ids", "cu_seqlens", "loss_mask", "unit_index", "group_index")
+
+
+def _carried(tensor: Tensor) -> Carried:
+    return RowsArray.of(tensor) if isinstance(tensor, StoredTensor) else TensorArray.of(tensor, short=True)
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, TensorArray]:
@@ -88,6 +180,6 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, TensorArray]:
     return {name: TensorArray.of(tensor) for name, tensor in tensors.items()}
 
 
-def to_tensors(arrays: Mapping[str, TensorArray]) -> dict[str, Tensor]:
+def to_tensors(arrays: Mapping[str, Carried]) -> dict[str, Tensor]:
     """The other way."""
     return {name: array.tensor() for name, array in arrays.items()}

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ReplicaLostError
-from chatlearn_core.protocols import MemoryPart
-from chatlearn_core.runtime.fleet import replica_index
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError
+from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, PauseMode
+from chatlearn_core.runtime.fleet import replica_index, replica_restarts
+from chatlearn_core.runtime.restarts import Tell
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_ray.answer import Failure
+from chatlearn_ray.blocks import RayBlock, Traffic
+from chatlearn_ray.completions import completion_of
+from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_worker import POLL_S, ReplicaReport
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 """Start the worker of replica ``index``, set up."""
 Resync = Callable[[int], Awaitable[None]]
+_STATUS_S = 5.0
+"""A worker whose event loop turns says how it is in milliseconds."""
 
 
 class Replica:
@@ -26,8 +34,9 @@ class Replica:
     together, so that what is in a batch does not depend on timing, and the driver pays for one message, not for each.
     """
 
-    def __init__(self, worker: RemoteWorker) -> None:
+    def __init__(self, worker: RemoteWorker, traffic: Traffic) -> None:
         self.worker = worker
+        self._traffic = traffic
         self.state: ReplicaState = "serving"
         self.policy_version = 0
         self._open: dict[str, asyncio.Future[Completion | Failure]] = {}
@@ -51,11 +60,13 @@ class Replica:
         finally:
             self._open.pop(request.id, None)
         if isinstance(outcome, Failure):
-            raise outcome.error(self.worker.label, f"generate({request.id})")
+            method = f"generate({request.id})"
+            raise outcome.error(self.worker.label, method, self.worker.place(method))
         return outcome
 
     def _flush(self) -> None:
         requests, self._queue = self._queue, []
+        self._traffic.driver_bytes += sum(request.prompt_ids.nbytes for request in requests)
         self._send(self._submit(requests))
 
     def _drop(self, request_id: str) -> None:
@@ -95,26 +106,28 @@ class Replica:
         """Take answers while requests are open."""
         try:
             while self._open:
-                self.note(await self.worker.call("collect", timeout_s=POLL_S))
+                report, reference = await self.worker.call_for_block("collect", timeout_s=POLL_S)
+                self.note(report, RayBlock(reference, self._traffic))
         except ChatLearnError as error:
             self.lose(error)
         except Exception as error:  # nobody awaits this task: those who wait for answers must hear of it
             self.lose(BackendError(f"{self.worker.label}, collect: {type(error).__name__}: {error}"))
 
-    def note(self, report: ReplicaReport) -> None:
+    def note(self, report: ReplicaReport, block: RayBlock) -> None:
         """Take over what the replica says of itself, and give answers to those who wait."""
         self.state, self.policy_version = report.state, report.policy_version
+        self._traffic.stored_bytes += report.num_bytes
         for request_id, outcome in report.results:
             future = self._open.get(request_id)
             if future is not None and not future.done():
-                future.set_result(outcome)
+                future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block))
 
     def lose(self, error: ChatLearnError) -> None:
         """The worker cannot be reached any more: everyone who waits gets to know."""
         self.state = "dead"
         for future in self._open.values():
             if not future.done():
-                future.set_exception(type(error)(*error.args))
+                future.set_exception(copy.copy(error))
 
     def stop(self) -> None:
         """No more messages to this worker."""
@@ -126,42 +139,69 @@ class Replica:
 class RayGeneratorFleet:
     """All replicas of one generator role.
 
-    A group's requests go to one replica, chosen by the group's id, so that they share their prefix. A replica that
-    died is rebuilt, gets the current weights, and its unfinished requests start again with the same random numbers;
-    after ``max_restarts`` the error is raised.
+    A replica that died is rebuilt, gets the current weights, and its unfinished requests start again with the same
+    random numbers; after ``max_restarts`` the error is raised.
     """
 
-    def __init__(self, name: str, launch: Launch, num_replicas: int, timeout_s: float, max_restarts: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        num_replicas: int,
+        timeout_s: float,
+        max_restarts: int,
+        traffic: Traffic | None = None,
+        tell: Tell | None = None,
+    ) -> None:
         self.name = name
         self.replicas: list[Replica] = []
-        self.num_restarts = 0
         self.resync: Resync | None = None
         """Brings the current weights to a rebuilt replica; set once weights were synced."""
         self._launch = launch
         self._num_replicas = num_replicas
         self._timeout_s = timeout_s
-        self._max_restarts = max_restarts
+        self._restarts = replica_restarts(name, max_restarts, tell)
+        self._traffic = traffic or Traffic()
         self._restart_locks = [asyncio.Lock() for _ in range(num_replicas)]
+        self._away: set[MemoryPart] = set()
+        """Parts that are offloaded, also those of a replica that is yet to be rebuilt."""
+        self._running = asyncio.Event()
+        """Clear between ``pause`` and ``resume``."""
+        self._running.set()
 
     async def start(self) -> None:
         """Launch all replicas at the same time."""
-        workers = await all_or_first_error([self._launch(index) for index in range(self._num_replicas)])
-        self.replicas = [Replica(worker) for worker in workers]
+        workers: dict[int, RemoteWorker] = {}
+
+        async def launch(index: int) -> None:
+            workers[index] = await self._launch(index)
+
+        await all_or_first_error(
+            [self._restarts.start(f"replica {i}", partial(launch, i)) for i in range(self._num_replicas)]
+        )
+        self.replicas = [Replica(workers[index], self._traffic) for index in range(self._num_replicas)]
 
     @property
     def policy_version(self) -> int:
         """Oldest version among the replicas that serve."""
         return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion on the replica of the request's group.
+    @property
+    def num_restarts(self) -> int:
+        """How often a replica was rebuilt."""
+        return self._restarts.count
 
-        Raises:
-            ReplicaLostError: the replica died, and may not be rebuilt any more.
-            BackendTimeoutError: no completion within the role's timeout.
-            BackendError: the request failed on a replica that lives.
-        """
-        index = replica_index(request, len(self.replicas))
+    @property
+    def num_replicas(self) -> int:
+        """As configured."""
+        return self._num_replicas
+
+    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+        """See ``GeneratorFleet``."""
+        index = replica_index(request, len(self.replicas)) if replica is None else replica
+        return await self._generate(request, index)
+
+    async def _generate(self, request: GenerateRequest, index: int) -> Completion:
         while True:
             if self._restart_locks[index].locked():
                 async with self._restart_locks[index]:
@@ -172,15 +212,15 @@ class RayGeneratorFleet:
                 async with limit:
                     return await replica.generate(request)
             except TimeoutError:
-                raise BackendTimeoutError(
-                    f"{replica.worker.label}: request {request.id!r} had no completion within {self._timeout_s:g} s "
-                    f"(roles.{self.name}.timeout_s). Raise it, or lower sampling.max_tokens or train.prompts_per_step. "
-                    f"{await replica.worker.stacks()}"
-                ) from None
+                timeout = await self._timed_out(replica, request)
+                if replica.state != "dead":
+                    raise timeout from None
+                cause: ChatLearnError = timeout
             except ChatLearnError as error:
                 if replica.state != "dead":
                     raise
                 cause = error
+            await self._running.wait()  # while the fleet is paused the trainer's weights may be those of no version
             await self.restart(index, replica, cause)
 
     async def restart(self, index: int, dead: Replica, cause: Exception) -> None:
@@ -188,27 +228,89 @@ class RayGeneratorFleet:
         async with self._restart_locks[index]:
             if self.replicas[index] is not dead:
                 return
-            if self.num_restarts >= self._max_restarts:
-                raise ReplicaLostError(
-                    f"role {self.name!r}: replica {index} died, and {self.num_restarts} restart(s), the limit "
-                    f"(runtime.options.max_generator_restarts), are used up. Last cause: {cause}"
-                ) from cause
-            self.num_restarts += 1
-            dead.stop()
-            dead.worker.kill()
-            self.replicas[index] = Replica(await self._launch(index))
-            if self.resync is not None:
-                await self.resync(index)
+            await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
+
+    async def revive(self) -> None:
+        """Rebuild replicas that were given up, without weights: the next sync brings them. Nothing is counted: it was
+        not they who failed.
+        """
+        self.resync = None
+        for index, replica in enumerate(self.replicas):
+            if replica.state == "dead":
+                async with self._restart_locks[index]:
+                    await self._restarts.start(f"replica {index}", partial(self._rebuild, index))
+
+    async def _rebuild(self, index: int) -> None:
+        self.replicas[index].stop()
+        self.replicas[index].worker.kill()
+        worker = await self._launch(index)
+        if self._away:  # others may be using the memory that it was made without
+            await worker.call("move", "offload", tuple(self._away))
+        self.replicas[index] = Replica(worker, self._traffic)
+        if self.resync is not None:
+            await self.resync(index)
+
+    async def _timed_out(self, replica: Replica, request: GenerateRequest) -> BackendTimeoutError:
+        """What to say of a request without a completion; a worker that does not even say how it is, is given up."""
+        worker = replica.worker
+        stack = await worker.stacks()
+        timeout = BackendTimeoutError(
+            f"{worker.label}: request {request.id!r} had no completion within {self._timeout_s:g} s "
+            f"(roles.{self.name}.timeout_s). Raise it, or lower sampling.max_tokens or train.prompts_per_step. {stack}"
+        ).at(worker.place(f"generate({request.id})"), stack)
+        try:
+            await worker.call("status", timeout_s=_STATUS_S)
+        except (BackendTimeoutError, WorkerDiedError):
+            replica.lose(timeout)
+        return timeout
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
         ids = None if request_ids is None else tuple(request_ids)
         await all_or_first_error([replica.worker.call("abort", ids) for replica in self.replicas])
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every replica."""
-        await all_or_first_error([replica.worker.call("offload", tuple(parts)) for replica in self.replicas])
+    async def pause(self, mode: PauseMode) -> None:
+        """See ``GeneratorFleet``."""
+        self._running.clear()
+        await all_or_first_error([self._tell(replica, "pause", mode) for replica in self.replicas])
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every replica."""
-        await all_or_first_error([replica.worker.call("onload", tuple(parts)) for replica in self.replicas])
+    async def resume(self) -> None:
+        """See ``GeneratorFleet``."""
+        await all_or_first_error([self._tell(replica, "resume") for replica in self.replicas])
+        self._running.set()
+
+    async def _tell(self, replica: Replica, method: str, *arguments: Any) -> None:
+        """Call a replica that lives; if it dies of it, those who wait for its answers are told."""
+        if replica.state == "dead":
+            return
+        try:
+            await replica.worker.call(method, *arguments)
+        except WorkerDiedError as error:
+            replica.lose(error)
+
+    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """See ``ModelGroup``."""
+        self._away |= set(parts)
+        return await self._move("offload", parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """See ``ModelGroup``."""
+        self._away -= set(parts)
+        return await self._move("onload", parts)
+
+    async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        answers = await all_or_first_error(
+            [self._move_one(replica, action, parts) for replica in self.replicas if replica.state != "dead"]
+        )
+        return [event for events in answers for event in events]
+
+    async def _move_one(
+        self, replica: Replica, action: MemoryAction, parts: Collection[MemoryPart]
+    ) -> list[MemoryEvent]:
+        """A replica whose process is gone holds nothing; it is rebuilt when it is used next."""
+        try:
+            events: list[MemoryEvent] = await replica.worker.call("move", action, tuple(parts))
+        except WorkerDiedError as error:
+            replica.lose(error)
+            return []
+        return events

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.protocols import Generator, MemoryPart, WeightReceiver
+from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, PauseMode, WeightReceiver
+from chatlearn_core.runtime.moving import move
 from chatlearn_core.types import (
     Completion,
     Endpoint,
@@ -19,7 +20,10 @@ from chatlearn_core.types import (
     SyncPlan,
     SyncReceipt,
 )
+from chatlearn_core.types.stored import Array
 from chatlearn_ray.answer import Failure
+from chatlearn_ray.blocks import fetched_request
+from chatlearn_ray.completions import CompletionFacts, CompletionPacker
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
@@ -33,8 +37,10 @@ class ReplicaReport:
 
     state: ReplicaState
     policy_version: int
-    results: tuple[tuple[str, Completion | Failure], ...] = ()
+    results: tuple[tuple[str, CompletionFacts | Failure], ...] = ()
     """(request id, outcome) of requests that ended."""
+    num_bytes: int = 0
+    """Of the completions' arrays, which are in a block."""
 
 
 class GeneratorWorker(Worker):
@@ -62,6 +68,8 @@ class GeneratorWorker(Worker):
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Start requests, in order and in one turn of the event loop, so that a batch does not depend on timing."""
+        if any(request.resume_from is not None for request in requests):
+            requests = await asyncio.to_thread(lambda: [fetched_request(request) for request in requests])
         for request in requests:
             task = asyncio.create_task(self._generate(request))
             self._running.add(task)
@@ -76,8 +84,8 @@ class GeneratorWorker(Worker):
         self._ended.append((request.id, outcome))
         self._news.set()
 
-    async def collect(self) -> ReplicaReport:
-        """Requests that ended since the last call; waits for one, but not for ever."""
+    async def collect(self) -> tuple[ReplicaReport, dict[str, Array]]:
+        """Requests that ended since the last call, and the arrays of all of them; waits for one, but not for ever."""
         try:
             async with asyncio.timeout(POLL_S):
                 await self._news.wait()
@@ -85,22 +93,33 @@ class GeneratorWorker(Worker):
             pass  # an empty report says that this worker is alive
         self._news.clear()
         ended, self._ended = self._ended, []
-        return self._report(ended)
-
-    def _report(self, ended: Sequence[tuple[str, Completion | Failure]] = ()) -> ReplicaReport:
-        return ReplicaReport(self.generator.state, self.generator.policy_version, tuple(ended))
+        packer = CompletionPacker()
+        results = tuple(
+            (request_id, outcome if isinstance(outcome, Failure) else packer.add(outcome))
+            for request_id, outcome in ended
+        )
+        block = packer.block()
+        num_bytes = sum(array.nbytes for array in block.values())
+        return ReplicaReport(self.generator.state, self.generator.policy_version, results, num_bytes), block
 
     async def status(self) -> ReplicaReport:
-        return self._report()
+        return ReplicaReport(self.generator.state, self.generator.policy_version)
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         await self.generator.abort(request_ids)
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
-        await self.lane.run("offload", self.generator.offload, parts)
+    async def pause(self, mode: PauseMode) -> None:
+        await self.generator.pause(mode)
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
-        await self.lane.run("onload", self.generator.onload, parts)
+    async def resume(self) -> None:
+        await self.generator.resume()
+
+    async def move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """Offload or onload parts; what is live afterwards."""
+        context = self.context
+        return await self.lane.run(
+            action, lambda: move(self.generator, action, parts, role=context.role, worker=context.replica)
+        )
 
     async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
         """Build this replica's receiver."""
@@ -129,9 +148,7 @@ class GeneratorWorker(Worker):
             return SyncReceipt(self.context.replica, plan.policy_version, "dead", error=text)
         seconds = time.perf_counter() - start
         weight_bytes = plan.manifest.num_bytes
-        return SyncReceipt(
-            self.context.replica, version, "serving", num_bytes, seconds, weight_bytes=weight_bytes
-        )
+        return SyncReceipt(self.context.replica, version, "serving", num_bytes, seconds, weight_bytes=weight_bytes)
 
     async def fail(self, reason: str) -> None:
         """Give the replica up."""

@@ -43,6 +43,16 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             return Failure.of(error)
 
+    async def invoke_with_block(self, method: str, *args: Any) -> tuple[Any, Any]:
+        """The same for a method that returns (facts, arrays), as two results: the caller may leave the second."""
+        from chatlearn_ray.answer import Answer
+
+        answer = await self.invoke(method, *args)
+        if not isinstance(answer, Answer):
+            return answer, None
+        facts, arrays = answer.value
+        return Answer(facts), arrays
+
     async def stacks(self) -> str:
         """Where every thread of this process is now."""
         from chatlearn_ray.stacks import all_stacks

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WorkerPlace
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.worker import GRACE_S, WorkerFacts
@@ -43,6 +43,12 @@ class RemoteWorker:
             return self.name
         return f"{self.name} (process {self.facts.pid} on {self.facts.host})"
 
+    def place(self, method: str) -> WorkerPlace:
+        """Who this is, for errors."""
+        role, _, worker = self.name.partition(", ")
+        process, host = (self.facts.pid, self.facts.host) if self.facts is not None else (None, "")
+        return WorkerPlace(role.removeprefix("role ").strip("'"), worker, method, process, host)
+
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the worker and wait for its result.
 
@@ -56,6 +62,12 @@ class RemoteWorker:
         limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
         return await self._answer(method, self.actor.invoke.remote(method, *args), limit)
 
+    async def call_for_block(self, method: str, *args: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
+        """Call a method that returns (facts, arrays); gives the facts and a reference to the arrays."""
+        limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
+        facts, arrays = self.actor.invoke_with_block.options(num_returns=2).remote(method, *args)
+        return await self._answer(method, facts, limit), arrays
+
     async def start(self, spec: Any, timeout_s: float) -> None:
         """Wait until the process is up and has built its worker."""
         await self._answer("start", self.actor.start.remote(spec), timeout_s)
@@ -65,15 +77,20 @@ class RemoteWorker:
             async with asyncio.timeout(limit_s):
                 answer = await reference
         except TimeoutError:
+            stack = await self.stacks()
             raise BackendTimeoutError(
-                f"{self.label}, {method}: no answer within {limit_s:g} s ({self.timeout_key}). {await self.stacks()}"
-            ) from None
+                f"{self.label}, {method}: no answer within {limit_s:g} s ({self.timeout_key}). {stack}"
+            ).at(self.place(method), stack) from None
         except RayActorError as error:
-            raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {_first_lines(error)}") from None
+            raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {_first_lines(error)}").at(
+                self.place(method)
+            ) from None
         except RayError as error:
-            raise BackendError(f"{self.label}, {method}: {type(error).__name__}: {error}") from None
+            raise BackendError(f"{self.label}, {method}: {type(error).__name__}: {error}").at(
+                self.place(method)
+            ) from None
         if isinstance(answer, Failure):
-            raise answer.error(self.label, method)
+            raise answer.error(self.label, method, self.place(method))
         return answer.value
 
     async def stacks(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_ray.blocks import fetched_samples
 from chatlearn_ray.worker import Worker, WorkerFacts
 from chatlearn_ray.worker_spec import WorkerSpec
 
@@ -29,7 +31,7 @@ class RewardWorker(Worker):
         return self.facts()
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        return await self._group.score(samples)
+        return await self._group.score(await asyncio.to_thread(fetched_samples, samples))
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:
         await self._group.offload(parts)

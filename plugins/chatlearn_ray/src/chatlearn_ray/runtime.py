@@ -6,17 +6,21 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
+from chatlearn_core.protocols import Device, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.runtime.restarts import Restarts
 from chatlearn_core.types import SyncReceipt
+from chatlearn_ray.blocks import Traffic
 from chatlearn_ray.cluster import Cluster, nodes, this_machine
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet
@@ -24,7 +28,7 @@ from chatlearn_ray.host import WorkerHost
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.remote import CONTROL, RemoteWorker, all_or_first_error
 from chatlearn_ray.reward_group import RayRewardGroup
-from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
+from chatlearn_ray.seating import Seat, SeatedRole, Seating, seat_roles
 from chatlearn_ray.trainer_group import RayTrainerGroup
 from chatlearn_ray.weight_transfer import RayWeightTransfer
 from chatlearn_ray.worker_spec import PluginChoice, RewardShare, WorkerSpec
@@ -60,6 +64,13 @@ class RayRuntime:
         self._rewards: dict[str, RayRewardGroup] = {}
         self._transfers: dict[tuple[str, str], RayWeightTransfer] = {}
         self._driver_host = socket.gethostname()
+        self._traffic = Traffic()
+        self._trainer_restarts: dict[str, Restarts] = {}
+        self.on_event: Callable[[RuntimeEvent], None] | None = None
+
+    def _tell(self, event: RuntimeEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     def _seat(self, gpus: bool | None) -> Seating:
         """Seats of all roles; ``device: auto`` is a GPU where there are ``gpus`` (None: look at this machine)."""
@@ -69,13 +80,17 @@ class RayRuntime:
             )
         return seat_roles([_seated(role, gpus) for role in self.plan.roles.values()], self.options)
 
-    async def start(self) -> None:
-        """Join Ray, reserve all places, launch all roles at the same time; if one fails, close the others and raise."""
+    async def start(self, role_is_up: RoleIsUp | None = None) -> None:
+        """Join Ray, reserve all places, launch all roles at the same time; if one fails, close the others and raise.
+
+        Given ``role_is_up``, roles that share devices are launched one after the other.
+        """
         try:
             self.cluster.join(self._seating)
             self._seating = self._seat(gpus=any(node.get("GPU", 0) > 0 for node in nodes().values()))
             await self.cluster.reserve(self._seating)
-            await all_or_first_error([self._start_role(role) for role in self.plan.roles.values()], grace_s=0.0)
+            chains = [[role] for role in self.plan.roles] if role_is_up is None else self._roles_by_devices()
+            await all_or_first_error([self._start_chain(chain, role_is_up) for chain in chains], grace_s=0.0)
             for sync in self.plan.weight_syncs:
                 await self.connect(sync)
         except BaseException:
@@ -94,17 +109,49 @@ class RayRuntime:
         await transfer.open_senders()
         self._transfers[sync.trainer, sync.generator] = transfer
 
+    def _roles_by_devices(self) -> list[list[str]]:
+        """Roles that share devices with one another, directly or through others, together."""
+        chains: list[tuple[list[str], frozenset[Device]]] = []
+        devices = self.devices()
+        for role in self.plan.roles:
+            own = devices.get(role, frozenset())
+            met = [chain for chain in chains if chain[1] & own]
+            chains = [chain for chain in chains if chain not in met]
+            chains.append(([name for names, _ in met for name in names] + [role], own.union(*(d for _, d in met))))
+        return [names for names, _ in chains]
+
+    async def _start_chain(self, names: Sequence[str], role_is_up: RoleIsUp | None) -> None:
+        for name in names:
+            role = self.plan.roles[name]
+            await self._start_role(role)
+            if role_is_up is not None and role.kind != "reward":
+                await role_is_up(name)
+
     async def _start_role(self, role: RolePlan) -> None:
         if role.kind == "trainer":
-            group = self._trainers[role.name] = RayTrainerGroup(role.name)
-            await group.start(await self._launch_all(role))
+            group = self._trainers[role.name] = RayTrainerGroup(role.name, self._traffic)
+            restarts = self._trainer_restarts[role.name] = Restarts(
+                role.name,
+                self.options.max_trainer_restarts,
+                setting="runtime.options.max_trainer_restarts",
+                event="trainer_rebuilt",
+                error=TrainerLostError,
+                tell=self._tell,
+            )
+            await restarts.start("a rank", partial(self._start_ranks, role, group))
         elif role.kind == "generator":
 
             async def launch_replica(index: int) -> RemoteWorker:
                 return await self._launch_ready(role, index)
 
             fleet = self._fleets[role.name] = RayGeneratorFleet(
-                role.name, launch_replica, role.replicas, role.timeout_s, self.options.max_generator_restarts
+                role.name,
+                launch_replica,
+                role.replicas,
+                role.timeout_s,
+                self.options.max_generator_restarts,
+                self._traffic,
+                self._tell,
             )
             await fleet.start()
         else:
@@ -113,9 +160,25 @@ class RayRuntime:
                 return await self._launch_ready(role, index)
 
             rewards = self._rewards[role.name] = RayRewardGroup(
-                role.name, launch_worker, role.replicas, self.options.max_reward_restarts
+                role.name,
+                launch_worker,
+                role.replicas,
+                self.options.max_reward_restarts,
+                self._traffic,
+                by_group=any(part.unit == "group" for part in role.backends),
+                tell=self._tell,
             )
             await rewards.start()
+
+    async def _start_ranks(self, role: RolePlan, group: RayTrainerGroup) -> None:
+        """Launch all ranks of a trainer and let them meet; ranks that are left of an earlier start are ended."""
+        for index in range(role.ranks):
+            if (left := self._workers.pop((role.name, index), None)) is not None:
+                left.kill()
+        await group.start(await self._launch_all(role))
+        for (trainer, _), transfer in self._transfers.items():
+            if trainer == role.name:
+                await transfer.open_senders()
 
     async def _launch_all(self, role: RolePlan) -> list[RemoteWorker]:
         workers: list[RemoteWorker] = await all_or_first_error([self._launch(role, i) for i in range(role.ranks)])
@@ -198,22 +261,32 @@ class RayRuntime:
         return [confirmed[index] for index in sorted(confirmed)]
 
     async def recover(self, lost: TrainerLostError) -> None:
-        """End the remaining ranks of every broken trainer, and build it anew on the same places."""
-        for name, group in self._trainers.items():
-            if not group.is_broken:
-                continue
-            if group.num_restarts >= self.options.max_trainer_restarts:
-                raise TrainerLostError(
-                    f"{lost}. {group.num_restarts} restart(s) of role {name!r}, the limit "
-                    "(runtime.options.max_trainer_restarts), are used up"
-                ) from lost
-            group.num_restarts += 1
-            for worker in group.workers:
-                worker.kill()
-            await group.start(await self._launch_all(self.plan.roles[name]))
-            for (trainer, _), transfer in self._transfers.items():
-                if trainer == name:
-                    await transfer.open_senders()
+        """End the remaining ranks of every broken trainer, and build it anew on the same places; then also the replicas
+        that were given up because it died while it sent them weights.
+        """
+        broken = [name for name, group in self._trainers.items() if group.is_broken]
+        for name in broken:
+            build = partial(self._start_ranks, self.plan.roles[name], self._trainers[name])
+            await self._trainer_restarts[name].rebuild("a rank", lost, build)
+        if not broken:  # what was lost is not a process but data that it was to train on: no less bounded
+            next(iter(self._trainer_restarts.values())).spend("what it was to train on", lost)
+        for fleet in self._fleets.values():
+            await fleet.revive()
+
+    def devices(self) -> Mapping[str, frozenset[Device]]:
+        """The GPUs that Ray assigned, once the workers run; slots before, and on the host."""
+        return {
+            role.name: frozenset(device for seat in self._seating.of(role.name) for device in self._devices_of(seat))
+            for role in self.plan.roles.values()
+            if role.kind != "reward"
+        }
+
+    def _devices_of(self, seat: Seat) -> list[Device]:
+        worker = self._workers.get((seat.role, seat.worker))
+        facts = worker.facts if worker is not None else None
+        if facts is None or not facts.gpus:
+            return [seat.device]
+        return [Device(f"{facts.host}, GPU {gpu}", is_gpu=True) for gpu in facts.gpus]
 
     def describe(self) -> Mapping[str, Any]:
         """Every role with its backend, and the seat of each of its workers; processes once they run."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import Device
 from chatlearn_ray.options import RayRuntimeOptions, SeatOptions
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -73,9 +74,24 @@ class Seat:
     amounts: Amounts
 
     @property
+    def slot(self) -> str:
+        """Such as ``pool 'gpus', slot 0``."""
+        return f"{self.group}, slot {self.bundle}"
+
+    @property
     def text(self) -> str:
         """Such as ``pool 'gpus', slot 0: 1 CPU, 0.5 GPU``."""
-        return f"{self.group}, slot {self.bundle}: {amounts_text(self.amounts)}"
+        return f"{self.slot}: {amounts_text(self.amounts)}"
+
+    @property
+    def device(self) -> Device:
+        """What it will occupy, as far as that is known before Ray assigns GPUs: workers with fractions of a GPU in one
+        slot share it, whole GPUs are a worker's own, and on the host workers of one slot share its memory.
+        """
+        gpus = self.amounts.get("GPU", 0.0)
+        if gpus and gpus == int(gpus):
+            return Device(f"{self.slot}, GPU of {self.role} {self.worker}", is_gpu=True)
+        return Device(self.slot, is_gpu=gpus > 0)
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,14 +6,16 @@ Ranks that share a data-parallel rank (a model-parallel group) get the same slic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from itertools import accumulate
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from chatlearn_core.batching import balance
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types import Metrics, Outputs, TrainBatch, merge_metrics
+from chatlearn_core.types import Metrics, OutputName, Outputs, TrainBatch, merge_metrics
+from chatlearn_core.types.stored import Array, StoredTensor
 
 SEQUENCE_OUTPUTS = frozenset({"scores"})
 """Outputs with one row a sequence; all others have one a token."""
@@ -67,12 +69,15 @@ def gather_outputs(
 ) -> Outputs:
     """Outputs of the slices in the order of the batch: [T, ...] per token, [S, ...] for ``SEQUENCE_OUTPUTS``.
 
+    What comes by reference is put in order by reference.
+
     Raises:
         BackendError: a slice with sequences has no answer, or one of another length than its slice.
     """
     slices = speaker_of_slices(answers, data_parallel_ranks)
     bounds = batch.cu_seqlens.tolist()
     gathered: Outputs = {}
+    stored: dict[str, dict[int, Array]] = {}
     for index, (indices, part) in enumerate(zip(assignment, slices, strict=True)):
         if not indices:
             continue
@@ -87,13 +92,26 @@ def gather_outputs(
                     f"data-parallel slice {index} returned {len(values)} rows of {name!r} for {len(indices)} sequences "
                     f"of {sum(bounds[i + 1] - bounds[i] for i in indices)} tokens; {len(rows)} were expected"
                 )
+            if isinstance(values, StoredTensor):
+                stored.setdefault(name, {}).update(_cut(values, bounds, indices))
+                continue
             size = batch.num_sequences if name in SEQUENCE_OUTPUTS else batch.num_tokens
             if name not in gathered:
                 gathered[name] = values.new_empty((size, *values.shape[1:]))
             gathered[name][torch.as_tensor(rows, dtype=torch.int64)] = values
+    for name, arrays in stored.items():
+        gathered[cast(OutputName, name)] = StoredTensor([arrays[index] for index in range(batch.num_sequences)])
     if not gathered:  # an empty batch: whatever was returned is empty
         return dict(next((part for part in slices if part), {}))
     return gathered
+
+
+def _cut(values: StoredTensor, bounds: Sequence[int], indices: Sequence[int]) -> dict[int, Array]:
+    """A slice's tensor, which is one stored array, by sequence of the batch."""
+    [whole] = values.sequences
+    lengths = [bounds[i + 1] - bounds[i] for i in indices]
+    ends = list(accumulate(lengths))
+    return {i: whole[end - length : end] for i, length, end in zip(indices, lengths, ends, strict=True)}
 
 
 def _token_rows(bounds: Sequence[int], indices: Sequence[int]) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, TrainerLostError
-from chatlearn_core.protocols import Loss, MemoryPart
+from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, TrainBatch
-from chatlearn_ray.arrays import BatchArrays, to_tensors
+from chatlearn_ray.arrays import BatchArrays
+from chatlearn_ray.blocks import RayBlock, Traffic
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
 from chatlearn_ray.split import assign, gather_metrics, gather_outputs, take
@@ -25,14 +26,12 @@ class RayTrainerGroup:
     further call says so at once, until it is started again.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, traffic: Traffic | None = None) -> None:
         self.name = name
         self.workers: list[RemoteWorker] = []
-        self.num_restarts = 0
         self._broken: str | None = None
         self._slices: list[int] = []
-        self._put_bytes = 0
-        self._put_s = 0.0
+        self._traffic = traffic or Traffic()
 
     async def start(self, workers: Sequence[RemoteWorker]) -> None:
         """Let the ranks meet and set up their trainers."""
@@ -65,7 +64,12 @@ class RayTrainerGroup:
         return await self._collective([(worker, args) for worker in self.workers], method, timeout_s)
 
     async def _collective(
-        self, calls: Sequence[tuple[RemoteWorker, tuple[Any, ...]]], method: str, timeout_s: float | None = None
+        self,
+        calls: Sequence[tuple[RemoteWorker, tuple[Any, ...]]],
+        method: str,
+        timeout_s: float | None = None,
+        *,
+        for_block: bool = False,
     ) -> list[Any]:
         if self._broken is not None:
             raise BackendError(f"role {self.name!r} cannot {method}: {self._broken}")
@@ -73,7 +77,8 @@ class RayTrainerGroup:
 
         async def call(worker: RemoteWorker, args: tuple[Any, ...]) -> Any:
             try:
-                return await worker.call(method, *args, timeout_s=timeout_s)
+                ask = worker.call_for_block if for_block else worker.call
+                return await ask(method, *args, timeout_s=timeout_s)
             finally:
                 answered.append(worker)
 
@@ -84,40 +89,57 @@ class RayTrainerGroup:
             if died or isinstance(error, BackendTimeoutError) or len(answered) < len(calls):
                 self._broken = f"it is broken since {method} failed: {str(error).splitlines()[0]}"
             if died:
-                raise TrainerLostError(str(error)) from error
+                place = error.place if isinstance(error, BackendError) else None
+                raise TrainerLostError(str(error)).at(place) from error
             raise
 
-    async def _over_slices(self, batch: TrainBatch, method: str, argument: Any) -> tuple[list[list[int]], list[Any]]:
-        """Give every rank its slice; one object a slice is shared by the ranks that take it."""
+    async def _over_slices(
+        self, batch: TrainBatch, method: str, argument: Any, *, for_block: bool = False
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Give every rank its slice; one object a slice is shared by the ranks that take it.
+
+        Args:
+            for_block: the method returns (facts, arrays); the arrays stay in the store.
+        """
         start = time.perf_counter()
         assignment = assign(batch, self.num_slices)
         parts = [BatchArrays.of(part) for part in take(batch, assignment)]
         references = [ray.put(part) for part in parts]
         shared = ray.put(argument)
-        self._put_s += time.perf_counter() - start
-        self._put_bytes += sum(part.num_bytes for part in parts)
+        num_bytes = sum(part.num_bytes for part in parts)
+        self._traffic.stored_bytes += num_bytes
+        self._traffic.driver_bytes += num_bytes
+        self._traffic.driver_s += time.perf_counter() - start
         calls = [
             (worker, (references[index], shared)) for worker, index in zip(self.workers, self._slices, strict=True)
         ]
-        return assignment, await self._collective(calls, method)
+        return assignment, await self._collective(calls, method, for_block=for_block)
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs without gradient, in batch order."""
-        assignment, answers = await self._over_slices(batch, "compute", request)
-        outputs: list[Any] = [to_tensors(answer) for answer in answers]
-        return gather_outputs(batch, assignment, outputs, self._slices)
+        """Outputs without gradient, in batch order: what is per token by reference, what is per sequence at hand."""
+        assignment, answers = await self._over_slices(batch, "compute", request, for_block=True)
+        self._traffic.stored_bytes += sum(facts.num_bytes for facts, _ in answers)
+        parts = [facts.outputs(RayBlock(reference, self._traffic)) for facts, reference in answers]
+        return gather_outputs(batch, assignment, parts, self._slices)
+
+    async def measure(self, batch: TrainBatch, function: Callable[[TrainBatch], Metrics]) -> Metrics:
+        """Metrics of a batch, computed by the ranks; those of the slices are merged."""
+        _, answers = await self._over_slices(batch, "measure", function)
+        return gather_metrics(answers, self._slices)
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
         """One optimizer step.
 
-        Adds ``perf/object_store_bytes`` and ``timing_s/object_store``, what the driver put there since the last update
-        and how long it took, and with several slices ``training/ranks_imbalance``: tokens of the fullest over the mean.
+        Adds what moved since the last update of any role, ``perf/object_store_bytes``, ``perf/driver_bytes`` and
+        ``timing_s/object_store`` (see ``Traffic``), and with several slices ``training/ranks_imbalance``: tokens of the
+        fullest over the mean.
         """
         assignment, answers = await self._over_slices(batch, "update", loss)
         metrics = gather_metrics(answers, self._slices)
-        metrics["perf/object_store_bytes"] = Metric(self._put_bytes, reducer="sum")
-        metrics["timing_s/object_store"] = Metric(self._put_s, reducer="sum")
-        self._put_bytes, self._put_s = 0, 0.0
+        traffic = self._traffic.taken()
+        metrics["perf/object_store_bytes"] = Metric(traffic.stored_bytes, reducer="sum")
+        metrics["perf/driver_bytes"] = Metric(traffic.driver_bytes, reducer="sum")
+        metrics["timing_s/object_store"] = Metric(traffic.driver_s, reducer="sum")
         if self.num_slices > 1 and batch.num_tokens:
             lengths = batch.lengths
             fullest = max(sum(lengths[i] for i in indices) for indices in assignment)
@@ -136,10 +158,14 @@ class RayTrainerGroup:
         """A Hugging Face model directory."""
         await self.every_rank("export_model", directory.absolute())
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
+    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Move parts out of device memory on every rank."""
-        await self.every_rank("offload", tuple(parts))
+        return await self._move("offload", parts)
 
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
+    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Bring parts back on every rank."""
-        await self.every_rank("onload", tuple(parts))
+        return await self._move("onload", parts)
+
+    async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        answers = await self.every_rank("move", action, tuple(parts))
+        return [event for events in answers for event in events]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.protocols import Loss, MemoryPart, Trainer, WeightSender
-from chatlearn_core.types import Endpoint, Metrics, OutputRequest, Payload, SyncOffer, SyncPlan, WeightManifest
-from chatlearn_ray.arrays import BatchArrays, TensorArray, to_arrays
+from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
+from chatlearn_core.runtime.moving import move
+from chatlearn_core.types import (
+    Endpoint,
+    Metrics,
+    OutputRequest,
+    Payload,
+    SyncOffer,
+    SyncPlan,
+    TrainBatch,
+    WeightManifest,
+)
+from chatlearn_core.types.stored import Array
+from chatlearn_ray.arrays import BatchArrays
+from chatlearn_ray.outputs import ComputedFacts, pack_outputs
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
@@ -50,14 +62,18 @@ class TrainerWorker(Worker):
             data_parallel_size=self.trainer.data_parallel_size,
         )
 
-    async def compute(self, arrays: BatchArrays, request: OutputRequest) -> dict[str, TensorArray]:
+    async def compute(self, arrays: BatchArrays, request: OutputRequest) -> tuple[ComputedFacts, dict[str, Array]]:
         """Outputs of this rank's slice."""
-        outputs = await self.lane.run("compute", self.trainer.compute, arrays.batch(), request)
-        return to_arrays({str(name): tensor for name, tensor in outputs.items()})
+        outputs = await self.lane.run("compute", lambda: self.trainer.compute(arrays.batch(), request))
+        return pack_outputs(outputs)
+
+    async def measure(self, arrays: BatchArrays, function: Callable[[TrainBatch], Metrics]) -> Metrics:
+        """What the function finds in this rank's slice."""
+        return await self.lane.run("measure", lambda: function(arrays.batch()))
 
     async def update(self, arrays: BatchArrays, loss: Loss) -> Metrics:
         """One optimizer step over this rank's slice."""
-        return await self.lane.run("update", self.trainer.update, arrays.batch(), loss)
+        return await self.lane.run("update", lambda: self.trainer.update(arrays.batch(), loss))
 
     async def save(self, directory: Path) -> None:
         await self.lane.run("save", self.trainer.save, directory)
@@ -68,11 +84,12 @@ class TrainerWorker(Worker):
     async def export_model(self, directory: Path) -> None:
         await self.lane.run("export_model", self.trainer.export_model, directory)
 
-    async def offload(self, parts: Collection[MemoryPart]) -> None:
-        await self.lane.run("offload", self.trainer.offload, parts)
-
-    async def onload(self, parts: Collection[MemoryPart]) -> None:
-        await self.lane.run("onload", self.trainer.onload, parts)
+    async def move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """Offload or onload parts; what is live afterwards."""
+        context = self.context
+        return await self.lane.run(
+            action, lambda: move(self.trainer, action, parts, role=context.role, worker=context.rank)
+        )
 
     async def manifest(self, payload: Payload) -> WeightManifest:
         return await self.lane.run("manifest", self.trainer.manifest, payload)

@@ -33,6 +33,8 @@ class WorkerFacts:
     device: str
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    gpus: tuple[str, ...] = ()
+    """Those of its node that Ray gave it, by number or UUID; several workers with a fraction each have the same."""
 
 
 class Worker:
@@ -60,7 +62,8 @@ class Worker:
 
     def facts(self) -> WorkerFacts:
         """Who this is."""
-        return WorkerFacts(os.getpid(), socket.gethostname(), self.context.device)
+        gpus = gpus_of_this_worker() if self.context.device.startswith("cuda") else ()
+        return WorkerFacts(os.getpid(), socket.gethostname(), self.context.device, gpus=gpus)
 
     async def set_up(self, setup: Callable[[], None]) -> None:
         """Run a backend's setup in the lane, with the worker's number of threads."""
@@ -84,3 +87,10 @@ class Worker:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+
+def gpus_of_this_worker() -> tuple[str, ...]:
+    """The GPUs that Ray assigned to this process."""
+    import ray
+
+    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))

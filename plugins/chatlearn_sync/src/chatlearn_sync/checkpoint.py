@@ -19,7 +19,7 @@ from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.options import CheckpointOptions
-from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint, name_list
+from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint, name_list, stream
 from chatlearn_sync.weight_files import (
     INDEX_NAME,
     FileEntry,
@@ -134,7 +134,7 @@ class CheckpointSender:
         rank = self._endpoint.rank
         files: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
-        for number, bucket in enumerate(buckets(trainer.weights(), rank, check, limit)):
+        for number, bucket in enumerate(buckets(stream(plan, trainer), rank, check, limit)):
             path = paths.staging / f"model-rank{rank:05d}-{number:05d}.safetensors"
             files[path.name], entries = write_shard(path, bucket)
             tensors.update(entries)

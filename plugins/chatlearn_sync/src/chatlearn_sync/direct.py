@@ -12,7 +12,7 @@ from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.channel import Channel
 from chatlearn_sync.options import DirectOptions
-from chatlearn_sync.stream import Bucket, StreamCheck, bucket_limit, buckets, describe, describe_endpoint, num_bytes
+from chatlearn_sync.stream import Bucket, StreamCheck, bucket_limit, buckets, describe, describe_endpoint, num_bytes, stream
 
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'checkpoint', or to 'auto'"
 
@@ -61,7 +61,7 @@ class DirectSender:
         check = StreamCheck(plan.manifest, where)
         sent = 0
         try:
-            for bucket in buckets(trainer.weights(), self._endpoint.rank, check, bucket_limit(plan)):
+            for bucket in buckets(stream(plan, trainer), self._endpoint.rank, check, bucket_limit(plan)):
                 channel.put(bucket)
                 sent += num_bytes(bucket)
                 del bucket  # the channel holds it until it is acknowledged, and nobody after that

@@ -11,6 +11,20 @@ class DirectOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class SharedMemoryOptions(BaseModel):
+    """Options of ``shared_memory``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slot_mb: int = Field(
+        16,
+        ge=1,
+        description="Size of each of the two blocks, MiB, where no tensor is larger; weight_sync.bucket_mb / 3 bounds "
+        "it. Small blocks stay in the processor's cache between the two ends.",
+    )
+    verify_checksums: bool = Field(True, description="Compare a checksum of every block before the generator loads it.")
+
+
 class CheckpointOptions(BaseModel):
     """Options of ``checkpoint``."""
 

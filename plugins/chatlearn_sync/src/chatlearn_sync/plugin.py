@@ -24,6 +24,18 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             speed_rank=10,
         ),
         WeightSyncSpec(
+            name="shared_memory",
+            summary="Blocks of shared memory on one host, read where the trainer put them.",
+            sender="chatlearn_sync.shared_memory:SharedMemorySender",
+            receiver="chatlearn_sync.shared_memory:SharedMemoryReceiver",
+            options="chatlearn_sync.options:SharedMemoryOptions",
+            needs_export="full_tensors",
+            channels=("memory_handles", "tensors"),
+            reach="host",
+            payloads=frozenset({"full", "adapter"}),
+            speed_rank=20,
+        ),
+        WeightSyncSpec(
             name="checkpoint",
             summary="Safetensors on a disk that both ends see; checksummed, can be taken again later.",
             sender="chatlearn_sync.checkpoint:CheckpointSender",

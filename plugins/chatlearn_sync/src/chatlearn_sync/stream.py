@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import Endpoint, SyncPlan, WeightManifest, WeightShard
+from chatlearn_core.protocols import Trainer
+from chatlearn_core.types import Endpoint, SyncPlan, TensorSpec, WeightManifest, WeightShard
 
 Bucket = tuple[tuple[str, Tensor], ...]
 """Whole tensors by checkpoint name."""
@@ -55,18 +56,23 @@ class StreamCheck:
         Raises:
             WeightSyncError: the name is unknown or came before, or shape or dtype differ from the manifest's.
         """
+        self.admit_spec(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor)))
+
+    def admit_spec(self, arrived: TensorSpec) -> None:
+        """Take note of one tensor by its description. Raises as ``admit``."""
+        name = arrived.name
         spec = self.manifest.tensors.get(self.manifest.aliases.get(name, name))
         if spec is None:
             raise WeightSyncError(f"{self.where}: tensor {name!r} is not in the manifest of this sync")
         if name in self.arrived:
             raise WeightSyncError(f"{self.where}: tensor {name!r} was streamed twice")
-        if tuple(tensor.shape) != spec.shape:
+        if arrived.shape != spec.shape:
             raise WeightSyncError(
-                f"{self.where}: tensor {name!r} has shape {list(tensor.shape)}, the manifest says {list(spec.shape)}"
+                f"{self.where}: tensor {name!r} has shape {list(arrived.shape)}, the manifest says {list(spec.shape)}"
             )
-        if dtype_name(tensor) != spec.dtype:
+        if arrived.dtype != spec.dtype:
             raise WeightSyncError(
-                f"{self.where}: tensor {name!r} has dtype {dtype_name(tensor)}, the manifest says {spec.dtype}"
+                f"{self.where}: tensor {name!r} has dtype {arrived.dtype}, the manifest says {spec.dtype}"
             )
         self.arrived.add(name)
 
@@ -84,14 +90,17 @@ class StreamCheck:
             )
 
 
-def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int) -> Iterator[Bucket]:
-    """This rank's tensors, gathered into buckets of at most ``limit`` bytes; a larger tensor is a bucket of its own.
+def stream(plan: SyncPlan, trainer: Trainer) -> Iterator[WeightShard]:
+    """The trainer's whole tensors, of the payload that the plan names; a delta is made from the full ones."""
+    return trainer.weights(payload="adapter") if plan.payload == "adapter" else trainer.weights()
+
+
+def owned(shards: Iterable[WeightShard], rank: int, check: StreamCheck) -> Iterator[tuple[str, Tensor]]:
+    """What this rank sends of a stream; all of the stream is stepped.
 
     Raises:
         WeightSyncError: a tensor is not whole or not as the manifest says.
     """
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
     for shard in shards:
         if shard.owner_rank != rank:
             continue
@@ -101,12 +110,23 @@ def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit:
                 f"{list(shard.global_shape)}; this transport takes whole tensors (export 'full_tensors')"
             )
         check.admit(shard.name, shard.tensor)
-        size = shard.tensor.nbytes
-        if bucket and held + size > limit:
+        yield shard.name, shard.tensor.detach()
+
+
+def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int) -> Iterator[Bucket]:
+    """This rank's tensors, gathered into buckets of at most ``limit`` bytes; a larger tensor is a bucket of its own.
+
+    Raises:
+        WeightSyncError: a tensor is not whole or not as the manifest says.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in owned(shards, rank, check):
+        if bucket and held + tensor.nbytes > limit:
             yield tuple(bucket)
             bucket, held = [], 0
-        bucket.append((shard.name, shard.tensor.detach()))
-        held += size
+        bucket.append((name, tensor))
+        held += tensor.nbytes
     if bucket:
         yield tuple(bucket)
 

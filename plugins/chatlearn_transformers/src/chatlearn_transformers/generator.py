@@ -55,6 +55,8 @@ class TransformersGenerator:
         self._kv_offloaded = False
         self._turn = asyncio.Lock()
         """Held while a step runs and while the scheduler is changed."""
+        self._steps = False
+        """Whether a step runs: read by ``offload``, which comes from another thread than the event loop's."""
         self._driver: asyncio.Task[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
 
@@ -126,6 +128,8 @@ class TransformersGenerator:
             self._kv_offloaded = True
         if "weights" in parts:
             self._store.offload()
+        if self._context.device.startswith("cuda"):
+            torch.cuda.empty_cache()  # what torch keeps for itself, other processes on the device cannot have
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         """See ``Lifecycle``. Sequences kept by a pause compute their KV cache again when they go on."""
@@ -133,6 +137,14 @@ class TransformersGenerator:
             self._store.onload()
         if "kv_cache" in parts:
             self._kv_offloaded = False
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        """See ``MeasuresMemory``."""
+        if self._worker is None:
+            return 0
+        if part == "weights":
+            return self._store.live_bytes
+        return self._decoder.cache.num_bytes if part == "kv_cache" else 0
 
     def close(self) -> None:
         """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
@@ -284,7 +296,7 @@ class TransformersGenerator:
 
     @property
     def _is_working(self) -> bool:
-        return self._turn.locked() or (bool(self._tickets) and not self._paused and self._state == "serving")
+        return self._steps or (bool(self._tickets) and not self._paused and self._state == "serving")
 
     def _wake(self) -> None:
         if self._driver is None or self._driver.done():
@@ -299,6 +311,7 @@ class TransformersGenerator:
             async with self._turn:
                 if self._paused or self._state != "serving" or not self._collect():
                     return
+                self._steps = True
                 try:
                     report = await self.in_worker(self._scheduler.step)
                 except BaseException as error:
@@ -307,6 +320,8 @@ class TransformersGenerator:
                     if not isinstance(error, Exception):
                         raise
                     return
+                finally:
+                    self._steps = False
                 self._deliver(report)
 
     def _collect(self) -> bool:

@@ -24,6 +24,15 @@ class WeightStore:
         """Whether the model is offloaded."""
         return bool(self._held)
 
+    @property
+    def live_bytes(self) -> int:
+        """Memory that the model's tensors occupy where the model is, bytes; storages they share count once."""
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for tensor in (*self._model.parameters(), *self._model.buffers())
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
     def offload(self) -> None:
         """Take the weights; twice is fine."""
         if self._held:
@@ -32,8 +41,6 @@ class WeightStore:
             self._held.setdefault(id(tensor), (tensor, tensor.data.to("cpu"), tensor.device))
         for tensor, data, device in self._held.values():
             tensor.data = torch.empty(0, dtype=data.dtype, device=device)
-        if any(device.type == "cuda" for _, _, device in self._held.values()):
-            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Give the weights back, values unchanged; twice is fine."""

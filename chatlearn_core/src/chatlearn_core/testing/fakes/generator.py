@@ -92,6 +92,8 @@ class FakeGenerator:
         self._paused = False
         self._draining = False
         self._away: set[MemoryPart] = set()
+        self._aside: dict[str, Tensor] = {}
+        """The weights while they are offloaded; empty ones are in their place."""
 
     def setup(self) -> None:
         self._weights = read_bigram_tensors(self._directory)
@@ -102,10 +104,24 @@ class FakeGenerator:
         return self._problem
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
+        """See ``Lifecycle``. There is no KV cache, but nothing is sampled while it is said to be away."""
+        if "weights" in parts and "weights" not in self._away:
+            self._aside = self._weights
+            self._weights = {name: tensor.new_empty(0) for name, tensor in self._weights.items()}
         self._away |= set(parts) & {"weights", "kv_cache"}
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
+        if "weights" in parts and "weights" in self._away:
+            self._weights, self._aside = self._aside, {}
         self._away -= set(parts)
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        return sum(tensor.nbytes for tensor in self._weights.values()) if part == "weights" else 0
+
+    @property
+    def weights_are_offloaded(self) -> bool:
+        """For the loader."""
+        return "weights" in self._away
 
     def close(self) -> None:
         self.die("the generator was closed")
@@ -267,6 +283,8 @@ class FakeWeightLoader:
         name = self._generator.name
         if self._generator.state == "dead" or self._version is not None:
             raise WeightSyncError(f"{name} is {self._generator.state} and cannot begin version {policy_version}")
+        if self._generator.weights_are_offloaded:
+            raise WeightSyncError(f"{name} has its weights offloaded; onload them before version {policy_version}")
         lines = self._expected.differences(manifest)
         if lines:
             raise WeightSyncError(f"{name} cannot take policy version {policy_version}: " + "; ".join(lines))

@@ -57,7 +57,8 @@ class FakeTrainer:
         """This rank's rows."""
         self._momentum: dict[str, Tensor] = {}
         self._manifest = WeightManifest({})
-        self._away: set[MemoryPart] = set()
+        self._away: dict[MemoryPart, dict[str, Tensor]] = {}
+        """Tensors of offloaded parts; empty ones are in their place."""
         self._ready = False
 
     def setup(self) -> None:
@@ -78,10 +79,21 @@ class FakeTrainer:
         return None if self._ready else "not set up, or closed"
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        self._away |= set(parts) & {"weights", "gradients", "optimizer"}
+        for part in set(parts) - self._away.keys():
+            live = self._tensors(part)
+            self._away[part] = dict(live)
+            live.update({name: tensor.new_empty(0) for name, tensor in live.items()})
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        self._away -= set(parts)
+        for part in set(parts) & self._away.keys():
+            self._tensors(part).update(self._away.pop(part))
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors(part).values())
+
+    def _tensors(self, part: MemoryPart) -> dict[str, Tensor]:
+        """What a part consists of; gradients live only within an update."""
+        return {"weights": self._weights, "optimizer": self._momentum}.get(part, {})
 
     def close(self) -> None:
         if self._ready and self.context.world_size > 1:
@@ -191,7 +203,7 @@ class FakeTrainer:
     def _require(self, *parts: MemoryPart) -> None:
         if not self._ready:
             raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
-        if away := self._away & set(parts):
+        if away := self._away.keys() & set(parts):
             raise BackendError(f"trainer role {self.context.role!r}: onload {', '.join(sorted(away))} first")
 
     def _rows(self, count: int) -> tuple[int, int]:

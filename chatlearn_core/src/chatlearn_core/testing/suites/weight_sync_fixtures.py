@@ -8,13 +8,15 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from chatlearn_core.plugins.records import Export
+from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.shared_block import handle_content
+from chatlearn_core.plugins.records import Channel, Export
 from chatlearn_core.protocols import WeightReceiver, WeightSender
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
@@ -31,7 +33,7 @@ from chatlearn_core.types import (
 
 BUCKET_BYTES = 4096
 """Less than the suite's tensors together, so that a transport has to cut its stream."""
-DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint"})
+DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint", "memory_handles"})
 """Channels whose arrivals the suite's loader can keep; others need an engine behind them."""
 
 
@@ -110,6 +112,18 @@ class KeepingLoader:
             whole[tuple(slice(start, stop) for start, stop in shard.box)] = shard.tensor
             await asyncio.sleep(0)
 
+    async def load_handles(self, handle: MemoryHandle) -> None:
+        """Read the tensors of a mapped file."""
+        self.called.add("load_handles")
+        with MappedBlock(handle_content(handle)) as block:
+            for name, tensor in block.tensors():
+                if self.before is not None:
+                    self.before(name)
+                assert name not in self.loaded, f"{name} was loaded twice"
+                self.loaded[name] = tensor.clone()
+                del tensor
+                await asyncio.sleep(0)
+
     async def load_checkpoint(self, directory: Path) -> None:
         """Read safetensors."""
         self.called.add("load_checkpoint")
@@ -153,8 +167,9 @@ class Outcome:
 class Transport:
     """Both ends of the transport under test, driven as a runtime does."""
 
-    def __init__(self, suite: type[ConformanceSuite], workspace: Path) -> None:
+    def __init__(self, suite: type[ConformanceSuite], workspace: Path, channel: Channel) -> None:
         self._suite = suite
+        self._channel = channel
         self.workspace = workspace
         self.closables: list[WeightSender | WeightReceiver] = []
         self._count = 0
@@ -223,14 +238,28 @@ class Transport:
 
 
 class WeightSyncFixtures(ConformanceSuite):
-    """``transport`` and ``sync``."""
+    """``transport``, which delivers by the channel under test."""
+
+    settable: ClassVar[frozenset[str]] = ConformanceSuite.settable | {"channel"}
+    channel: ClassVar[Channel | None] = None
+    """One that the record declares; None: the first that the suite can drive."""
+
+    @classmethod
+    def channel_under_test(cls) -> Channel | None:
+        """The channel under test; None: the suite can drive none of those that the record declares."""
+        channels: tuple[Channel, ...] = cls.record().channels
+        if cls.channel is not None:
+            assert cls.channel in channels, f"the record declares {channels}, not {cls.channel!r}"
+            return cls.channel
+        return next((channel for channel in channels if channel in DRIVEN_CHANNELS), None)
 
     @pytest.fixture
     def transport(self, tmp_path: Path) -> Iterator[Transport]:
         """Closed at the end of the test."""
-        if self.record().channel not in DRIVEN_CHANNELS:
-            not_applicable(f"channel {self.record().channel!r} needs an engine behind the loader")
-        made = Transport(type(self), tmp_path / "workspace")
+        channel = self.channel_under_test()
+        if channel is None:
+            not_applicable(f"channels {self.record().channels} need an engine behind the loader")
+        made = Transport(type(self), tmp_path / "workspace", channel)
         yield made
         made.close()
 

@@ -1,0 +1,99 @@
+"""Rules between the section ``rollout`` and what it needs of generators, algorithm and the other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
+
+if TYPE_CHECKING:
+    from chatlearn_core.config.crosscheck import Checked
+
+Related = tuple[tuple[KeyPath, Any], ...]
+
+
+def stealing_has_queues(checked: Checked) -> Iterator[Problem]:
+    """There is something to take over only where requests wait in front of a replica."""
+    rollout = checked.config.rollout
+    if rollout.work_stealing and rollout.max_concurrent is None:
+        rule = "takes over what waits in front of a replica, but without max_concurrent every request starts at once"
+        related: Related = ((("rollout", "max_concurrent"), None),)
+        yield Problem(("rollout", "work_stealing"), rule, True, "set rollout.max_concurrent, or remove it", related)
+
+
+def partial_settings(checked: Checked) -> Iterator[Problem]:
+    """Settings of a partial rollout belong to the mode that is chosen, and leave it something to do."""
+    config, rollout = checked.config, checked.config.rollout
+    partial: Related = ((("rollout", "partial"), rollout.partial),)
+    tokens: KeyPath = ("rollout", "round_tokens")
+    if rollout.partial == "resume":
+        longest: Related = ((("sampling", "max_tokens"), config.sampling.max_tokens),)
+        if rollout.round_tokens is None:
+            rule = "partial rollouts that resume need to know after how many tokens a round ends"
+            yield Problem(tokens, rule, remedy="set it, for example to a quarter of sampling.max_tokens")
+        elif rollout.round_tokens >= config.sampling.max_tokens:
+            rule = "a round takes the longest completion, so that nothing is ever resumed"
+            yield Problem(tokens, rule, rollout.round_tokens, "lower it, or set rollout.partial: none", longest)
+    elif rollout.round_tokens is not None:
+        rule = "says how long a round of 'resume' is"
+        yield Problem(tokens, rule, rollout.round_tokens, "remove it, or set rollout.partial: resume", partial)
+    in_flight: KeyPath = ("rollout", "in_flight_prompts")
+    per_step: Related = ((("train", "prompts_per_step"), config.train.prompts_per_step),)
+    if rollout.partial == "none" and rollout.in_flight_prompts is not None:
+        rule = "without partial rollouts a step has the prompts that it draws"
+        yield Problem(in_flight, rule, rollout.in_flight_prompts, "remove it, or set rollout.partial", partial)
+    if rollout.partial == "keep" and (rollout.in_flight_prompts or 2 * config.train.prompts_per_step) <= (
+        config.train.prompts_per_step
+    ):
+        rule = (
+            "a step of 'keep' ends when prompts_per_step prompts are complete: with no more in flight it waits for all"
+        )
+        yield Problem(in_flight, rule, rollout.in_flight_prompts, "raise it above prompts_per_step", per_step)
+    if rollout.partial == "keep" and rollout.request_timeout_s is not None:
+        rule = "would run on while a request is kept over updates and weight sync"
+        path: KeyPath = ("rollout", "request_timeout_s")
+        yield Problem(path, rule, rollout.request_timeout_s, "remove it, or set rollout.partial: resume", partial)
+
+
+def partial_is_supported(checked: Checked) -> Iterator[Problem]:
+    """The generators of the policy can resume a completion, or keep it over a weight sync."""
+    rollout = checked.config.rollout
+    path: KeyPath = ("rollout", "partial")
+    for name, role in checked.roles("generator"):
+        record = checked.choices.records.get(f"roles.{name}")
+        if rollout.partial == "none" or role.model is not None or not isinstance(record, GeneratorSpec):
+            continue
+        backend: Related = ((("roles", name, "backend"), role.backend),)
+        if rollout.partial == "resume" and not record.resumable:
+            rule = f"generator '{record.name}' does not resume completions (resumable in its plugin record)"
+            yield Problem(path, rule, rollout.partial, "choose another generator, or none", backend)
+        if rollout.partial == "keep" and "keep" not in record.pause_modes:
+            modes = ", ".join(sorted(record.pause_modes))
+            rule = f"generator '{record.name}' does not keep requests over a pause; its pause modes: {modes}"
+            yield Problem(path, rule, rollout.partial, "choose another generator, resume, or none", backend)
+
+
+def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
+    """A token that older weights sampled is trained on against the logprob that it was sampled with."""
+    rollout = checked.config.rollout
+    algorithm = checked.choices.selected.get("algorithm")
+    if rollout.partial == "none" or algorithm is None or not isinstance(algorithm.record, AlgorithmSpec):
+        return
+    options = algorithm.options
+    if getattr(options, "importance_correction", None) == "none" and getattr(options, "recompute_old_logprobs", False):
+        related: Related = (
+            (("algorithm", "options", "importance_correction"), "none"),
+            (("algorithm", "options", "recompute_old_logprobs"), True),
+        )
+        yield Problem(
+            ("rollout", "partial"),
+            "trains on tokens that older weights sampled, which this algorithm would take for the current policy's",
+            rollout.partial,
+            "set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false",
+            related,
+        )
+
+
+ROLLOUT_RULES = (stealing_has_queues, partial_settings, partial_is_supported, stale_tokens_are_corrected)

@@ -1,0 +1,174 @@
+"""Roles that share devices take turns: whoever is next gets them with what it needs, and nobody else is in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, TrainerLostError
+from chatlearn_core.executor.sharing import Move, OffloadMode, Sharing, Use, find_sharing
+from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Device, MemoryEvent, MemoryPart, ModelGroup, Runtime
+from chatlearn_core.runtime.plan import RolePlan
+
+
+class MemoryTurns:
+    """Gives out turns, and moves parts of roles out of the way and back around them.
+
+    Where no two roles share a device a turn is free: nothing waits and nothing moves.
+
+    Args:
+        runtime: where the roles live.
+        roles: those of the plan.
+        mode: the setting ``memory.offload``.
+    """
+
+    def __init__(
+        self, runtime: Runtime, roles: Mapping[str, RolePlan] | None = None, mode: OffloadMode = "never"
+    ) -> None:
+        self.runtime = runtime
+        self.roles = roles or {}
+        self.mode = mode
+        self.sharing = self._find_sharing()
+        self._held: dict[str, dict[MemoryPart, bool | None]] = _all_live(self.sharing)
+        self._queue: list[Turn] = []
+
+    def _find_sharing(self) -> Sharing:
+        return find_sharing(self.roles, self.runtime.devices(), self.mode) if self.mode != "never" else Sharing()
+
+    async def start(self) -> None:
+        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next."""
+        if self.sharing.devices:
+            await self.runtime.start(self._put_aside)
+        else:
+            await self.runtime.start()
+        planned, self.sharing = self.sharing, self._find_sharing()  # now that their places are known exactly
+        held, self._held = self._held, _all_live(self.sharing)
+        for role in planned.parts:
+            if role in self._held:
+                self._held[role] = held[role]
+            else:  # it sits alone after all
+                await self._group(role).onload(planned.parts[role])
+
+    async def _put_aside(self, role: str) -> None:
+        if parts := self.sharing.parts.get(role):
+            await self._move(Move("offload", role, parts), Timers(), None)
+
+    def turn(self, *uses: Use, timers: Timers, level: int | None = None) -> Turn:
+        """A place in the queue for the devices of ``uses``: entered with ``async with``, or left with ``leave``.
+
+        Turns on one device are granted in the order in which they were asked for, whichever is ready first.
+
+        Args:
+            timers: moves are added to ``timing_s/offload`` and ``timing_s/onload``, and to the trace.
+            level: of the call in the flow, for the trace.
+        """
+        devices = self.sharing.contested(uses)
+        turn = Turn(self, uses, devices, [t for t in self._queue if t.devices & devices], timers, level)
+        if devices:
+            self._queue.append(turn)
+        return turn
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        """Let the runtime rebuild a trainer that lost a rank, with the generators out of its way.
+
+        What the trainers hold afterwards is made sure of when they are used next.
+
+        Raises:
+            TrainerLostError: it may not be rebuilt.
+        """
+        for role, parts in self.sharing.parts.items():
+            live = tuple(part for part in parts if self._held[role][part] is not False)
+            if live and self.roles[role].kind == "generator":
+                await self._move(Move("offload", role, live), Timers(), None)
+        await self.runtime.recover(lost)
+        for role, parts in self.sharing.parts.items():
+            if self.roles[role].kind == "trainer":
+                self._held[role] = dict.fromkeys(parts, None)
+
+    async def make_room(self, uses: Sequence[Use], timers: Timers, level: int | None) -> None:
+        """Move what has to be moved before ``uses``; for a turn that has its devices to itself."""
+        for move in self.sharing.moves(uses, self._held):
+            await self._move(move, timers, level)
+
+    def remove(self, turn: Turn) -> None:
+        """A turn is over."""
+        if turn in self._queue:
+            self._queue.remove(turn)
+
+    async def _move(self, move: Move, timers: Timers, level: int | None) -> None:
+        held = self._held[move.role]
+        held.update(dict.fromkeys(move.parts, None))  # until it is done
+        group = self._group(move.role)
+        with timers.measure(move.action, role=move.role, action=move.action, level=level) as facts:
+            events = await (group.offload if move.action == "offload" else group.onload)(move.parts)
+            facts["live_bytes"] = _live_bytes(move, events)
+        for event in events:
+            if move.action == "offload" and event.live_bytes:
+                raise BackendError(
+                    f"role {event.role!r}, {self._worker(event)}: {event.part} were offloaded, but {event.live_bytes} "
+                    "bytes of them are still live on the device. This is a fault of the backend's offload: it must "
+                    "free the memory before it returns"
+                )
+        held.update(dict.fromkeys(move.parts, move.action == "onload"))
+
+    def _group(self, role: str) -> ModelGroup:
+        if self.roles[role].kind == "trainer":
+            return self.runtime.trainer(role)
+        return self.runtime.generator(role)
+
+    def _worker(self, event: MemoryEvent) -> str:
+        kind = self.roles[event.role].kind
+        return f"{'rank' if kind == 'trainer' else 'replica'} {event.worker}"
+
+
+class Turn:
+    """A place in the queue for devices. While it is entered, nobody who shares one of them has his turn."""
+
+    def __init__(
+        self,
+        memory: MemoryTurns,
+        uses: Sequence[Use],
+        devices: frozenset[Device],
+        earlier: Sequence[Turn],
+        timers: Timers,
+        level: int | None,
+    ) -> None:
+        self.devices = devices
+        self._memory = memory
+        self._uses = uses
+        self._earlier = earlier
+        self._timers = timers
+        self._level = level
+        self._ended = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        try:
+            for turn in self._earlier:
+                await turn._ended.wait()
+            if self.devices:
+                await self._memory.make_room(self._uses, self._timers, self._level)
+        except BaseException:
+            self.leave()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Let the next have its turn. Twice is fine."""
+        self._ended.set()
+        self._memory.remove(self)
+
+
+def _all_live(sharing: Sharing) -> dict[str, dict[MemoryPart, bool | None]]:
+    return {role: dict.fromkeys(parts, True) for role, parts in sharing.parts.items()}
+
+
+def _live_bytes(move: Move, events: Sequence[MemoryEvent]) -> dict[str, Any]:
+    """Part -> worker -> bytes that are live now, for the trace."""
+    return {part: {str(e.worker): e.live_bytes for e in events if e.part == part} for part in move.parts}

@@ -1,0 +1,145 @@
+"""Partial rollouts that stay in the engine: a step ends when enough prompts are complete, and the others wait there for
+the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.rollouts.pending import Group, Progress, groups_of, num_samples
+from chatlearn_core.executor.rollouts.rounds import Generate, progressed
+from chatlearn_core.executor.rollouts.turn import Turn
+from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.protocols import GeneratorFleet
+from chatlearn_core.types import Completion, Metric, Metrics
+
+
+class KeptRollouts:
+    """Completions that are paused in the engine while the trainer learns, and go on under the new weights.
+
+    A step has ``in_flight_prompts`` prompts in flight: those that are pending, and new ones. It ends, and the engine is
+    paused, as soon as ``prompts_per_step`` prompts are complete; more are trained if they are complete by then, or if a
+    completion of theirs is in its ``max_rounds``-th step and has to end. Which prompts a step trains depends on timing.
+    A checkpoint holds the prompts in flight and their finished completions; unfinished ones begin again.
+
+    Args:
+        generate: makes a request.
+        fleet: gives the replicas that are paused.
+        prompts_per_step: complete prompts that end a step's generation.
+        max_rounds: steps of a completion, at least 1.
+        in_flight_prompts: more than ``prompts_per_step``.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        fleet: Callable[[], GeneratorFleet],
+        *,
+        prompts_per_step: int,
+        max_rounds: int,
+        in_flight_prompts: int,
+    ) -> None:
+        self.prompts_per_step = prompts_per_step
+        self.max_rounds = max_rounds
+        self.in_flight_prompts = in_flight_prompts
+        self._generate = generate
+        self._fleet = fleet
+        self._running: dict[str, asyncio.Task[Completion]] = {}
+        """Sample id -> its request, from its first step to its last."""
+        self._paused = False
+
+    def num_prompts(self, pending: Sequence[Group]) -> int:
+        """See ``PartialRollouts``."""
+        return max(0, self.in_flight_prompts - len(pending))
+
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> Turn:
+        """See ``PartialRollouts``."""
+        return Turn([*(group.copy() for group in pending), *groups_of(new, step)])
+
+    async def play(self, turn: Turn) -> None:
+        """Sample until enough groups are complete, then pause. Errors reach those who wait for the completions."""
+        await turn.wanted.wait()
+        turn.num_rounds = 1
+        try:
+            self._start(turn)
+            self._collect(turn)
+            while not self._enough(turn):
+                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+                self._collect(turn)
+            if self._running:
+                self._paused = True
+                await self._fleet().pause("keep")
+        except BaseException as error:
+            turn.end(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            turn.end()
+
+    def finish(self, turn: Turn) -> tuple[tuple[Group, ...], Metrics]:
+        """See ``PartialRollouts``."""
+        unfinished = turn.unfinished
+        for group in unfinished:
+            group.progress = [
+                progress if progress.ended else replace(progress, rounds=progress.rounds + 1)
+                for progress in group.progress
+            ]
+        metrics: Metrics = {
+            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
+            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
+            "rollout/unfinished": Metric(len(self._running), reducer="sum"),
+            "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
+        }
+        return tuple(group.at_hand() for group in unfinished), metrics
+
+    async def weights_changed(self) -> None:
+        """Let what was kept go on."""
+        if self._paused:
+            self._paused = False
+            await self._fleet().resume()
+
+    async def close(self) -> None:
+        """Give up what is in the engine."""
+        running, self._running = self._running, {}
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def _start(self, turn: Turn) -> None:
+        for group in turn.groups:
+            for slot, progress in zip(group.slots, group.progress, strict=True):
+                if not progress.ended and slot.sample_id not in self._running:
+                    assert slot.request is not None, "partial rollouts are of prompts"
+                    self._running[slot.sample_id] = asyncio.ensure_future(self._generate(slot.request))
+
+    def _collect(self, turn: Turn) -> None:
+        """Take what has ended. Raises: ReplicaLostError, and whatever else is no failure of one request."""
+        for group in turn.groups:
+            for index, slot in enumerate(group.slots):
+                task = self._running.get(slot.sample_id)
+                if task is None or not task.done():
+                    continue
+                del self._running[slot.sample_id]
+                rounds = group.progress[index].rounds + 1
+                assert slot.request is not None
+                try:
+                    completion = task.result()
+                except RoleLostError:
+                    raise
+                except BackendError as error:
+                    group.progress[index] = Progress(failure=error, rounds=rounds)
+                else:
+                    group.progress[index] = progressed(completion, slot.request, rounds, last=True)
+            turn.tell(group)
+
+    def _enough(self, turn: Turn) -> bool:
+        unfinished = turn.unfinished
+        due = any(
+            not progress.ended and progress.rounds + 1 >= self.max_rounds
+            for group in unfinished
+            for progress in group.progress
+        )
+        return not unfinished or (not due and len(turn.complete) >= self.prompts_per_step)

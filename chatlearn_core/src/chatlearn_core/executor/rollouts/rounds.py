@@ -1,0 +1,127 @@
+"""Partial rollouts in rounds: a completion grows by a bounded number of tokens a step and is resumed in the next.
+
+Nothing here depends on timing: what a round samples follows from what was pending and which prompts were drawn. A run
+that was killed therefore goes on bit-identically from the pending rollouts of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand, groups_of, num_samples
+from chatlearn_core.executor.rollouts.turn import Turn
+from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
+
+Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+
+
+class RoundRollouts:
+    """Completions that go on over several steps, each time under the newest weights.
+
+    A step begins with ``in_flight_prompts`` prompts: those that are pending, and new ones in the places of those that
+    were trained on. Every unfinished completion may grow by ``round_tokens``; in its ``max_rounds``-th round it has no
+    such bound and ends. The step trains every prompt whose completions have all ended, at least one: if there is none,
+    another round follows in the same step.
+
+    Args:
+        generate: makes a request.
+        round_tokens: tokens that a completion may grow by in a round.
+        max_rounds: rounds of a completion, at least 1.
+        in_flight_prompts: prompts that a step begins with.
+    """
+
+    def __init__(self, generate: Generate, *, round_tokens: int, max_rounds: int, in_flight_prompts: int) -> None:
+        self.round_tokens = round_tokens
+        self.max_rounds = max_rounds
+        self.in_flight_prompts = in_flight_prompts
+        self._generate = generate
+
+    def num_prompts(self, pending: Sequence[Group]) -> int:
+        """See ``PartialRollouts``."""
+        return max(0, self.in_flight_prompts - len(pending))
+
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> Turn:
+        """See ``PartialRollouts``."""
+        return Turn([*(group.copy() for group in pending), *groups_of(new, step)])
+
+    async def play(self, turn: Turn) -> None:
+        """Make rounds until a group is complete. Errors reach those who wait for the turn's completions."""
+        await turn.wanted.wait()
+        try:
+            while turn.groups and not turn.complete:
+                await self._round(turn)
+        except BaseException as error:
+            turn.end(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            turn.end()
+
+    def finish(self, turn: Turn) -> tuple[tuple[Group, ...], Metrics]:
+        """See ``PartialRollouts``."""
+        unfinished = turn.unfinished
+        carried = sum(not progress.ended for group in unfinished for progress in group.progress)
+        metrics: Metrics = {
+            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
+            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
+            "rollout/unfinished": Metric(carried, reducer="sum"),
+            "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
+        }
+        return tuple(group.at_hand() for group in unfinished), metrics
+
+    async def close(self) -> None:
+        """Nothing runs between steps."""
+
+    async def weights_changed(self) -> None:
+        """Nothing waits for them."""
+
+    async def _round(self, turn: Turn) -> None:
+        turn.num_rounds += 1
+        async with asyncio.TaskGroup() as tasks:
+            for group in turn.groups:
+                for index, progress in enumerate(group.progress):
+                    if not progress.ended:
+                        tasks.create_task(self._advance(turn, group, index))
+
+    async def _advance(self, turn: Turn, group: Group, index: int) -> None:
+        progress, request = group.progress[index], group.slots[index].request
+        assert request is not None, "partial rollouts are of prompts"
+        rounds = progress.rounds + 1
+        whole = request.sampling.max_tokens
+        limit = whole if rounds >= self.max_rounds else min(whole, progress.num_tokens + self.round_tokens)
+        part = replace(request, sampling=replace(request.sampling, max_tokens=limit), resume_from=progress.completion)
+        try:
+            completion = await self._generate(part)
+        except RoleLostError:
+            raise
+        except BackendError as error:
+            group.progress[index] = Progress(failure=error, rounds=rounds)
+        else:
+            group.progress[index] = progressed(completion, request, rounds, last=rounds >= self.max_rounds)
+        turn.tell(group)
+
+
+def progressed(completion: Completion, request: GenerateRequest, rounds: int, *, last: bool) -> Progress:
+    """What a round made of a sample: its completion as the whole ``request`` sees it.
+
+    A completion that was cut off before the request's own bound is not whole; in the ``last`` round the engine should
+    not have done that.
+    """
+    cut = completion.finish_reason == "abort" or (
+        completion.finish_reason == "length" and len(completion.token_ids) < request.sampling.max_tokens
+    )
+    if cut and last:
+        return Progress(
+            failure=BackendError(
+                f"request {request.id!r} ended after {len(completion.token_ids)} of {request.sampling.max_tokens} "
+                f"tokens ({completion.finish_reason}) in its last round, which nobody asked for"
+            ),
+            rounds=rounds,
+        )
+    reason = "abort" if cut else completion.finish_reason
+    whole = replace(completion, sampling=request.sampling, finish_reason=reason)
+    return Progress(at_hand(whole) if cut else whole, rounds=rounds)

@@ -1,0 +1,104 @@
+"""Checkpoints of a run: written whole once begun, and found again when a trainer has to go back to one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from chatlearn_core.exceptions import CheckpointError
+from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from chatlearn_core.executor.journal import Journal
+from chatlearn_core.executor.memory import MemoryTurns
+from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.rollouts.saved import save_pending
+from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.executor.sharing import Use
+from chatlearn_core.metrics import Timers
+from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.protocols import Runtime
+
+
+class Saver:
+    """Writes checkpoints of the roles that learn, and of the executor's own state.
+
+    Args:
+        store: where they lie.
+        runtime: holds the roles.
+        roles: those that learn.
+        settings: the resolved configuration.
+        metric: ranks checkpoints (``checkpoint.metric``).
+        memory: gives roles that share devices their turn.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        runtime: Runtime,
+        roles: Iterable[str],
+        settings: Mapping[str, Any],
+        metric: str,
+        journal: Journal,
+        observers: Observers,
+        memory: MemoryTurns,
+    ) -> None:
+        self.store = store
+        self.runtime = runtime
+        self.roles = tuple(roles)
+        self.settings = settings
+        self.metric = metric
+        self.journal = journal
+        self.observers = observers
+        self.memory = memory
+
+    async def save(self, state: RunState) -> None:
+        """Write a checkpoint of the last completed step. Once begun it is finished, also when the run is stopped.
+
+        Raises:
+            CheckpointError: the disk does not take it.
+            TrainerLostError: a rank died while it wrote; nothing of it is left.
+        """
+        writing = asyncio.ensure_future(self._write(state))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
+
+    async def _write(self, state: RunState) -> None:
+        self.journal.enter(Phase.SAVING, state.step)
+        timers = Timers()
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(self.store.write(state.step, state.content(self.settings, self.metric)))
+            for role in self.roles:
+                async with self.memory.turn(Use(role, "save"), timers=timers):
+                    with timers.measure("save", role=role):
+                        await self.runtime.trainer(role).save(directory / "roles" / role)
+            save_pending(directory, state.pending)
+            # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.
+            await asyncio.to_thread(stack.pop_all().close)
+        state.saved_step, state.saved_path = state.step, self.store.path_of(state.step)
+        self.journal.directory.append_trace(state.step, timers, during="checkpoint")
+        self.observers.checkpoint_saved(state.step, state.saved_path)
+
+    async def load(self, checkpoint: Checkpoint) -> None:
+        """Bring every role that learns to where the checkpoint was taken."""
+        self.journal.enter(Phase.RESTORING, checkpoint.step)
+        timers = Timers()
+        for role in self.roles:
+            async with self.memory.turn(Use(role, "load"), timers=timers):
+                with timers.measure("load", role=role):
+                    await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
+
+    def last(self, state: RunState) -> tuple[Checkpoint | None, list[str]]:
+        """What this run last saved or began from, which may be in another run's directory; if it is damaged, the newest
+        of this run's own, and what is wrong with those passed over.
+        """
+        if state.saved_path is None:
+            return None, []
+        try:
+            return read_checkpoint(state.saved_path), []
+        except CheckpointError as error:
+            checkpoint, problems = self.store.newest()
+            return checkpoint, list(dict.fromkeys([str(error), *problems]))

@@ -1,0 +1,187 @@
+"""Who shares memory, and what has to move when: derived from roles, devices and the flow before anything runs. Pure.
+
+Roles that share a device take turns on it. After a move the shared devices hold exactly what the next use needs: the
+optimizer only for updates and checkpoints, the KV cache only while tokens are sampled, both models while weights are
+sent from one to the other. A role that shares with nobody is never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.flow import Graph, Node
+from chatlearn_core.protocols import Device, MemoryAction, MemoryPart
+from chatlearn_core.runtime.moving import PARTS
+from chatlearn_core.runtime.plan import RolePlan, RunPlan
+
+OffloadMode = Literal["auto", "always", "never"]
+Method = Literal["generate", "compute", "update", "load", "save", "export", "send", "receive"]
+NEEDS: Mapping[Method, frozenset[MemoryPart]] = {
+    "generate": frozenset({"weights", "kv_cache"}),
+    "compute": frozenset({"weights"}),
+    "update": frozenset({"weights", "gradients", "optimizer"}),
+    "load": frozenset({"weights", "optimizer"}),
+    "save": frozenset({"weights", "optimizer"}),
+    "export": frozenset({"weights"}),
+    "send": frozenset({"weights"}),
+    "receive": frozenset({"weights"}),
+}
+"""Which parts a role must have on its device for what it is used for."""
+Held = Mapping[str, Mapping[MemoryPart, bool | None]]
+"""Role -> part -> whether it is on the device; None where that is not known, after something failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Use:
+    """What a role is about to do."""
+
+    role: str
+    method: Method
+
+
+@dataclass(slots=True, frozen=True)
+class Move:
+    """Parts of one role that are moved together."""
+
+    action: MemoryAction
+    role: str
+    parts: tuple[MemoryPart, ...]
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.role} ({', '.join(self.parts)})"
+
+
+@dataclass(slots=True, frozen=True)
+class Sharing:
+    """The roles that take turns. A role that is not in it has its devices to itself, or is never moved."""
+
+    devices: Mapping[str, frozenset[Device]] = field(default_factory=dict)
+    """The devices of each that another one sits on too."""
+    parts: Mapping[str, tuple[MemoryPart, ...]] = field(default_factory=dict)
+    """What each holds."""
+
+    def contested(self, uses: Sequence[Use]) -> frozenset[Device]:
+        """The shared devices that these uses need."""
+        return frozenset().union(*(self.devices.get(use.role, frozenset()) for use in uses))
+
+    def moves(self, uses: Sequence[Use], held: Held) -> list[Move]:
+        """What has to happen before ``uses``, all at the same time, may begin: first everything that is in the way
+        leaves, then what is needed comes, in the order of ``uses``.
+        """
+        needed: dict[str, frozenset[MemoryPart]] = {}
+        for use in uses:
+            needed[use.role] = needed.get(use.role, frozenset()) | NEEDS[use.method]
+        wanted = self.contested(uses)
+        found: list[Move] = []
+        for role, parts in self.parts.items():
+            if self.devices[role] & wanted:
+                leaving = [p for p in parts if held[role][p] is not False and p not in needed.get(role, ())]
+                found += _move("offload", role, leaving)
+        for role in needed:
+            coming = [p for p in self.parts.get(role, ()) if held[role][p] is not True and p in needed[role]]
+            found += _move("onload", role, coming)
+        return found
+
+    def check_kept(self, setting: str, generators: Iterable[str]) -> None:
+        """Raises ConfigError: ``setting`` keeps requests in the KV cache of one of these, which is released."""
+        for generator in generators:
+            guests = [role for role in self.parts if role != generator and self._meet(role, generator)]
+            if guests:
+                raise ConfigError(
+                    f"{setting} leaves unfinished completions in the KV cache of roles.{generator}, but that memory is "
+                    f"released for {', '.join(f'roles.{role}' for role in guests)} on the same devices "
+                    "(memory.offload). Resume them from their tokens (rollout.partial: resume), give the generator "
+                    "devices of its own, or set memory.offload to never"
+                )
+
+    def _meet(self, one: str, other: str) -> bool:
+        return bool(self.devices.get(one, frozenset()) & self.devices.get(other, frozenset()))
+
+
+def find_sharing(roles: Mapping[str, RolePlan], devices: Mapping[str, frozenset[Device]], mode: OffloadMode) -> Sharing:
+    """Who takes turns.
+
+    Args:
+        devices: of each role that has some, as the runtime tells.
+        mode: ``auto`` minds the memory of GPUs only, ``always`` that of CPUs too.
+    """
+    minded = {
+        name: frozenset(d for d in devices.get(name, ()) if mode == "always" or (mode == "auto" and d.is_gpu))
+        for name, role in roles.items()
+        if role.kind != "reward"
+    }
+    shared: dict[str, frozenset[Device]] = {}
+    for name, own in minded.items():
+        others = frozenset().union(*(theirs for other, theirs in minded.items() if other != name))
+        if own & others:
+            shared[name] = own & others
+    return Sharing(shared, {name: held_parts(roles[name]) for name in shared})
+
+
+def held_parts(role: RolePlan) -> tuple[MemoryPart, ...]:
+    """What a role holds: a trainer that does not learn has weights only."""
+    if role.kind == "generator":
+        return ("weights", "kv_cache")
+    return ("weights", "gradients", "optimizer") if role.trainable else ("weights",)
+
+
+def use_of(node: Node) -> Use | None:
+    """What a call of the flow does with its role's memory; None for a reward, which holds none."""
+    if node.method.kind == "reward":
+        return None
+    return Use(node.role, "generate" if node.method.kind == "generator" else "compute")
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledUse:
+    """Something that happens in every step, and what moves right before."""
+
+    name: str
+    level: int | None
+    """Depth in the flow's graph; None for what comes after it."""
+    moves: tuple[Move, ...]
+
+
+def schedule(sharing: Sharing, plan: RunPlan, graph: Graph, learners: Sequence[str]) -> list[ScheduledUse]:
+    """The uses of one step in their order, once the run is under way: a step without evaluation and checkpoint."""
+    uses: list[tuple[str, int | None, list[Use]]] = []
+    calls = [(node, level, use_of(node)) for level, nodes in enumerate(graph.levels) for node in nodes]
+    uses += [(node.name, level, [use]) for node, level, use in calls if use is not None]
+    uses += [(f"{role}.update", None, [Use(role, "update")]) for role in learners]
+    uses += [(f"sync {s.trainer} -> {s.generator}", None, sync_uses(s.trainer, s.generator)) for s in plan.weight_syncs]
+    held: dict[str, dict[MemoryPart, bool | None]] = {
+        role: dict.fromkeys(parts, False) for role, parts in sharing.parts.items()
+    }
+    steps: list[ScheduledUse] = []
+    for _ in range(2):  # the first round is how a run begins
+        steps = []
+        for name, level, together in uses:
+            moves = sharing.moves(together, held)
+            for move in moves:
+                held[move.role].update(dict.fromkeys(move.parts, move.action == "onload"))
+            steps.append(ScheduledUse(name, level, tuple(moves)))
+    return steps
+
+
+def sync_uses(trainer: str, generator: str) -> list[Use]:
+    """A weight sync needs the weights of both ends, and nothing else."""
+    return [Use(trainer, "send"), Use(generator, "receive")]
+
+
+def describe_sharing(sharing: Sharing, steps: Sequence[ScheduledUse]) -> list[str]:
+    """Lines for people: who takes turns where, and what moves when."""
+    if not sharing.devices:
+        return ["nothing is moved: no two roles share memory, or memory.offload leaves them in it"]
+    lines = []
+    for device in sorted(frozenset().union(*sharing.devices.values())):
+        guests = [role for role, own in sharing.devices.items() if device in own]
+        lines.append(f"{', '.join(guests)} take turns on {device.place}")
+    lines += [f"before {step.name:<24} {'; '.join(map(str, step.moves)) or 'nothing moves'}" for step in steps]
+    return lines
+
+
+def _move(action: MemoryAction, role: str, parts: Sequence[MemoryPart]) -> list[Move]:
+    return [Move(action, role, tuple(p for p in PARTS if p in parts))] if parts else []

@@ -1,0 +1,344 @@
+"""An engine in a process of its own, under this or another Python interpreter, called like an object."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError
+from chatlearn_core.hosting.bootstrap import PACKAGES_VARIABLE
+from chatlearn_core.hosting.calls import Call, Calls, OnEvent
+from chatlearn_core.hosting.engine_side.server import STACK_SIGNAL
+from chatlearn_core.hosting.engine_side.wire import Message
+from chatlearn_core.hosting.link import Link
+from chatlearn_core.hosting.process_group import end_group
+from chatlearn_core.hosting.stack_file import StackFile
+
+OWN_PACKAGE = "chatlearn_core.hosting.engine_side"
+INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""What describes this interpreter and would mislead another one."""
+KEPT_LINES = 200
+SHOWN_LINES = 20
+SHOWN_CHARACTERS = 400
+"""Of one line in an error."""
+TERM_GRACE_S = 2.0
+"""What the engine's own processes get to clean up once they were asked to end."""
+END_GRACE_S = 2.0
+"""How long a process may live on after it closed its connection."""
+END_PATIENCE_S = 15.0
+
+log = logging.getLogger(__name__)
+
+
+class HostedProcess:
+    """One child process that builds an object from a package of ours and answers calls to its methods.
+
+    The child's interpreter needs nothing of ChatLearn: it finds the package by its directory. What may travel is in
+    ``engine_side.wire``. The child leads a process group; ``close``, its own death and the death of this process end
+    the whole group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        package: str,
+        factory: str,
+        arguments: Mapping[str, Any],
+        python: str | None = None,
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: who this is, for messages: ``generator role 'generator' replica 0 (vllm)``.
+            package: import name of the package that runs in the child; of ours it may import
+                ``chatlearn_core.hosting.engine_side`` and itself.
+            factory: ``module:attribute`` inside the package, called in the child as ``factory(**arguments)``.
+            arguments: plain builtins.
+            python: the child's interpreter; None: this one.
+            environment: variables to set beside this process's own, None to unset one.
+        """
+        self.name = name
+        self.python = python or sys.executable
+        self._factory = factory
+        self._arguments = dict(arguments)
+        self._packages = {wanted: _directory(wanted) for wanted in (OWN_PACKAGE, package)}
+        self._environment = dict(environment or {})
+        self._calls = Calls(name)
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._unfinished = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Link | None = None
+        self._stacks: StackFile | None = None
+        self._greeted = False
+        self._ended = threading.Event()
+        self._reaper: threading.Thread | None = None
+        self._lost: str | None = None
+        self._closing = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child, which is also its group's."""
+        assert self._process is not None, "start has not run"
+        return self._process.pid
+
+    @property
+    def lost(self) -> str | None:
+        """None while the child can be called, else what happened to it, in words."""
+        return self._lost
+
+    def start(self, timeout_s: float) -> None:
+        """Start the child and wait until it has built its object.
+
+        Raises:
+            BackendError: it does not start; the message holds what it said last.
+            BackendTimeoutError: it is not ready within ``timeout_s``; the message holds what it was doing.
+        """
+        assert self._process is None, f"{self.name} was started before"
+        ours, theirs = socket.socketpair()
+        output, their_output = os.pipe()
+        self._stacks = StackFile()
+        try:
+            self._process = subprocess.Popen(
+                [self.python, str(Path(__file__).with_name("bootstrap.py")), str(theirs.fileno()), str(self._stacks)],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
+                pass_fds=(theirs.fileno(), self._stacks.descriptor),
+                start_new_session=True,
+                env=self._child_environment(),
+            )
+        except OSError as error:
+            ours.close()
+            os.close(output)
+            self._lost = f"its interpreter {self.python!r} cannot be run: {error}"
+            raise BackendError(
+                f"{self.name}: {self._lost}\n"
+                "  'python' must be the path of a working interpreter that holds the engine."
+            ) from error
+        finally:
+            theirs.close()
+            os.close(their_output)
+        self._reaper = threading.Thread(target=self._reap, name=f"{self.name} reaper", daemon=True)
+        self._link = Link(
+            self.name,
+            ours,
+            output,
+            on_messages=self._on_messages,
+            on_output=self._on_output,
+            on_end=self._on_end,
+        )
+        self._reaper.start()
+        try:
+            self._wait(self._send("start", "build", self._factory, self._arguments), timeout_s)
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+
+    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """Call a method of the child's object and block until it returns.
+
+        Raises:
+            HostedCallError: the method raised.
+            HostedProcessLostError: the child died, or is not there.
+            BackendTimeoutError: no answer within ``timeout_s``; the call was cancelled.
+        """
+        return self._wait(self._send(method, "call", method, args, kwargs, False), timeout_s)
+
+    async def acall(
+        self, method: str, *args: Any, timeout_s: float | None = None, on_event: OnEvent | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method of the child's object. Calls made without a wait between them begin in their order.
+
+        Cancelling this cancels the method, if it is a coroutine.
+
+        Args:
+            method: its name.
+            *args: plain builtins.
+            timeout_s: None waits as long as the child lives.
+            on_event: called on this event loop with everything the method passes to its argument ``emit``, before this
+                returns; what it raises ends the call.
+            **kwargs: plain builtins.
+
+        Raises: as ``call``.
+        """
+        loop = asyncio.get_running_loop()
+        call = self._send(method, "call", method, args, kwargs, on_event is not None, loop=loop, on_event=on_event)
+        assert isinstance(call.future, asyncio.Future)
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await call.future
+        except TimeoutError:
+            if not limit.expired() or timeout_s is None:
+                raise
+            raise await asyncio.to_thread(self._timeout_error, method, timeout_s) from None
+        finally:
+            self._give_up(call)
+
+    def last_output(self, lines: int = SHOWN_LINES) -> str:
+        """What the child printed last."""
+        shown = [line[:SHOWN_CHARACTERS] for line in list(self._lines)[-lines:]]
+        return "\n".join(f"  | {line}" for line in shown) or "  | (nothing)"
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Let the object's ``close`` run for up to ``grace_s``, then end the child and everything it started.
+
+        Open calls fail at once. Twice is fine.
+        """
+        with self._closing:
+            if self._lost is None:
+                self._lost = "it was closed"
+            self._fail_calls()
+            if self._process is None or self._reaper is None:
+                if self._stacks is not None:
+                    self._stacks.close()
+                return
+            if not self._ended.is_set():
+                assert self._link is not None
+                if grace_s > 0 and self._greeted:
+                    self._link.send(("stop",))
+                    self._ended.wait(grace_s)
+                if not self._ended.is_set():
+                    end_group(self._process.pid, TERM_GRACE_S)
+            self._reaper.join(END_PATIENCE_S)
+            if self._reaper.is_alive():
+                log.error("%s: process %d does not end although it was killed", self.name, self._process.pid)
+
+    def _child_environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        if Path(self.python) != Path(sys.executable):
+            for variable in INTERPRETER_VARIABLES:
+                environment.pop(variable, None)
+        environment[PACKAGES_VARIABLE] = json.dumps(self._packages)
+        environment["PYTHONUNBUFFERED"] = "1"
+        for variable, value in self._environment.items():
+            if value is None:
+                environment.pop(variable, None)
+            else:
+                environment[variable] = value
+        return environment
+
+    def _send(
+        self,
+        method: str,
+        kind: str,
+        *content: Any,
+        loop: asyncio.AbstractEventLoop | None = None,
+        on_event: OnEvent | None = None,
+    ) -> Call:
+        if self._link is None:
+            raise HostedProcessLostError(f"{self.name}: {method}: the process was not started")
+        call = self._calls.add(method, loop=loop, on_event=on_event)
+        try:
+            self._link.send((kind, call.number, *content))
+        except BaseException:
+            self._calls.drop(call)
+            raise
+        return call
+
+    def _wait(self, call: Call, timeout_s: float) -> Any:
+        assert not isinstance(call.future, asyncio.Future)
+        try:
+            return call.future.result(timeout_s)
+        except FutureTimeoutError:
+            if call.future.done():
+                raise
+            raise self._timeout_error(call.method, timeout_s) from None
+        finally:
+            self._give_up(call)
+
+    def _give_up(self, call: Call) -> None:
+        if self._calls.drop(call) and self._lost is None and self._link is not None:
+            self._link.send(("cancel", call.number))
+
+    def _timeout_error(self, method: str, timeout_s: float) -> BackendTimeoutError:
+        stack = "unknown, since it ended meanwhile" if self._lost is not None else "unknown, since it is still starting"
+        if self._lost is None and self._greeted:
+            assert self._stacks is not None
+            stack = self._stacks.ask(self.pid, STACK_SIGNAL) or "unknown, since it does not answer a signal"
+        return BackendTimeoutError(
+            f"{self.name}: {method} had no answer from process {self.pid} within {timeout_s:g} s\n"
+            f"What it was doing: {stack}\nWhat it printed last:\n{self.last_output()}"
+        )
+
+    def _on_messages(self, messages: list[Message]) -> None:
+        if messages[0][0] == "hello":
+            self._greeted = True
+            messages = messages[1:]
+        self._calls.deliver(messages)
+
+    def _on_output(self, data: bytes) -> None:
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in lines:
+            # A progress bar rewrites its line; what it said last is enough.
+            text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+            self._lines.append(text)
+            log.debug("%s: %s", self.name, text)
+
+    def _on_end(self) -> None:
+        """The child closed its connection: it is about to end, or cannot be reached any more."""
+        threading.Thread(target=self._expect_end, name=f"{self.name} end", daemon=True).start()
+
+    def _expect_end(self) -> None:
+        if not self._ended.wait(END_GRACE_S) and self._process is not None:
+            self._process.kill()
+
+    def _reap(self) -> None:
+        """Wait for the child's end, tell everybody, end what it left behind."""
+        process, link = self._process, self._link
+        assert process is not None
+        # Not reaped yet: its id stays its own until the group is gone.
+        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        self._ended.set()
+        assert link is not None
+        link.stop()
+        if self._unfinished:
+            self._lines.append(self._unfinished.decode(errors="replace"))
+        if self._lost is None:
+            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            how = (
+                f"was killed by {_signal_name(status.si_status)}" if killed else f"exited with code {status.si_status}"
+            )
+            self._lost = f"its process {process.pid} {how}"
+        self._fail_calls()
+        end_group(process.pid, TERM_GRACE_S)
+        process.wait()
+        assert self._stacks is not None
+        self._stacks.close()
+
+    def _fail_calls(self) -> None:
+        reason = self._lost
+
+        def error(method: str) -> HostedProcessLostError:
+            said = "" if reason == "it was closed" else f"\nWhat it printed last:\n{self.last_output()}"
+            return HostedProcessLostError(f"{self.name}: {method} failed: {reason}{said}")
+
+        self._calls.fail_all(error)
+
+
+def _signal_name(number: int) -> str:
+    known = number in {member.value for member in signal.Signals}
+    return f"signal {number} ({signal.Signals(number).name})" if known else f"signal {number}"
+
+
+def _directory(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    assert spec.submodule_search_locations, f"{package} is not a package"
+    return str(Path(spec.submodule_search_locations[0]).resolve())

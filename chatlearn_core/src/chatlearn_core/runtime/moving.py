@@ -1,0 +1,30 @@
+"""Moving a backend's parts, and measuring what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import get_args
+
+from chatlearn_core.protocols import Lifecycle, MeasuresMemory, MemoryAction, MemoryEvent, MemoryPart
+
+PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
+
+
+def move(
+    backend: Lifecycle, action: MemoryAction, parts: Collection[MemoryPart], *, role: str, worker: int
+) -> list[MemoryEvent]:
+    """Offload or onload ``parts`` of a backend; blocks.
+
+    The events are made when the backend is done, from what it measures then: a backend that only says that it moved a
+    part is found out.
+
+    Args:
+        worker: rank of a trainer, replica of a generator.
+    """
+    (backend.offload if action == "offload" else backend.onload)(parts)
+    measured = isinstance(backend, MeasuresMemory)
+    return [
+        MemoryEvent(role, worker, action, part, backend.live_bytes(part) if measured else None)
+        for part in PARTS
+        if part in parts
+    ]

@@ -1,0 +1,101 @@
+"""How often the workers of a role may be rebuilt in a run, and the telling of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from chatlearn_core.exceptions import BackendError, ReplicaLostError, TrainerLostError
+from chatlearn_core.protocols import RuntimeEvent
+
+Tell = Callable[[RuntimeEvent], None]
+
+
+class Restarts:
+    """The restarts of one role: counted, reported, and refused when the limit is reached.
+
+    Args:
+        role: its name.
+        limit: how many a run may have.
+        setting: the key of the limit, for messages.
+        event: name of what is reported, such as ``replica_rebuilt``.
+        error: what is raised when the limit is reached.
+        tell: takes the reports.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        limit: int,
+        *,
+        setting: str,
+        event: str,
+        error: type[BackendError] = ReplicaLostError,
+        tell: Tell | None = None,
+    ) -> None:
+        self.role = role
+        self.limit = limit
+        self.setting = setting
+        self.event = event
+        self.error = error
+        self.tell = tell
+        self.count = 0
+
+    def spend(self, worker: str, cause: BaseException) -> None:
+        """Take one restart of ``worker`` (``replica 0``).
+
+        Raises:
+            BackendError: none is left; of the class that the role uses, with ``cause`` as its cause.
+        """
+        if self.count >= self.limit:
+            place = cause.place if isinstance(cause, BackendError) else None
+            stack = cause.stack if isinstance(cause, BackendError) else ""
+            raise self.error(
+                f"role {self.role!r}: {worker} died, and {self.count} restart(s), the limit ({self.setting}), are used "
+                f"up. Last cause: {cause}"
+            ).at(place, stack) from cause
+        self.count += 1
+        if self.tell is not None:
+            self.tell(
+                RuntimeEvent(
+                    self.event,
+                    f"role {self.role!r}: {worker} died and is rebuilt (restart {self.count} of at most {self.limit}, "
+                    f"{self.setting}). {cause}",
+                    {"role": self.role, "worker": worker, "restart": self.count, "limit": self.limit},
+                )
+            )
+
+    def give_back(self) -> None:
+        """The last restart was not the worker's fault."""
+        self.count -= 1
+
+    async def rebuild(self, worker: str, cause: BaseException, build: Callable[[], Awaitable[None]]) -> None:
+        """Build a worker anew, and once more when it dies of that, as long as restarts are left.
+
+        Raises:
+            BackendError: none is left.
+            TrainerLostError: ``build`` needed a trainer that lost a rank, which no rebuilding here helps.
+        """
+        while True:
+            self.spend(worker, cause)
+            try:
+                await build()
+            except BackendError as error:
+                if isinstance(error, TrainerLostError) and self.error is not TrainerLostError:
+                    raise
+                cause = error
+            else:
+                return
+
+    async def start(self, worker: str, build: Callable[[], Awaitable[None]]) -> None:
+        """Build a worker for the first time; one whose process dies of it is built again."""
+        try:
+            await build()
+        except BackendError as error:
+            if not is_death(error):
+                raise
+            await self.rebuild(worker, error, build)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an error says that a process is gone, which another one may survive."""
+    return isinstance(error, BackendError) and error.process_is_gone

@@ -1,0 +1,74 @@
+"""What vLLM's ``EngineArgs`` gets: the configuration's engine arguments, checked, over what this backend sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.protocols.lifecycle import RoleContext
+from chatlearn_vllm.options import VLLMGeneratorOptions
+
+OWNED: Mapping[str, str] = {
+    "data_parallel_size": "one replica is one engine; set roles.<role>.replicas",
+    "disable_log_stats": "this backend counts itself",
+    "dtype": "set options.dtype",
+    "enable_lora": "set options.lora",
+    "logprobs_mode": "set options.logprobs",
+    "max_lora_rank": "set options.lora.max_rank",
+    "max_loras": "one adapter is served; set options.lora",
+    "max_model_len": "set model.max_length",
+    "model": "set model.path",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "tokenizer": "set model.tokenizer",
+    "trust_remote_code": "set model.trust_remote_code",
+    "weight_transfer_config": "this backend brings its own; choose a transport under weight_sync",
+    "worker_extension_cls": "this backend brings its own",
+}
+"""Arguments that this backend sets itself, and what to set instead."""
+
+CPU_KV_CACHE_BYTES = 4 << 30
+"""On a CPU vLLM would take nearly all memory of the machine, where a trainer lives too."""
+
+
+def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dict[str, Any]:
+    """Arguments of ``vllm.EngineArgs``. Their names are checked where vLLM is: in the engine's interpreter.
+
+    Raises:
+        ConfigError: an argument is this backend's own.
+        BackendError: the role has no model.
+    """
+    source = context.model
+    if source is None:
+        raise BackendError(
+            f"role {context.role!r} (vllm) has no model; set model.path or roles.{context.role}.model.path"
+        )
+    problems = [f"{name}: owned by the backend; {OWNED[name]}" for name in context.engine_arguments if name in OWNED]
+    if problems:
+        raise ConfigError(refused(context.role, problems))
+    on_cpu = not context.device.startswith("cuda")
+    ours: dict[str, Any] = {
+        "model": source.path,
+        "tokenizer": source.tokenizer_path,
+        "trust_remote_code": source.trust_remote_code,
+        "dtype": options.dtype if options.dtype != "auto" else ("float32" if on_cpu else "bfloat16"),
+        "logprobs_mode": f"{options.logprobs}_logprobs",
+        "seed": context.seed,
+    }
+    if source.max_length is not None:
+        ours["max_model_len"] = source.max_length
+    if options.lora is not None:
+        ours |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora.max_rank}
+    defaults: dict[str, Any] = {"enable_sleep_mode": True}
+    if on_cpu:
+        defaults = {"enforce_eager": True}
+        if "gpu_memory_utilization" not in context.engine_arguments:
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    return defaults | context.engine_arguments | ours
+
+
+def refused(role: str, problems: list[str]) -> str:
+    """The message for arguments that are not passed on."""
+    return f"roles.{role}.engine holds arguments that the generator 'vllm' does not pass to vLLM:\n" + "\n".join(
+        f"  {line}" for line in problems
+    )

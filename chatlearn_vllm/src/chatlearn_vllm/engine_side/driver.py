@@ -1,0 +1,235 @@
+"""A thread that drives one engine: takes requests as they come, steps while there is work, does what it is told between
+steps.
+
+It is used by the adapter in the same process, or over ``chatlearn_core.hosting`` from another one: every argument and
+result is made of plain builtins, and whatever can block returns a future or is a coroutine there.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from .engine import Engine, Report
+
+Event = tuple[str, Any, Any]
+"""``("tokens", policy version, reports)``: one step. ``("refused", key, reason)``: the engine did not take a request.
+``("dead", reason, None)``: the engine failed; nothing follows."""
+Emit = Callable[[Event], None]
+
+_WARM_UP = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9})
+"""Requests of the warm-up: vLLM compiles some of its sampling when it is first used."""
+_JOIN_S = 5.0
+
+
+class EngineDriver:
+    """One engine and its thread. Methods may be called from any thread and take effect in the order of the calls."""
+
+    def __init__(self, emit: Emit) -> None:
+        """Make the thread; ``start`` makes the engine.
+
+        Args:
+            emit: called by the thread, at most once a step.
+        """
+        self._emit = emit
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._condition = threading.Condition()
+        self._engine: Engine | None = None
+        self._dead: str | None = None
+        self._closing = False
+        self._paused = False
+        self._loading = False
+        self._version = 0
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+        self._thread.start()
+
+    # What the adapter calls
+
+    def start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> Future[Any]:
+        """Start the engine and warm it up; the result is ``Engine.facts``."""
+        return self._do(lambda: self._start(arguments, log_level, num_threads))
+
+    def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Take requests, in this order, before the next step."""
+        self._do(lambda: self._submit(requests))
+
+    def abort(self, keys: Sequence[int]) -> Future[Any]:
+        """Drop requests. When it is done, no event names them any more; all tokens sampled before have been told."""
+        return self._do(lambda: self._require().abort(keys))
+
+    def pause(self) -> Future[Any]:
+        """Stop stepping. When it is done nothing runs."""
+        return self._do(self._pause)
+
+    def resume(self) -> Future[Any]:
+        """Step again."""
+        return self._do(self._resume)
+
+    def begin_update(self) -> Future[Any]:
+        """Make the workers ready for weights; requests wait."""
+        return self._do(self._begin_update)
+
+    def load(self, source: str, content: Any, copies: Mapping[str, list[str]]) -> Future[Any]:
+        """Load one bucket in every worker: see ``weight_transfer.WeightUpdate``."""
+        update = {"source": source, "content": content, "copies": copies}
+        return self._do(lambda: self._require().call_workers("update_weights", update))
+
+    def load_adapter(self, directory: str) -> Future[Any]:
+        """Serve a LoRA adapter from a directory; between ``begin_adapter`` and ``finish_update``."""
+        return self._do(lambda: self._require().load_adapter(directory))
+
+    def begin_adapter(self) -> Future[Any]:
+        """Requests wait; base weights stay."""
+        return self._do(self._begin_adapter)
+
+    def finish_update(self, policy_version: int, whole_model: bool) -> Future[Any]:
+        """Check the new weights, forget what was computed with the old ones, go on under the new version."""
+        return self._do(lambda: self._finish_update(policy_version, whole_model))
+
+    def group(self, request: Mapping[str, Any]) -> Future[Any]:
+        """Join or leave a process group in every worker: see ``weight_transfer.GroupRequest``."""
+        return self._do(lambda: self._require().call_workers("init_weight_transfer_engine", dict(request)))
+
+    def sleep(self, level: int) -> Future[Any]:
+        """Give memory back: see ``Engine.sleep``."""
+        return self._do(lambda: self._require().sleep(level))
+
+    def wake(self, parts: list[str]) -> Future[Any]:
+        """Take memory again."""
+        return self._do(lambda: self._require().wake(parts))
+
+    def close(self) -> None:
+        """End engine and thread; waits for the step that runs, but not for one that hangs. Twice is fine."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    # The thread
+
+    def _do(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._condition:
+            if self._dead is not None or self._closing:
+                future.set_exception(RuntimeError(self._dead or "the engine was closed"))
+                return future
+            self._work.append((work, future))
+            self._condition.notify()
+        return future
+
+    @property
+    def _can_step(self) -> bool:
+        engine = self._engine
+        return engine is not None and engine.has_work and not self._paused and not self._loading
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._condition:
+                    while not (self._work or self._can_step or self._closing):
+                        self._condition.wait()
+                    if self._closing:
+                        break
+                    work = list(self._work)
+                    self._work.clear()
+                for do, future in work:
+                    self._settle(do, future)
+                if self._can_step:
+                    self._step()
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error)[-3:])
+            self._die(f"{type(error).__name__}: {error}\n{trace}")
+        finally:
+            self._die("the engine was closed")
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+
+    def _settle(self, do: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = do()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _step(self) -> None:
+        self._tell(self._require().step())
+
+    def _tell(self, reports: list[Report]) -> None:
+        if reports:
+            self._emit(("tokens", self._version, reports))
+
+    def _die(self, reason: str) -> None:
+        """Fail everything that waits, once."""
+        with self._condition:
+            if self._dead is not None:
+                return
+            self._dead = reason
+            work = list(self._work)
+            self._work.clear()
+        for _, future in work:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(reason))
+        self._emit(("dead", reason, None))
+
+    def _require(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the engine has not started")
+        return self._engine
+
+    def _start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> dict[str, Any]:
+        engine = Engine(arguments, log_level=log_level, num_threads=num_threads)
+        for key, sampling in enumerate(_WARM_UP):
+            engine.add(
+                {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
+                | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
+                | sampling
+            )
+        while engine.has_work:
+            engine.step()
+        engine.reset_caches()
+        self._engine = engine
+        return engine.facts()
+
+    def _submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        engine = self._require()
+        for request in requests:
+            try:
+                engine.add(request)
+            except ValueError as error:
+                self._emit(("refused", request["key"], str(error)))
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._stand_still()
+
+    def _resume(self) -> None:
+        self._paused = False
+
+    def _stand_still(self) -> None:
+        for reports in self._require().drain():
+            self._tell(reports)
+
+    def _begin_update(self) -> None:
+        self._loading = True
+        self._stand_still()
+        self._require().call_workers("start_weight_update")
+
+    def _begin_adapter(self) -> None:
+        self._loading = True
+        self._stand_still()
+
+    def _finish_update(self, policy_version: int, whole_model: bool) -> None:
+        engine = self._require()
+        if whole_model:
+            engine.call_workers("finish_weight_update")
+        engine.reset_caches()
+        self._version, self._loading = policy_version, False

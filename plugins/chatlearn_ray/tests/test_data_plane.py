@@ -1,0 +1,122 @@
+"""Tokens go from worker to worker by reference: what passes through the driver does not grow with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatlearn_core.types import (
+    GenerateRequest,
+    Metric,
+    Metrics,
+    OutputRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    StoredArray,
+    StoredCompletion,
+    StoredTensor,
+    TrainBatch,
+    pack_samples,
+    per_sequence,
+    sample_from_completion,
+)
+
+from .test_runtime import loss, running
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+NUM_SAMPLES = 6
+PROMPT_TOKENS = 10
+
+
+def check_sums(batch: TrainBatch) -> Metrics:
+    """What a worker finds in its slice: it runs there, so it sees ordinary tensors."""
+    stored = any(isinstance(tensor, StoredTensor) for tensor in (batch.token_ids, *batch.token_data.values()))
+    return {
+        "tokens": Metric(float(batch.token_ids.sum()), reducer="sum"),
+        "twice": Metric(float((batch.token_data["trainer_logprobs"] - 2 * batch.token_ids).abs().sum()), reducer="sum"),
+        "stored": Metric(float(stored), reducer="max"),
+    }
+
+
+async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
+    """Generate, score, compute, measure, update; the metrics of the update."""
+    plan = roles.plan(
+        roles.role("generator", "generator", "echo", replicas=2, repeat=completion_tokens // PROMPT_TOKENS),
+        roles.role("reward", "reward", "where"),
+        roles.role("trainer", "trainer", "counting", ranks=2),
+    )
+    async with running(plan) as runtime:
+        samples = await generated(runtime)
+        total = sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * (1 + completion_tokens // PROMPT_TOKENS)
+        assert all(isinstance(sample.token_ids, StoredArray) for sample in samples)
+
+        results = await runtime.reward("reward").score(samples)
+        length = float(PROMPT_TOKENS + completion_tokens)
+        assert [result.components["tokens"] for result in results] == [length] * NUM_SAMPLES
+
+        trainer = runtime.trainer("trainer")
+        batch = pack_samples(samples)
+        outputs = await trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))
+        assert isinstance(outputs["logprobs"], StoredTensor)
+        for sample, logprobs in zip(samples, per_sequence(outputs["logprobs"], batch.lengths), strict=True):
+            sample.token_data["trainer_logprobs"] = logprobs
+            sample.token_data["advantages"] = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
+
+        measured = await trainer.measure(pack_samples(samples), check_sums)
+        assert {name: metric.value for name, metric in measured.items()} == {
+            "tokens": total,
+            "twice": 0.0,
+            "stored": 0.0,
+        }
+
+        metrics = await trainer.update(pack_samples(samples), loss(1.0))
+        assert metrics["token_ids"].value == total
+        traffic = {name: metrics[name].value for name in ("perf/driver_bytes", "perf/object_store_bytes")}
+
+        first = samples[0]
+        assert first.token_ids.tolist() == list(range(PROMPT_TOKENS)) * (1 + completion_tokens // PROMPT_TOKENS)
+        assert first.completion is not None
+        assert first.completion.text.startswith("s"), "a text is fetched when it is looked at"
+        looked_at = (await trainer.update(pack_samples(samples), loss(1.0)))["perf/driver_bytes"].value
+        assert looked_at >= completion_tokens * 8, "looking at values makes them travel, and is counted"
+        return traffic
+
+
+async def generated(runtime: Any) -> list[Sample]:
+    prompt = Prompt("p", np.arange(PROMPT_TOKENS), "?")
+    requests = [
+        GenerateRequest(f"s{i}", prompt.token_ids, SamplingParams(max_tokens=10**6), f"g{i // 2}")
+        for i in range(NUM_SAMPLES)
+    ]
+    completions = await asyncio.gather(*(runtime.generator("generator").generate(request) for request in requests))
+    assert all(isinstance(completion, StoredCompletion) for completion in completions)
+    return [sample_from_completion(c.request_id, f"g{i // 2}", prompt, c) for i, c in enumerate(completions)]
+
+
+async def test_bytes_through_the_driver_do_not_grow_with_the_completions(roles: Any) -> None:
+    short, long = await one_step(roles, 1_000), await one_step(roles, 50_000)
+    assert long["perf/object_store_bytes"] > 40 * short["perf/object_store_bytes"], "the completions did grow"
+    # Token ids and logprobs of one completion alone are 600 kB.
+    assert long["perf/driver_bytes"] == short["perf/driver_bytes"] < 20_000
+
+
+async def test_a_completion_outlives_the_replica_that_made_it(roles: Any) -> None:
+    plan = roles.plan(
+        roles.role("generator", "generator", "echo", repeat=20_000), roles.role("trainer", "trainer", "counting")
+    )
+    async with running(plan) as runtime:
+        samples = await generated(runtime)
+        runtime.generator("generator").replicas[0].worker.kill()
+        metrics = await runtime.trainer("trainer").update(pack_samples(samples), loss(1.0))
+        assert metrics["token_ids"].value == sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * 20_001
+
+
+async def test_a_resumed_request_reaches_the_engine_with_ordinary_arrays(roles: Any) -> None:
+    async with running(roles.plan(roles.role("generator", "generator", "echo"))) as runtime:
+        [first, *_] = await generated(runtime)
+        again = GenerateRequest("again", np.arange(3), SamplingParams(max_tokens=9), resume_from=first.completion)
+        assert (await runtime.generator("generator").generate(again)).token_ids.tolist() == [0, 1, 2]

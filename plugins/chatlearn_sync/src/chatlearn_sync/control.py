@@ -1,0 +1,369 @@
+"""The control path of a sync between processes: small messages over sockets, while the bytes go another way.
+
+The sender listens (``Hub``), every receiver connects (``chatlearn_sync.intake``). A process that ends, however it ends,
+closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. Messages are
+JSON objects behind their length. A receiver proves with the token of the offer that it belongs to the sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_sync.stream import describe, describe_endpoint
+
+Message = dict[str, Any]
+LENGTH = struct.Struct("<I")
+READ_BYTES = 1 << 16
+TELL_S = 1.0
+"""How long a receiver that does not read may hold up the news that the sync failed."""
+MOST_TEXT = 20_000
+"""Characters of an error's words that travel."""
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """Where a sender listens, and the secret that lets a receiver in."""
+
+    family: Literal["unix", "tcp"]
+    host: str
+    """``unix``: a name in Linux's abstract name space, which leaves no file. ``tcp``: a host name or address."""
+    port: int
+    token: str
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    content = json.dumps(message).encode()
+    return LENGTH.pack(len(content)) + content
+
+
+class Decoder:
+    """Puts messages together from bytes as they arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete now."""
+        self._bytes += data
+        messages: list[Message] = []
+        while len(self._bytes) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes)
+            if len(self._bytes) < LENGTH.size + length:
+                break
+            messages.append(json.loads(self._bytes[LENGTH.size : LENGTH.size + length]))
+            del self._bytes[: LENGTH.size + length]
+        return messages
+
+
+def error_text(error: BaseException) -> str:
+    """How an error is told to the other end."""
+    return f"{type(error).__name__}: {error}"[:MOST_TEXT]
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One receiver as the sender sees it."""
+
+    endpoint: Endpoint
+    connection: socket.socket | None = None
+    hello: Message = field(default_factory=dict)
+    acknowledged: int = -1
+    """Number of the last bucket that it took; the end of the stream counts as one."""
+    lost: str | None = None
+    """Why it takes no further part."""
+
+
+class Hub:
+    """The sender's end: a connection for each receiver of the plan.
+
+    A receiver that fails or is silent for ``plan.timeout_s`` leaves and the others go on; without any left, the send
+    fails. All methods but ``release`` belong to the sending thread.
+
+    Args:
+        host: where receivers reach this process over TCP; None: all are on this host, and a Unix socket does.
+        collective: the bytes move in a collective of all receivers: one that says it failed still gets every message,
+            for it takes part to the end; one that goes away ends the sync.
+    """
+
+    def __init__(
+        self, plan: SyncPlan, transport: str, sender: Endpoint, host: str | None = None, *, collective: bool = False
+    ) -> None:
+        self.sender = sender
+        self._where = f"{describe(plan, transport)}, sender {describe_endpoint(sender)}"
+        self._timeout_s = plan.timeout_s
+        self._collective = collective
+        self._peers = {_key(endpoint): Peer(endpoint) for endpoint in plan.receivers}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._busy = threading.Lock()
+        """Held by the sending thread."""
+        self._closed = False
+        self._end: int | None = None
+        """Number of the end of the stream, once it was said: who acknowledged it may go."""
+        token = secrets.token_hex(16)
+        if host is None:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            name = f"chatlearn-{os.getpid()}-{secrets.token_hex(8)}"
+            self._listener.bind(f"\0{name}")
+            self.address = Address("unix", name, 0, token)
+        else:
+            self._listener = socket.create_server((host, 0), family=_family(host))
+            self.address = Address("tcp", host, self._listener.getsockname()[1], token)
+        self._listener.listen(len(plan.receivers) + 8)
+        self._listener.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain_wake)
+
+    @property
+    def live(self) -> list[Peer]:
+        """Receivers that take part and did not fail."""
+        return [peer for peer in self._peers.values() if peer.lost is None]
+
+    def wait_connected(self) -> None:
+        """Block until every receiver said hello.
+
+        Raises: as ``wait_acknowledged``.
+        """
+        self._wait(lambda peer: peer.connection is not None, "connect")
+
+    def wait_acknowledged(self, number: int) -> None:
+        """Block until every receiver that is left took bucket ``number``.
+
+        Raises:
+            WeightSyncError: no receiver is left, or the sync was released.
+            BackendTimeoutError: the last receivers did not answer in time; names them.
+        """
+        self._wait(lambda peer: peer.acknowledged >= number, "acknowledge a bucket")
+
+    def end(self, number: int) -> None:
+        """Say that ``number`` buckets were all, and block until every receiver that is left took them.
+
+        Raises: as ``wait_acknowledged``.
+        """
+        self._end = number
+        self.say({"end": number})
+        self.wait_acknowledged(number)
+
+    def say(self, message: Message) -> None:
+        """Send a message to every receiver that is left."""
+        for peer in self._peers.values():
+            if peer.connection is not None and (peer.lost is None or self._collective):
+                self.say_to(peer, message)
+
+    def say_to(self, peer: Peer, message: Message) -> None:
+        """Send a message to one receiver; one that cannot take it is lost."""
+        assert peer.connection is not None, "wait_connected comes first"
+        try:
+            peer.connection.sendall(encode(message))
+        except OSError as error:
+            self._lose(peer, f"went away: {error}")
+
+    def check(self) -> None:
+        """Take in what receivers said meanwhile, without waiting.
+
+        Raises:
+            WeightSyncError: no receiver is left, or the sync was released.
+        """
+        self._pump(0.0)
+        self._require_live()
+
+    def behind(self, number: int) -> str:
+        """The receivers that did not take bucket ``number``, for a message."""
+        waiting = [peer.endpoint for peer in self._peers.values() if peer.acknowledged < number]
+        return ", ".join(describe_endpoint(endpoint) for endpoint in waiting) or "nobody"
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around everything that the sending thread does: what it raises is told to the receivers; then all is closed."""
+        with self._busy:
+            try:
+                yield
+            except BaseException as error:
+                self._close(error)
+                raise
+            self._close(None)
+
+    def release(self, cause: BaseException) -> None:
+        """End the sync, from any thread: a send that is still at it raises, and receivers hear why. Twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._failure = self._failure or cause
+            self._wake.send(b"x")
+        if self._busy.acquire(blocking=False):  # nobody sends: then nobody else would close
+            try:
+                self._close(self._failure)
+            finally:
+                self._busy.release()
+
+    def _close(self, cause: BaseException | None) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for peer in self._peers.values():
+            if peer.connection is not None:
+                if cause is not None:
+                    self._tell(peer, error_text(cause))
+                peer.connection.close()
+                peer.connection = None
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
+        self._selector.close()
+        self._wake.close()
+
+    def _tell(self, peer: Peer, reason: str) -> None:
+        """Why nothing more will come; whoever does not listen any more learns it from the closed socket."""
+        if peer.connection is not None:
+            peer.connection.settimeout(TELL_S)
+            with contextlib.suppress(OSError):
+                peer.connection.sendall(encode({"failed": reason}))
+
+    def _wait(self, done: Callable[[Peer], bool], what: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._pump(0.0)
+            self._require_live()
+            waiting = [peer for peer in self.live if not done(peer)]
+            if not waiting:
+                return
+            remaining = deadline - time.monotonic()
+            if remaining > 0:
+                self._pump(remaining)
+                continue
+            for peer in waiting:
+                reason = f"did not {what} within {self._timeout_s:g} s (weight_sync.timeout_s)"
+                self._lose(peer, reason)
+                self._tell(peer, f"the sender gave up on {describe_endpoint(peer.endpoint)}: it {reason}")
+            if self._collective or not self.live:
+                raise BackendTimeoutError(f"{self._where} waited for receivers. {self._losses()}")
+
+    def _require_live(self) -> None:
+        if self._failure is not None:
+            raise WeightSyncError(f"{self._where}: ended on the sender's side: {self._failure}") from self._failure
+        if not self.live:
+            raise WeightSyncError(f"{self._where}: no receiver is left. {self._losses()}")
+        gone = [peer for peer in self._peers.values() if peer.lost is not None and peer.connection is None]
+        if self._collective and gone:
+            raise WeightSyncError(f"{self._where}: all receivers move together, and one went away. {self._losses()}")
+
+    def _losses(self) -> str:
+        lost = [f"{describe_endpoint(p.endpoint)}: {p.lost}" for p in self._peers.values() if p.lost is not None]
+        return "; ".join(lost) if lost else "The plan names no receivers."
+
+    def _pump(self, wait_s: float) -> None:
+        for key, _ in self._selector.select(wait_s):
+            key.data()
+
+    def _drain_wake(self) -> None:
+        self._woken.recv(READ_BYTES)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # who knocked is gone again
+            return
+        connection.settimeout(self._timeout_s)
+        decoder = Decoder()
+        owner: list[Peer] = []
+
+        def read() -> None:
+            self._read(connection, decoder, owner)
+
+        self._selector.register(connection, selectors.EVENT_READ, read)
+
+    def _read(self, connection: socket.socket, decoder: Decoder, owner: list[Peer]) -> None:
+        """Take what a connection has to say; ``owner`` holds its receiver once that said hello."""
+        try:
+            data = connection.recv(READ_BYTES)
+            messages = decoder.feed(data)
+        except (OSError, ValueError):
+            data, messages = b"", []
+        for message in messages:
+            if owner:
+                self._hear(owner[0], message)
+            elif not self._admit(connection, message, owner):
+                data = b""
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            if owner and owner[0].connection is connection:
+                owner[0].connection = None
+                if self._end is None or owner[0].acknowledged < self._end:
+                    self._lose(owner[0], "went away: its process ended, or it gave up")
+
+    def _admit(self, connection: socket.socket, message: Message, owner: list[Peer]) -> bool:
+        token, key = str(message.get("token", "")), tuple(message.get("receiver", ()))
+        peer = self._peers.get(key)
+        if peer is None or peer.connection is not None or not hmac.compare_digest(token, self.address.token):
+            return False
+        peer.connection, peer.hello = connection, message
+        owner.append(peer)
+        return True
+
+    def _hear(self, peer: Peer, message: Message) -> None:
+        if "acknowledged" in message:
+            peer.acknowledged = int(message["acknowledged"])
+        elif "failed" in message:
+            self._lose(peer, str(message["failed"]))
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        peer.lost = peer.lost or reason
+
+
+def hello_of(endpoint: Endpoint, address: Address, **facts: Any) -> Message:
+    """What a receiver says first."""
+    return {"token": address.token, "receiver": list(_key(endpoint)), **facts}
+
+
+def listening_host(plan: SyncPlan, sender: Endpoint, configured: str | None) -> str | None:
+    """Where a sender listens: None (a Unix socket) if every receiver is on its host, else an address they reach.
+
+    Raises:
+        WeightSyncError: this host's own address cannot be found.
+    """
+    if configured is not None:
+        return configured
+    remote = [receiver.host for receiver in plan.receivers if receiver.host != sender.host]
+    return address_towards(remote[0]) if remote else None
+
+
+def address_towards(host: str) -> str:
+    """The address of this host on the way to another.
+
+    Raises:
+        WeightSyncError: neither that host's name nor this one's can be resolved.
+    """
+    for name in (host, socket.gethostname()):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # sends nothing: it only chooses the interface
+            return str(probe.getsockname()[0])
+    raise WeightSyncError(
+        f"this host finds no address under which {host!r} can reach it: neither name can be resolved. Set "
+        "weight_sync.options.host to an address of the trainer's host, or correct the name service"
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _key(endpoint: Endpoint) -> tuple[str, int, int]:
+    return (endpoint.role, endpoint.replica, endpoint.rank)

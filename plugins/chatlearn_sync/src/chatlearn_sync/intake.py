@@ -1,0 +1,191 @@
+"""The receiver's end of a sync between processes: follows every sender's control path and hands buckets on."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_sync.control import READ_BYTES, Address, Decoder, Message, encode, error_text, hello_of
+from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
+
+
+class Offer(Protocol):
+    """What every transport with a control path offers."""
+
+    @property
+    def sender(self) -> Endpoint: ...
+
+    @property
+    def address(self) -> Address: ...
+
+
+OfferT = TypeVar("OfferT", bound=Offer)
+
+
+@dataclass(slots=True, eq=False)
+class Source(Generic[OfferT]):
+    """One sender as a receiver sees it."""
+
+    offer: OfferT
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    decoder: Decoder = field(default_factory=Decoder)
+    waiting: list[Message] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def sender(self) -> Endpoint:
+        return self.offer.sender
+
+    def say(self, message: Message) -> None:
+        """Send a message; to a sender that is gone it is lost, which the next read shows."""
+        self.writer.write(encode(message))
+
+
+class Intake(ABC, Generic[OfferT]):
+    """Takes one sync from all senders at the same time, so that no rank's stream waits for another's.
+
+    A transport says what a bucket is (``take``). Bucket ``n`` is acknowledged when ``take`` returns; the end of the
+    streams when every sender has ended, all that was taken is settled and no tensor is missing.
+
+    Args:
+        where: leads every message.
+    """
+
+    def __init__(self, plan: SyncPlan, transport: str, endpoint: Endpoint) -> None:
+        self.plan = plan
+        self.endpoint = endpoint
+        self.where = f"{describe(plan, transport)}, receiver {describe_endpoint(endpoint)}"
+        self.check = StreamCheck(plan.manifest, self.where)
+        self.num_bytes = 0
+        self._sources: list[Source[OfferT]] = []
+
+    @abstractmethod
+    async def take(self, source: Source[OfferT], message: Message) -> None:
+        """One bucket, or another message of the transport's own that is answered like one."""
+
+    async def settle(self) -> None:
+        """All senders have ended: finish what ``take`` left running."""
+
+    def hello(self) -> Message:
+        """What a sender has to know of this receiver."""
+        return {}
+
+    async def run(self, offers: Sequence[OfferT]) -> int:
+        """Follow every sender to its end; returns the number of bytes taken.
+
+        Raises:
+            WeightSyncError: a sender failed or went away, or a tensor did not arrive.
+            BackendTimeoutError: nothing came for ``plan.timeout_s``; names the ranks.
+        """
+        try:
+            for offer in offers:
+                self._sources.append(await self._connect(offer))
+            await first_error([self._follow(source) for source in self._sources])
+            await self.settle()
+            self.check.complete()
+            for source in self._sources:
+                source.say({"acknowledged": source.waiting.pop()["end"]})
+        except BaseException as error:
+            for source in self._sources:
+                source.say({"failed": error_text(error)})
+            raise
+        finally:
+            for source in self._sources:
+                source.writer.close()
+        return self.num_bytes
+
+    async def _connect(self, offer: OfferT) -> Source[OfferT]:
+        address = offer.address
+        try:
+            async with asyncio.timeout(self.plan.timeout_s):
+                if address.family == "unix":
+                    reader, writer = await asyncio.open_unix_connection(f"\0{address.host}")
+                else:
+                    reader, writer = await asyncio.open_connection(address.host, address.port)
+        except (OSError, TimeoutError) as error:
+            place = address.host if address.family == "unix" else f"{address.host}:{address.port}"
+            raise WeightSyncError(
+                f"{self.where}: sender {describe_endpoint(offer.sender)} cannot be reached at {place}: "
+                f"{str(error) or 'no answer in time'}. Its process has ended, or the hosts do not see each other"
+            ) from error
+        source = Source(offer, reader, writer)
+        source.say(hello_of(self.endpoint, address, **self.hello()))
+        return source
+
+    async def _follow(self, source: Source[OfferT]) -> None:
+        while True:
+            message = await self._next(source)
+            if "failed" in message:
+                raise WeightSyncError(
+                    f"{self.where}: sender {describe_endpoint(source.sender)} failed: {message['failed']}"
+                )
+            if "end" in message:
+                source.ended = True
+                source.waiting.append(message)
+                return
+            await self.take(source, message)
+            if "bucket" in message:
+                source.say({"acknowledged": message["bucket"]})
+
+    async def _next(self, source: Source[OfferT]) -> Message:
+        while not source.waiting:
+            try:
+                # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the result.
+                async with asyncio.timeout(self.plan.timeout_s):
+                    data = await source.reader.read(READ_BYTES)
+            except TimeoutError as error:
+                raise BackendTimeoutError(
+                    f"{self.where}: waited {self.plan.timeout_s:g} s (weight_sync.timeout_s) for sender ranks "
+                    f"{self._waited_for()} of role {source.sender.role!r}, which sent nothing"
+                ) from error
+            except OSError:
+                data = b""
+            if not data:
+                raise WeightSyncError(
+                    f"{self.where}: sender {describe_endpoint(source.sender)} went away: its process has ended"
+                )
+            source.waiting += source.decoder.feed(data)
+        return source.waiting.pop(0)
+
+    def _waited_for(self) -> list[int]:
+        return sorted(source.sender.rank for source in self._sources if not source.ended)
+
+
+async def first_error(work: Sequence[Any]) -> None:
+    """Run coroutines at the same time; the first failure ends the others and is raised, alone."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else (set(), set())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in done:
+            task.result()
+
+
+def offers_of(
+    kind: type[OfferT], offers: Sequence[SyncOffer], plan: SyncPlan, transport: str
+) -> list[OfferT]:
+    """The offers of this transport.
+
+    Raises:
+        WeightSyncError: one is of another transport.
+    """
+    contents: list[OfferT] = []
+    for offer in offers:
+        if not isinstance(offer.content, kind):
+            raise WeightSyncError(
+                f"{describe(plan, transport)}: sender rank {offer.sender_rank} offered a "
+                f"{type(offer.content).__name__}, which is not an offer of {transport!r}; both ends must be given the "
+                "same transport"
+            )
+        contents.append(offer.content)
+    return contents

@@ -1,0 +1,302 @@
+"""Transport ``shared_memory``: trainer and generators share a host, and tensors are read where the sender put them.
+
+Each sender rank fills blocks of anonymous shared memory in turns: while receivers read one, the next tensors are
+gathered into the other. Blocks are opened through the sender's file descriptors and are gone with the last process that
+maps them, so nothing is left behind however the ends end. They are kept from sync to sync, since the first touch of a
+page costs far more than copying it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.shared_block import SharedBlock
+from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
+from chatlearn_sync.checksum import checksum
+from chatlearn_sync.control import Address, Hub, Message
+from chatlearn_sync.intake import Intake, Source, offers_of
+from chatlearn_sync.options import SharedMemoryOptions
+from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, stream
+
+NAME = "shared_memory"
+PAGE_BYTES = mmap.PAGESIZE
+REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
+
+
+@dataclass(slots=True, frozen=True)
+class SharedMemoryOffer:
+    """Where a sender's control path is; the blocks are announced there."""
+
+    sender: Endpoint
+    address: Address
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One block of a sender and when it may be filled again."""
+
+    block: SharedBlock
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells it apart from any other block that ever had the same path."""
+    bucket: int = -1
+    """The bucket it was last sent with."""
+    mapped: Mapping | None = None
+    """This process's own view, for checksums."""
+
+    @property
+    def contents(self) -> Tensor:
+        """All bytes, as receivers see them."""
+        if self.mapped is None or self.mapped.num_bytes != self.block.num_bytes:
+            self.mapped = Mapping(self.block.path, self.block.num_bytes)
+        return self.mapped.contents
+
+
+class Mapping:
+    """A block mapped into this process; unmapped when nothing refers to ``contents`` any more."""
+
+    def __init__(self, path: str, num_bytes: int) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self.contents = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self.num_bytes = num_bytes
+
+
+class SharedMemorySender:
+    """Packs this rank's tensors into blocks and holds each until every receiver has read it."""
+
+    def __init__(self, options: SharedMemoryOptions, endpoint: Endpoint) -> None:
+        self._options = options
+        self._endpoint = endpoint
+        self._hubs: dict[str, Hub] = {}
+        self._slots: list[Slot] = []
+        self._large: Slot | None = None
+        """For tensors that are larger than a slot."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Shared memory that this sender holds now."""
+        slots = [*self._slots, *([self._large] if self._large else [])]
+        return sum(slot.block.num_bytes for slot in slots)
+
+    def offer(self, plan: SyncPlan) -> SyncOffer:
+        """Listen for the receivers.
+
+        Raises:
+            WeightSyncError: a receiver is on another host.
+        """
+        require_one_host(plan, self._endpoint, NAME)
+        self.release(plan)
+        hub = self._hubs[plan.sync_id] = Hub(plan, NAME, self._endpoint)
+        return SyncOffer(self._endpoint.rank, SharedMemoryOffer(self._endpoint, hub.address))
+
+    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+        """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
+        hub = self._hubs.get(plan.sync_id)
+        if hub is None:
+            raise WeightSyncError(f"{describe(plan, NAME)}: send was called without an open offer")
+        check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
+        with hub.sending():
+            hub.wait_connected()
+            number = sent = 0
+            for slot in self._filled(plan, owned(stream(plan, trainer), self._endpoint.rank, check), hub):
+                hub.say(self._announcement(slot, number))
+                slot.bucket = number
+                number += 1
+                sent += sum(place.spec.num_bytes for place in slot.block.handle().tensors)
+            hub.end(number)
+        return sent
+
+    def release(self, plan: SyncPlan) -> None:
+        """Close the control path; a receiver or a send that is still at it raises. Blocks stay for the next sync."""
+        hub = self._hubs.pop(plan.sync_id, None)
+        if hub is not None:
+            hub.release(WeightSyncError("the sync was released"))
+
+    def close(self) -> None:
+        """Close every control path and give the memory back."""
+        while self._hubs:
+            _, hub = self._hubs.popitem()
+            hub.release(WeightSyncError("the sender was closed"))
+        for slot in [*self._slots, *([self._large] if self._large else [])]:
+            slot.block.close()
+        self._slots, self._large = [], None
+
+    def _filled(self, plan: SyncPlan, tensors: Iterator[tuple[str, Tensor]], hub: Hub) -> Iterator[Slot]:
+        """Slots as they get full. A slot is filled again once every receiver acknowledged what it held."""
+        size = self._slot_bytes(plan)
+        if any(slot.block.num_bytes != size for slot in self._slots):
+            for slot in self._slots:
+                slot.block.close()
+            self._slots = []
+        while len(self._slots) < 2:
+            self._slots.append(Slot(SharedBlock(size)))
+        for slot in [*self._slots, *([self._large] if self._large else [])]:
+            slot.bucket = -1
+        turn = 0
+        current = self._emptied(self._slots[turn], hub)
+        for name, tensor in tensors:
+            hub.check()
+            if tensor.nbytes > size:
+                if self._large is None:
+                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)))
+                self._emptied(self._large, hub).block.add(name, tensor)
+                yield self._large
+            elif not current.block.add(name, tensor):
+                yield current
+                turn = 1 - turn
+                current = self._emptied(self._slots[turn], hub)
+                current.block.add(name, tensor)
+            del tensor
+        if current.block.handle().tensors:
+            yield current
+
+    def _emptied(self, slot: Slot, hub: Hub) -> Slot:
+        if slot.bucket >= 0:
+            hub.wait_acknowledged(slot.bucket)
+        slot.block.clear()
+        return slot
+
+    def _slot_bytes(self, plan: SyncPlan) -> int:
+        """As large as the largest tensor, so that those overlap, too; at least ``slot_mb``; never above the limit."""
+        largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
+        wanted = max(largest, self._options.slot_mb << 20)
+        return _whole_pages(min(wanted, bucket_limit(plan) // PAGE_BYTES * PAGE_BYTES))
+
+    def _announcement(self, slot: Slot, number: int) -> Message:
+        handle = slot.block.handle()
+        places = [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.offset] for p in handle.tensors]
+        used = _used_bytes(handle.tensors)
+        return {
+            "bucket": number,
+            "slot": slot.key,
+            "path": handle.content,
+            "num_bytes": handle.num_bytes,
+            "tensors": places,
+            "checksum": checksum(slot.contents[:used]) if self._options.verify_checksums else None,
+        }
+
+
+class SharedMemoryReceiver:
+    """Maps the senders' blocks and hands them on: as they are to an engine that opens them itself, else as views."""
+
+    def __init__(self, options: SharedMemoryOptions, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._mappings: dict[str, Mapping] = {}
+
+    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+        """Load every block from every sender; the event loop stays free while waiting."""
+        intake = _BlockIntake(plan, self._endpoint, loader, self._mappings)
+        received = await intake.run(offers_of(SharedMemoryOffer, offers, plan, NAME))
+        self._mappings = {key: self._mappings[key] for key in intake.seen if key in self._mappings}
+        return received
+
+    def close(self) -> None:
+        """Let go of the senders' blocks."""
+        self._mappings = {}
+
+
+class _BlockIntake(Intake[SharedMemoryOffer]):
+    def __init__(
+        self, plan: SyncPlan, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]
+    ) -> None:
+        super().__init__(plan, NAME, endpoint)
+        self.seen: set[str] = set()
+        self._loader = loader
+        self._mappings = mappings
+        self._loading = asyncio.Lock()
+
+    async def take(self, source: Source[SharedMemoryOffer], message: Message) -> None:
+        places = [
+            TensorPlace(TensorSpec(name, tuple(shape), dtype), offset)
+            for name, dtype, shape, offset in message["tensors"]
+        ]
+        handle = MemoryHandle("file", message["path"], message["num_bytes"], tuple(places))
+        if message["checksum"] is not None:
+            await self._verify(source, message, handle)
+        async with self._loading:
+            if self.plan.channel == "memory_handles":
+                for place in places:
+                    self.check.admit_spec(place.spec)
+                assert isinstance(self._loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
+                await self._loader.load_handles(handle)
+            else:
+                await _load_views(self._contents(source, message), places, self.check, self._loader)
+        self.num_bytes += sum(place.spec.num_bytes for place in places)
+
+    def _contents(self, source: Source[SharedMemoryOffer], message: Message) -> Tensor:
+        key = message["slot"]
+        self.seen.add(key)
+        mapping = self._mappings.get(key)
+        if mapping is None or mapping.num_bytes != message["num_bytes"]:
+            try:
+                mapping = self._mappings[key] = Mapping(message["path"], message["num_bytes"])
+            except OSError as error:
+                raise WeightSyncError(
+                    f"{self.where}: a block of sender {describe_endpoint(source.sender)} cannot be opened at "
+                    f"{message['path']}: {error}. Its process has ended, or it runs under another user or in another "
+                    "container, which no shared memory reaches"
+                ) from error
+        return mapping.contents
+
+    async def _verify(self, source: Source[SharedMemoryOffer], message: Message, handle: MemoryHandle) -> None:
+        contents = self._contents(source, message)
+        used = _used_bytes(handle.tensors)
+        found = await asyncio.to_thread(checksum, contents[:used])
+        if found != message["checksum"]:
+            names = [place.spec.name for place in handle.tensors]
+            raise WeightSyncError(
+                f"{self.where}: bucket {message['bucket']} of sender {describe_endpoint(source.sender)} is corrupted: "
+                f"its checksum is {found:#x}, the sender wrote {message['checksum']:#x}. It holds {len(names)} "
+                f"tensors, {names[0]!r} to {names[-1]!r}"
+            )
+
+
+async def _load_views(
+    contents: Tensor, places: Sequence[TensorPlace], check: StreamCheck, loader: WeightLoader
+) -> None:
+    """A function of its own, so that no view outlives the acknowledgement."""
+    views = [(place.spec.name, view_of(contents, place)) for place in places]
+    for name, view in views:
+        check.admit(name, view)
+    await loader.load_tensors(iter(views))
+
+
+def view_of(contents: Tensor, place: TensorPlace) -> Tensor:
+    """One tensor of a block, as a view of the block's bytes."""
+    spec = place.spec
+    data = contents[place.offset : place.offset + spec.num_bytes]
+    return data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def require_one_host(plan: SyncPlan, sender: Endpoint, transport: str) -> None:
+    """Every receiver is on the sender's host.
+
+    Raises:
+        WeightSyncError: names the one that is not.
+    """
+    for receiver in plan.receivers:
+        if receiver.host != sender.host:
+            raise WeightSyncError(
+                f"{describe(plan, transport)}: sender {describe_endpoint(sender)} and receiver "
+                f"{describe_endpoint(receiver)} do not share a host; {REMEDY}"
+            )
+
+
+def _used_bytes(places: Sequence[TensorPlace]) -> int:
+    return max(place.offset + place.spec.num_bytes for place in places)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return max(PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
