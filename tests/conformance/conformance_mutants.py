@@ -148,6 +148,14 @@ class StaleStream(FSDPTrainer):
         return iter(self._kept) if export == "full_tensors" else super().weights(export)
 
 
+class OffloadInName(FSDPTrainer):
+    """Says that parts are offloaded, and leaves them where they are."""
+
+    def offload(self, parts):
+        for name in set(parts) & self._parts.keys():
+            self._parts[name].is_offloaded = True
+
+
 class WrappedNames(FSDPTrainer):
     """Names carry a wrapper's prefix instead of the checkpoint's."""
 
@@ -227,6 +235,13 @@ class ForgottenPrior(TransformersGenerator):
             return await super().generate(request, on_tokens)
         sampling = replace(request.sampling, seed=request.sampling.seed + 1, stop_token_ids=())
         return await super().generate(replace(request, resume_from=None, sampling=sampling), on_tokens)
+
+
+class SleepInName(TransformersGenerator):
+    """Drops the KV cache and refuses work, and keeps the weights where they are."""
+
+    def offload(self, parts):
+        super().offload(set(parts) - {"weights"})
 
 
 class DeafPause(TransformersGenerator):
@@ -489,6 +504,7 @@ MUTANTS = [
         LostOptimizer="test_save_and_load_continue_bit_identically",
         StaleStream="test_stream_and_export_follow_updates",
         WrappedNames="test_manifest_has_the_names_of_the_model_directory",
+        OffloadInName="test_offloaded_parts_occupy_nothing",
     ),
     *_of(
         "generator",
@@ -505,6 +521,7 @@ MUTANTS = [
         WrongName="test_new_weights_change_the_output",
         NeverLoaded="test_new_weights_change_the_output",
         NamelessErrors="test_errors_name_the_request",
+        SleepInName="test_an_offloaded_generator_occupies_nothing",
     ),
     *_of(
         "reward",

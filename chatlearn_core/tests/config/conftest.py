@@ -101,6 +101,7 @@ def make_registry() -> PluginRegistry:
         transport("direct"),
         transport("boxes", needs_export="boxes"),
         transport("disk", channels=("checkpoint",)),
+        transport("collective", per_replica=False, speed_rank=200),
         RuntimeSpec(name="local", **code("Empty")),
         RuntimeSpec(name="cluster", **code("Empty")),
         LoggerSpec(name="console", **code("Careless")),

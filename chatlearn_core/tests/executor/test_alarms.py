@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, MISMATCH_PROB_DIFF, Alarms
+from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, JUMP_STEPS, MISMATCH_PROB_DIFF, Alarms
 from chatlearn_core.executor.environment import Experience
 from chatlearn_core.types import Prompt, RewardResult, Sample
 
@@ -63,10 +63,38 @@ def test_a_generator_that_disagrees_with_the_trainer_is_told(difference: float, 
     assert all("generator and trainer disagree" in sentence for sentence in sentences)
 
 
+def test_a_jump_of_the_difference_is_told_with_what_may_have_changed() -> None:
+    alarms = Alarms()
+    for number in range(JUMP_STEPS[0]):
+        assert alarms.mismatch({"mismatch/prob_diff_mean": 0.002 + 0.0005 * (number % 2)}) == []
+    assert alarms.mismatch({"mismatch/prob_diff_mean": 0.009}) == [], "less than five times the median of 0.002"
+    [sentence] = alarms.mismatch({"mismatch/prob_diff_mean": 0.012})
+    assert "jumped: mean probability difference 0.012, median of the 6 steps before 0.0022" in sentence
+    assert "a weight sync that failed in part" in sentence
+
+
+def test_a_jump_below_rounding_or_without_a_history_is_none() -> None:
+    alarms = Alarms()
+    for _ in range(10):
+        assert alarms.mismatch({"mismatch/prob_diff_mean": 1e-6}) == []
+    assert alarms.mismatch({"mismatch/prob_diff_mean": 9e-4}) == [], "nine hundred times as much, and still rounding"
+    assert Alarms().mismatch({"mismatch/prob_diff_mean": 0.04}) == [], "there is nothing to compare it with"
+    assert Alarms().mismatch({}) == []
+
+
+def test_a_difference_that_stays_is_the_new_normal() -> None:
+    alarms = Alarms()
+    for _ in range(JUMP_STEPS[1]):
+        alarms.mismatch({"mismatch/prob_diff_mean": 0.002})
+    told = [bool(alarms.mismatch({"mismatch/prob_diff_mean": 0.03})) for _ in range(JUMP_STEPS[1])]
+    assert told[0]
+    assert not told[-1]
+
+
 def test_a_step_whose_samples_all_failed_stops_the_run() -> None:
-    step = experience("reward failed: A", "generation failed: B", "reward failed: A", step=7)
+    step = experience("reward failed: A", "generation failed: B", "generation timed out: C", "reward failed: A", step=7)
     with pytest.raises(
-        BackendError, match=r"all 3 samples of step 7 failed; most frequent reason \(2 x\): reward failed"
+        BackendError, match=r"all 4 samples of step 7 failed; most frequent reason \(2 x\): reward failed"
     ):
         Alarms().check(step, {})
 

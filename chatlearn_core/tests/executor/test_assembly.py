@@ -9,7 +9,7 @@ import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.assembly import _check_roles
+from chatlearn_core.executor.assembly import _check_partial_rollouts, _check_roles
 from chatlearn_core.flow import trace
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputRequest
@@ -48,6 +48,41 @@ def check(**of_roles: dict[str, Any]) -> None:
         }
     )
     _check_roles(config, trace(flow, {name: role["kind"] for name, role in roles.items()}), LOSSES)
+
+
+def partial(flow_function: Any, mode: str) -> None:
+    roles = {"trainer": {"kind": "trainer", "backend": "fsdp"}}
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "train.jsonl"}]},
+            "algorithm": {"name": "any"},
+            "roles": roles,
+            "rollout": {"partial": mode},
+            "train": {"steps": 1, "prompts_per_step": 1},
+        }
+    )
+    kinds = {"trainer": "trainer", "generator": "generator", "other": "generator", "critic": "trainer"}
+    _check_partial_rollouts(config, trace(flow_function, kinds))
+
+
+def test_partial_rollouts_are_of_one_call() -> None:
+    def twice(prompts: Any, m: Any) -> Any:
+        m.other.generate(prompts)
+        return m.generator.generate(prompts)
+
+    def never(prompts: Any, m: Any) -> Any:
+        return prompts
+
+    partial(flow, "resume")
+    for other in (twice, never):
+        partial(other, "none")
+    with pytest.raises(
+        ConfigError, match=r"algorithm 'any' does it 2 times \(.*test_assembly\.py:\d+, .*\)\. Set rollout"
+    ):
+        partial(twice, "resume")
+    with pytest.raises(ConfigError, match=r"rollout\.partial is 'keep', .* does it 0 times\. Set rollout"):
+        partial(never, "keep")
 
 
 def test_roles_that_fit() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.exceptions import BackendError, ReplicaLostError, WeightSyncError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError, WeightSyncError
+from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Device
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -223,6 +226,53 @@ async def test_a_failed_generation_excludes_its_sample_with_the_reason() -> None
         assert batch.sample_ids == (a, c, d), "and nothing to compute on"
 
 
+async def test_a_timeout_is_counted_apart_from_failures() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime.failures[ids_of(slots)[0]] = BackendTimeoutError("nothing in 3 s")
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    assert (await run)[0].exclusion == "generation timed out: nothing in 3 s"
+
+
+async def test_a_group_that_its_source_leaves_out_is_not_called_for_any_more() -> None:
+    class Source:
+        async def completion(self, role: str, slot: Slot) -> Completion | None:
+            assert role == "generator"
+            if slot.group_id == "p0@1":
+                return None
+            assert slot.request is not None
+            return await runtime.generate(slot.request)
+
+    runtime, slots = ScriptedRuntime(), make_slots()
+    a, b, c, d = ids_of(slots)
+    scheduler = scheduler_for(grpo, runtime, group_rewards=frozenset({"reward"}))
+    run = asyncio.create_task(scheduler.run(slots, Timers(), Source()))
+    await runtime.finish(c, d)
+    assert [sample.id for sample in await run] == [c, d]
+    assert [slot.left_out for slot in slots] == [True, True, False, False]
+    assert not any(name in event for name in (a, b) for event in runtime.events)
+    assert {batch.sample_ids for _, batch, _ in runtime.batches} == {(c, d)}
+
+
+async def test_calls_on_generators_go_through_the_front() -> None:
+    calls: list[str] = []
+
+    class Front:
+        def begin(self) -> None:
+            calls.append("begin")
+
+        async def completion(self, role: str, slot: Slot) -> Completion:
+            calls.append(f"{role} {slot.sample_id}")
+            assert slot.request is not None
+            return await runtime.generate(slot.request)
+
+    runtime, slots = ScriptedRuntime(), make_slots(groups=1)
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime, front=Front()).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    await run
+    assert calls == ["begin", "generator p0@1#0", "generator p0@1#1"]
+
+
 async def test_a_group_with_a_failed_generation_is_still_scored() -> None:
     runtime, slots = ScriptedRuntime(), make_slots()
     a, b, c, d = ids_of(slots)
@@ -329,3 +379,120 @@ async def test_sequence_outputs_go_to_the_sample() -> None:
     run = asyncio.create_task(FlowScheduler(graph, runtime).run(slots, Timers()))  # type: ignore[arg-type]  # as above
     await runtime.finish(*ids_of(slots))
     assert [sample.sequence_data["reward_model_scores"] for sample in await run] == [0.0, 0.5, 1.0, 1.5]
+
+
+GPU0, GPU1 = Device("GPU 0", is_gpu=True), Device("GPU 1", is_gpu=True)
+
+
+class PlacedRuntime(ScriptedRuntime):
+    """Roles on devices; who is inside a trainer call is written down."""
+
+    def __init__(self, **places: Device) -> None:
+        super().__init__()
+        self.places = places
+        self.moved: list[str] = []
+        self.inside: set[str] = set()
+        self.meeting: asyncio.Barrier | None = None
+        """Where trainer calls wait for each other."""
+
+    def devices(self) -> dict[str, frozenset[Device]]:
+        return {role: frozenset({device}) for role, device in self.places.items()}
+
+    def trainer(self, role: str) -> Any:
+        return PlacedGroup(self, role)
+
+    def generator(self, role: str) -> Any:
+        return PlacedGroup(self, role)
+
+    async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
+        self.inside.add(role)
+        shared = [other for other in self.inside - {role} if self.places[other] == self.places[role]]
+        assert not shared, f"{role} computes while {shared} do on the same device"
+        if self.meeting is not None:
+            await self.meeting.wait()
+        await settled()
+        self.inside.remove(role)
+        return await super().compute(role, batch, request)
+
+    @property
+    def memory(self) -> MemoryTurns:
+        roles: Any = {name: SimpleNamespace(name=name, kind=ROLES[name], trainable=False) for name in self.places}
+        return MemoryTurns(self, roles, "auto")  # type: ignore[arg-type]  # the part that is used
+
+
+class PlacedGroup:
+    def __init__(self, runtime: PlacedRuntime, role: str) -> None:
+        self.runtime = runtime
+        self.role = role
+        self.generate = runtime.generate
+
+    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Any:
+        return await self.runtime.compute(self.role, batch, request)
+
+    async def offload(self, parts: Sequence[str]) -> list[Any]:
+        self.runtime.events.append(f"offload {self.role}")
+        return []
+
+    async def onload(self, parts: Sequence[str]) -> list[Any]:
+        self.runtime.events.append(f"onload {self.role}")
+        return []
+
+
+def overlap(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(one["start_s"] < other["stop_s"] and other["start_s"] < one["stop_s"])
+
+
+def spans(timers: Timers) -> dict[tuple[str, str], Mapping[str, Any]]:
+    return {(entry["role"], entry["action"]): entry for entry in timers.trace() if "calls" in entry}
+
+
+async def test_calls_of_one_level_on_different_devices_run_at_the_same_time() -> None:
+    """Reference and trainer each wait inside until the other is there too; the reward judges meanwhile."""
+    runtime, slots, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_slots(), Timers()
+    runtime.meeting, runtime.reward_waits = asyncio.Barrier(3), asyncio.Event()
+    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, timers))
+    await runtime.finish(*ids_of(slots))
+    async with asyncio.timeout(5):
+        while runtime.meeting.n_waiting < 2:
+            await asyncio.sleep(0)
+        assert runtime.inside == {"reference", "trainer"}
+        await runtime.meeting.wait()
+        runtime.reward_waits.set()
+        await run
+    entries = spans(timers)
+    calls = [entries["reference", "logprobs"], entries["trainer", "logprobs"], entries["reward", "score"]]
+    assert all(overlap(one, other) for one in calls for other in calls)
+    assert {entry["level"] for entry in calls} == {1}
+
+
+async def test_calls_that_share_a_device_follow_one_another_in_the_order_of_the_flow() -> None:
+    runtime, slots, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU0), make_slots(), Timers()
+    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, timers))
+    await runtime.finish(*ids_of(slots))
+    await run
+    order = [event for event in runtime.events if not event.startswith(("generate", "done", "score"))]
+    assert order == [
+        "offload trainer",
+        "offload reference",
+        "offload generator",
+        "onload reference",
+        "compute reference",
+        "offload reference",
+        "onload trainer",
+        "compute trainer",
+    ]
+    entries = spans(timers)
+    assert not overlap(entries["reference", "logprobs"], entries["trainer", "logprobs"])
+
+
+async def test_beside_a_shared_generator_rewards_stream_and_trainers_wait_for_the_last_completion() -> None:
+    runtime, slots = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_slots()
+    a, b, c, d = ids_of(slots)
+    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, Timers()))
+    await runtime.finish(a, b, c)
+    assert runtime.events[-1] == f"score {c}"
+    assert "offload generator" not in runtime.events
+    await runtime.finish(d)
+    await run
+    assert runtime.events.index("offload generator") > runtime.events.index(f"done {d}")
+    assert runtime.events.index("compute trainer") > runtime.events.index("onload trainer")

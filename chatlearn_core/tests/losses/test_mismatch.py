@@ -25,10 +25,17 @@ def test_by_hand():
             # k3 with x = log(trainer / generator), since the generator sampled: ratio - 1 - x.
             "mismatch/kl": ((0.5 / 0.4 - 1 - first) + (0.2 / 0.35 - 1 - second)) / 2,
             "mismatch/kl_k1": -(first + second) / 2,
+            "mismatch/outliers": 0.0,
         },
         rel=1e-5,
         abs=1e-9,
     )
+
+
+def test_outliers_are_ratios_beyond_two_in_either_direction():
+    trainer = torch.tensor([2.01, 1.99, 0.51, 0.49, 9.0]).log()
+    metrics = mismatch_metrics(trainer, torch.zeros(5), torch.tensor([True] * 4 + [False]))
+    assert metrics["mismatch/outliers"].value == 0.5
 
 
 def test_parts_merge_to_the_whole():

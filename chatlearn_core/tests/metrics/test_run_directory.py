@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import BackendError, ChatLearnError
-from chatlearn_core.metrics import RunDirectory
+from chatlearn_core.metrics import RunDirectory, Timers
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -39,6 +39,13 @@ def _sample() -> Sample:
     return sample
 
 
+def trace_of_one_span() -> Timers:
+    timers = Timers()
+    with timers.measure("save", role="trainer"):
+        pass
+    return timers
+
+
 def test_metrics_come_back_as_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.append_metrics(1, {"reward": 0.5})
@@ -51,6 +58,7 @@ def test_rewind_forgets_later_steps_and_a_line_cut_short(tmp_path: Path) -> None
     for step in (1, 2, 3):
         directory.append_metrics(step, {"reward": float(step)})
         directory.write_rollouts(step, [])
+        directory.append_trace(step, trace_of_one_span(), during="checkpoint")
     directory.write_rollouts(3, [], kind="eval")
     with directory.metrics_file.open("a") as stream:
         stream.write('{"step": 4, "rew')
@@ -58,6 +66,11 @@ def test_rewind_forgets_later_steps_and_a_line_cut_short(tmp_path: Path) -> None
     directory.rewind(2)
     assert [json.loads(line)["step"] for line in directory.metrics_file.read_text().splitlines()] == [1, 2]
     assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    trace = [json.loads(line) for line in directory.trace_file.read_text().splitlines()]
+    assert [(entry["step"], entry["role"], entry["during"]) for entry in trace] == [
+        (1, "trainer", "checkpoint"),
+        (2, "trainer", "checkpoint"),
+    ]
 
 
 def test_a_rollout_holds_the_completion_and_its_numbers(tmp_path: Path) -> None:

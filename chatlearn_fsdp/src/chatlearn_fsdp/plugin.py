@@ -22,5 +22,6 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             outputs=frozenset({"logprobs", "entropy", "values", "scores", "hidden_states"}),
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
+            node_options=("ulysses",),
         )
     ]

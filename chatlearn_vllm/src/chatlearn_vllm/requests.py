@@ -149,9 +149,7 @@ def basis_of(sampling: SamplingParams, logprobs: str) -> LogprobBasis:
     return RAW_BASIS if logprobs == "raw" else sampling.basis
 
 
-def check_request(
-    request: GenerateRequest, basis: LogprobBasis, name: str, model_length: int, vocab_size: int
-) -> None:
+def check_request(request: GenerateRequest, basis: LogprobBasis, name: str, model_length: int, vocab_size: int) -> None:
     """Refuse what cannot be sampled.
 
     Raises:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -18,13 +19,13 @@ from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
 MODULE = "chatlearn_ray_test_backends"
 
 
-def write_distribution(folder: Path, version: str) -> None:
+def write_distribution(folder: Path, version: str, module: str = MODULE, source: str = "fake_backends.py") -> None:
     """A distribution that can be imported from ``folder``."""
-    shutil.copy(Path(__file__).parent / "fake_backends.py", folder / f"{MODULE}.py")
-    info = folder / f"{MODULE}-{version}.dist-info"
+    shutil.copy(Path(__file__).parent / source, folder / f"{module}.py")
+    info = folder / f"{module}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(f"[chatlearn]\nfakes = {MODULE}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[chatlearn]\nfakes = {module}\n")
 
 
 @pytest.fixture(scope="session")
@@ -38,12 +39,32 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginRegistry]:
     sys.modules.pop(MODULE, None)
 
 
+FAST_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+"""A killed node is noticed after two seconds."""
+SMALL_NODE: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 10**8}
+
+
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """A Ray with more names of CPUs than cores: workers mostly wait."""
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of one node, to which tests add others. More names of CPUs than cores: workers mostly wait."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 32, "_system_config": FAST_HEALTH_CHECKS, **SMALL_NODE}
+    machines = Cluster(initialize_head=True, head_node_args=head)
+    yield machines
+    machines.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_session(cluster: Any) -> Iterator[None]:
+    """This process is a driver of the cluster."""
     import ray
 
-    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 

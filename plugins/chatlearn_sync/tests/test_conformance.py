@@ -18,5 +18,14 @@ class TestSharedMemoryByTensors(WeightSyncConformance):
     channel = "tensors"
 
 
+class TestBroadcastByProcessGroup(WeightSyncConformance):
+    backend = "broadcast"
+
+
+class TestBroadcastByTensors(WeightSyncConformance):
+    backend = "broadcast"
+    channel = "tensors"
+
+
 class TestCheckpoint(WeightSyncConformance):
     backend = "checkpoint"

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.environment import Experience
 
+FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
+"""Exclusions that are nobody's intention."""
 EQUAL_REWARDS_STEPS = 3
 """Steps in a row without any spread of rewards before it is said: one may be chance."""
 MISMATCH_PROB_DIFF = 0.05
 """Mean |p_trainer − p_generator| above which the two clearly disagree; float32 gives 1e-5, bfloat16 about 1e-2."""
+JUMP_FACTOR = 5.0
+"""How many times the median of the steps before the difference may be; it wanders by less than twice in a sound run."""
+JUMP_FLOOR = 1e-3
+"""A difference below it is rounding, whatever it was before."""
+JUMP_STEPS = (5, 20)
+"""Steps that a jump is compared with: at least, at most."""
+MISMATCH_CAUSES = (
+    "Likely causes: stale weights in the generator (a weight sync that did not reach all of it), different dtypes, "
+    "another attention implementation, or logprobs of another temperature"
+)
+JUMP_CAUSES = (
+    "What changes from one step to the next: a weight sync that failed in part or left tied weights or a prefix cache "
+    "old, a replica that was rebuilt, an update that threw the policy far (actor/grad_norm, actor/ppo_kl), or longer "
+    "completions than before"
+)
 
 
 class Alarms:
@@ -20,6 +38,7 @@ class Alarms:
     def __init__(self) -> None:
         self._equal_rewards = 0
         self._equal_value: float | None = None
+        self._differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about this step, empty if all is well.
@@ -43,20 +62,29 @@ class Alarms:
                 f"every reward of the last {self._equal_rewards} steps is {value}: nothing can be learned. Look "
                 "at rollouts/ for what the policy writes and whether the reward recognises a right answer"
             )
-        difference = metrics.get("mismatch/prob_diff_mean", 0.0)
+        return sentences + self.mismatch(metrics)
+
+    def mismatch(self, metrics: Mapping[str, float]) -> list[str]:
+        """Sentences about the difference between generator and trainer, where these metrics hold it."""
+        difference = metrics.get("mismatch/prob_diff_mean")
+        if difference is None:
+            return []
+        before = statistics.median(self._differences) if len(self._differences) >= JUMP_STEPS[0] else None
+        self._differences.append(difference)
+        if before is not None and difference > max(JUMP_FLOOR, JUMP_FACTOR * before):
+            return [
+                f"the difference between generator and trainer jumped: mean probability difference {difference:.2g}, "
+                f"median of the {len(self._differences) - 1} steps before {before:.2g}. {JUMP_CAUSES}"
+            ]
         if difference > MISMATCH_PROB_DIFF:
-            sentences.append(
-                f"generator and trainer disagree: mean probability difference {difference:.3f}. Likely causes: stale "
-                "weights in the generator, different dtypes, another attention implementation, or logprobs of another "
-                "temperature"
-            )
-        return sentences
+            return [f"generator and trainer disagree: mean probability difference {difference:.3f}. {MISMATCH_CAUSES}"]
+        return []
 
 
 def require_some_sample(experience: Experience) -> None:
     """Raises BackendError if every sample of the step failed in generation or reward."""
     samples = experience.samples
-    if samples and all(s.exclusion and " failed: " in s.exclusion for s in samples):
+    if samples and all(s.exclusion and s.exclusion.partition(":")[0] in FAILURES for s in samples):
         reason, count = Counter(s.exclusion for s in samples).most_common(1)[0]
         raise BackendError(
             f"all {len(samples)} samples of step {experience.step} failed; most frequent reason ({count} x): {reason}"

@@ -73,6 +73,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     losses = algorithm.losses()
     _check_roles(config, graph, losses)
     _check_outputs(loaded, graph, losses)
+    _check_partial_rollouts(config, graph)
     evaluates = bool(config.data.eval)
     evaluation = trace(evaluation_flow, _kinds(config), name="evaluation") if evaluates else None
     max_length = min(config.model.max_length or facts.max_length, facts.max_length)
@@ -256,6 +257,17 @@ def _check_outputs(loaded: LoadedConfig, graph: Graph, losses: Mapping[str, Loss
                     f"{by} needs the output {output!r} of role {role!r}, but trainer {record.name!r} provides "
                     f"{', '.join(sorted(record.outputs))}. Choose another trainer or other algorithm options"
                 )
+
+
+def _check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
+    """What may be unfinished when a step ends is the answer to one call."""
+    calls = graph.calls("generate")
+    if config.rollout.partial != "none" and len(calls) != 1:
+        places = f" ({', '.join(call.source for call in calls)})" if calls else ""
+        raise ConfigError(
+            f"rollout.partial is {config.rollout.partial!r}, which needs a flow that generates once; that of algorithm "
+            f"{config.algorithm.name!r} does it {len(calls)} times{places}. Set rollout.partial to none"
+        )
 
 
 def _plan(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -34,13 +35,18 @@ class MemoryTurns:
         self.sharing = self._find_sharing()
         self._held: dict[str, dict[MemoryPart, bool | None]] = _all_live(self.sharing)
         self._queue: list[Turn] = []
+        self._locks = {role: asyncio.Lock() for role in self.roles}
+        """Held while parts of a role are moved, or have to stay."""
+        self._timers = Timers()
+        """Those of the newest turn."""
 
     def _find_sharing(self) -> Sharing:
         return find_sharing(self.roles, self.runtime.devices(), self.mode) if self.mode != "never" else Sharing()
 
     async def start(self) -> None:
-        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next."""
+        """Start the runtime, and lend it weights where it needs them. Roles that share devices come up one after the other, each put aside before the next."""
         if self.sharing.devices:
+            self.runtime.lend_weights = self.lend_weights
             await self.runtime.start(self._put_aside)
         else:
             await self.runtime.start()
@@ -90,8 +96,30 @@ class MemoryTurns:
 
     async def make_room(self, uses: Sequence[Use], timers: Timers, level: int | None) -> None:
         """Move what has to be moved before ``uses``; for a turn that has its devices to itself."""
-        for move in self.sharing.moves(uses, self._held):
-            await self._move(move, timers, level)
+        self._timers = timers
+        async with contextlib.AsyncExitStack() as stack:
+            for role in self.sharing.affected(uses):  # in one order, so that nobody waits in a circle
+                await stack.enter_async_context(self._locks[role])
+            for move in self.sharing.moves(uses, self._held):
+                await self._move(move, timers, level)
+
+    @contextlib.asynccontextmanager
+    async def lend_weights(self, role: str) -> AsyncIterator[None]:
+        """Hold a trainer's weights on its devices, beside whoever has his turn: for a generator replica that is rebuilt
+        between two syncs and takes them now. While it lasts nothing else of the role is moved.
+        """
+        if role not in self.sharing.parts:
+            yield
+            return
+        async with self._locks[role]:
+            asleep = self._held[role]["weights"] is not True
+            if asleep:
+                await self._move(Move("onload", role, ("weights",)), self._timers, None)
+            try:
+                yield
+            finally:
+                if asleep:
+                    await self._move(Move("offload", role, ("weights",)), self._timers, None)
 
     def remove(self, turn: Turn) -> None:
         """A turn is over."""

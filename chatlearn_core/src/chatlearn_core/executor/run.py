@@ -228,6 +228,7 @@ class Run:
             self.journal.enter(Phase.UPDATING)
             self.state.policy_changed = True
             trained = await self.trainer.train(experience, timers)
+            warnings += self.state.alarms.mismatch(values(trained))  # there, if no flow computed trainer logprobs
             self.journal.enter(Phase.SYNCING)
             synced = await self._sync_weights(timers, step)
         evaluated: dict[str, float] = {}

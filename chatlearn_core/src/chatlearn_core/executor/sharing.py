@@ -67,6 +67,11 @@ class Sharing:
         """The shared devices that these uses need."""
         return frozenset().union(*(self.devices.get(use.role, frozenset()) for use in uses))
 
+    def affected(self, uses: Sequence[Use]) -> list[str]:
+        """The roles of which parts may have to be moved before ``uses``."""
+        wanted, used = self.contested(uses), {use.role for use in uses}
+        return [role for role in self.parts if role in used or self.devices[role] & wanted]
+
     def moves(self, uses: Sequence[Use], held: Held) -> list[Move]:
         """What has to happen before ``uses``, all at the same time, may begin: first everything that is in the way
         leaves, then what is needed comes, in the order of ``uses``.
@@ -74,12 +79,10 @@ class Sharing:
         needed: dict[str, frozenset[MemoryPart]] = {}
         for use in uses:
             needed[use.role] = needed.get(use.role, frozenset()) | NEEDS[use.method]
-        wanted = self.contested(uses)
         found: list[Move] = []
-        for role, parts in self.parts.items():
-            if self.devices[role] & wanted:
-                leaving = [p for p in parts if held[role][p] is not False and p not in needed.get(role, ())]
-                found += _move("offload", role, leaving)
+        for role in self.affected(uses):
+            leaving = [p for p in self.parts[role] if held[role][p] is not False and p not in needed.get(role, ())]
+            found += _move("offload", role, leaving)
         for role in needed:
             coming = [p for p in self.parts.get(role, ()) if held[role][p] is not True and p in needed[role]]
             found += _move("onload", role, coming)

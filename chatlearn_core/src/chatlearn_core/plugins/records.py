@@ -73,6 +73,9 @@ class TrainerSpec(BackendRecord):
     payloads: frozenset[Payload] = frozenset({"full"})
     max_ranks: int | None = None
     """None: any number of ranks."""
+    node_options: tuple[str, ...] = ()
+    """Options whose product says how many consecutive ranks exchange activations in every layer (tensor or Ulysses
+    parallelism): a runtime over several machines keeps those on one."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class GeneratorSpec(BackendRecord):
     """Can run in another interpreter (``python:``)."""
     model_families: frozenset[str] | None = None
     """``model_type`` values it can serve; None: whatever the engine can."""
+    device_arguments: tuple[tuple[str, ...], ...] = ()
+    """Engine arguments, each with its aliases, whose product is the number of devices that one replica drives."""
     refuses_families: tuple[tuple[str, str], ...] = ()
     """(``model_type``, reason) pairs that are refused at validation."""
 
@@ -116,7 +121,7 @@ class WeightSyncSpec(PluginRecord):
     options: ImportString
     needs_export: Export = "full_tensors"
     channels: tuple[Channel, ...] = ("tensors",)
-    """How its receiver can hand weights to a generator, the best first: the first that the generator declares is used."""
+    """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used."""
     reach: Reach = "anywhere"
     payloads: frozenset[Payload] = frozenset({"full"})
     replayable: bool = False

@@ -18,6 +18,7 @@ from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction
 from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.runtime import (
     GeneratorFleet,
+    LendWeights,
     ModelGroup,
     RewardGroup,
     RoleGroup,
@@ -39,6 +40,7 @@ __all__ = [
     "GeneratorFleet",
     "Head",
     "InputKind",
+    "LendWeights",
     "Lifecycle",
     "Logger",
     "Loss",

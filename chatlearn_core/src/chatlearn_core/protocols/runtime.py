@@ -7,6 +7,7 @@ fleet all its replicas. Calls are coroutines; every one has a timeout that the c
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,8 @@ from chatlearn_core.types import (
 )
 
 RoleIsUp = Callable[[str], Awaitable[None]]
+LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
+"""``async with lend_weights(trainer)``: the trainer's weights are on its devices in the block."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,6 +131,10 @@ class Runtime(Protocol):
 
     on_event: Callable[[RuntimeEvent], None] | None
     """Set by the executor before ``start``; called on its event loop."""
+
+    lend_weights: LendWeights
+    """Set by the executor before ``start``; entered around every transfer of weights that ``sync_weights`` did not ask
+    for, such as to a replica that is rebuilt while others sample. By default weights are never offloaded."""
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build and set up all roles.

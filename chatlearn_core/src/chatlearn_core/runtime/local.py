@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from chatlearn_core.exceptions import (
 )
 from chatlearn_core.protocols import (
     Device,
+    LendWeights,
     Loss,
     MemoryAction,
     MemoryEvent,
@@ -93,6 +95,7 @@ class LocalRuntime:
         self.options = options
         self.plan = plan
         self.on_event: Callable[[RuntimeEvent], None] | None = None
+        self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
         for role in plan.roles.values():
             if role.ranks > 1:
                 raise ConfigError(
@@ -194,7 +197,8 @@ class LocalRuntime:
         local = self._trainers[trainer]
 
         async def resync(index: int) -> None:
-            receipt = await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
+            async with self.lend_weights(trainer):
+                receipt = await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
             if receipt.state != "serving":
                 raise WeightSyncError(
                     f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"

@@ -20,8 +20,8 @@ _MAX_WORDS = 40
 def preserved() -> Iterator[None]:
     """Random states and ``torch.set_num_threads`` are afterwards what they were.
 
-    vLLM seeds Python, numpy and torch when it starts, and on a CPU replaces ``torch.set_num_threads`` by a function that
-    ignores its argument.
+    vLLM seeds Python, numpy and torch when it starts, and on a CPU replaces ``torch.set_num_threads`` by a function
+    that ignores its argument.
     """
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     set_num_threads = torch.set_num_threads

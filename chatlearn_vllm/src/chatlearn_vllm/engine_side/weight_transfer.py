@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 
 from .cuda_blocks import open_cuda_block
-from .process_group import SenderGroup, join_group
 from .seeded_draws import install
 from .weight_transfer_name import BACKEND
 
@@ -41,7 +41,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 @dataclass
-class GroupRequest(WeightTransferInitInfo):
+class GroupRequest(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped here
     """Join or leave a process group; ``init_weight_transfer_engine`` may be called any number of times."""
 
     action: Literal["join", "leave"]
@@ -54,20 +54,21 @@ class GroupRequest(WeightTransferInitInfo):
 
 
 @dataclass
-class WeightUpdate(WeightTransferUpdateInfo):
+class WeightUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """One bucket."""
 
     source: Literal["tensors", "checkpoint", "block", "cuda_ipc", "broadcast"]
     content: Any
-    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: paths of safetensors files.
+    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: safetensors files and
+    [(name there, name to load)].
     ``block``: what ``chatlearn_core.hosting.handle_content`` makes. ``cuda_ipc``: see ``open_cuda_block``.
-    ``broadcast``: {"group", "tensors": [(name, dtype, shape)]}.
+    ``broadcast``: {"group", "backend", "tensors": [(name, dtype, shape)]}.
     """
     copies: Mapping[str, list[str]]
     """name -> names under which the same tensor is loaded once more (a tied head, which vLLM keeps packed apart)."""
 
 
-class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):
+class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):  # type: ignore[misc]  # as above
     """Loads checkpoint tensors; one object a worker."""
 
     init_info_cls = GroupRequest
@@ -84,14 +85,13 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):
             if group is not None:
                 group.close()
         elif init_info.name not in self._groups:
-            self._groups[init_info.name] = join_group(
-                init_info.name,
+            self._groups[init_info.name] = join(
                 init_info.address,
+                init_info.name,
                 init_info.backend,
                 init_info.world_size,
                 init_info.first_rank + self.parallel_config.rank,
                 init_info.timeout_s,
-                self.device,
             )
 
     def start_weight_update(self) -> None:
@@ -144,10 +144,16 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):
             with MappedBlock(content) as block:
                 yield block.tensors()
         else:
-            group = self._groups.get(content["group"])
-            if group is None:
-                raise RuntimeError(f"this worker has not joined the group {content['group']!r}")
-            yield group.receive(content["tensors"])
+            yield self._receive(content["group"], content["tensors"], content["backend"])
+
+    def _receive(self, name: str, specs: list[tuple[str, str, list[int]]], backend: str) -> Named:
+        """One broadcast of the sender: a flat tensor of bytes."""
+        if name not in self._groups:
+            raise RuntimeError(f"this worker has not joined the group {name!r}")
+        sizes = [getattr(torch, dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape in specs]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if backend == "gloo" else self.device)
+        self._groups[name].broadcast(flat).wait()
+        return tensors_in(flat, specs)
 
 
 class WorkerExtension:
@@ -160,16 +166,18 @@ class WorkerExtension:
 
 def _with_copies(tensors: Named, copies: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
+        if not name:
+            continue  # broadcast with others, and not wanted: a tied tensor under its second name
         yield name, tensor
         for other in copies.get(name, ()):
             yield other, tensor
 
 
-def _read_files(files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
+def _read_files(files: Iterable[tuple[str, list[tuple[str, str]]]]) -> Iterator[tuple[str, Tensor]]:
+    for file, names in files:
         with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
-                yield name, handle.get_tensor(name)
+            for stored, name in names:
+                yield name, handle.get_tensor(stored)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
@@ -182,7 +190,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
     if next(model.parameters()).device.type != "cpu":
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -1,6 +1,6 @@
 """The actor: a process that becomes what its spec says.
 
-Imports the standard library only, so that environment variables are set before torch is imported.
+Imports nothing beyond the standard library, so that environment variables are set before torch is imported.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chatlearn_ray.user_code import UserCode, enter_directory
+
 
 class WorkerHost:
     """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread."""
 
-    def __init__(self, environment: Mapping[str, str], path: Sequence[str], directory: str) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], path: Sequence[str], directory: str, code: UserCode | None
+    ) -> None:
         os.environ.update(environment)
         sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._problem = enter_directory(directory, code)
         # Child processes (reward pools, engines) import what this one does.
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*sys.path, *_python_path()]))
-        if os.path.isdir(directory):  # noqa: PTH112  # pathlib is one import more than this needs
-            os.chdir(directory)
         self._worker: Any = None
 
     async def start(self, spec: Any) -> Any:
         """Build the worker; returns an ``Answer`` with nothing, or a ``Failure``."""
+        from chatlearn_core.exceptions import ConfigError
         from chatlearn_ray.answer import Answer, Failure
         from chatlearn_ray.workers import build_worker
 
         try:
+            if self._problem is not None:
+                raise ConfigError(self._problem)
             self._worker = build_worker(spec)
         except (Exception, SystemExit) as error:
             return Failure.of(error)

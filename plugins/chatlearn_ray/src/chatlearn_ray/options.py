@@ -12,6 +12,9 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
+NOBODY = "nobody"
+"""As ``near``: let Ray choose."""
+
 
 class Part(BaseModel):
     """Base of every section."""
@@ -42,7 +45,14 @@ class SeatOptions(Part):
         None, description="GPUs a worker, fractions allowed; 1 on cuda, or its equal share of the pool's slot."
     )
     resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources a worker.")
-    one_node: bool = Field(False, description="Keep the ranks of a replica on one node (tensor parallelism).")
+    per_slot: Positive = Field(1, description="Workers that share one slot of the pool.")
+    one_node: bool = Field(False, description="Keep all ranks of a replica on one node.")
+    together: Positive | None = Field(
+        None, description="How many consecutive ranks share a node; by default those that talk in every layer."
+    )
+    near: str | None = Field(
+        None, description="The role on whose nodes it should sit; a generator's trainer by default, or nobody."
+    )
 
 
 class RayRuntimeOptions(Part):
@@ -66,6 +76,10 @@ class RayRuntimeOptions(Part):
         None,
         description="Uploaded to every node, for code that other machines do not see; by default workers enter this "
         "directory where they find it.",
+    )
+    ship_code: bool = Field(
+        True,
+        description="Send the Python files of the current directory to workers on machines that do not have them.",
     )
     environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of every worker.")
     num_threads: Positive | None = Field(
@@ -92,5 +106,10 @@ class RayRuntimeOptions(Part):
 
     @property
     def placement(self) -> Literal["host", "anywhere"]:
-        """How far apart roles may be: a Ray that is started here has one node."""
-        return "host" if self.cluster_address is None else "anywhere"
+        """How far apart roles may be: a Ray that is started here has one node, and so has a pool that all roles with a
+        setting share. (A role that takes part in a weight sync and sits elsewhere is refused by the runtime.)
+        """
+        pools = {seat.pool for seat in self.roles.values()}
+        name = pools.pop() if len(self.roles) > 1 and len(pools) == 1 else None
+        one_node = name in self.pools and self.pools[name].strategy == "one_node" if name is not None else False
+        return "host" if self.cluster_address is None or one_node else "anywhere"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -15,11 +16,12 @@ from typing import Any
 import ray
 
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
-from chatlearn_core.protocols import Device, RoleIsUp, RuntimeEvent
+from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_core.runtime.restarts import Restarts
 from chatlearn_core.types import SyncReceipt
+from chatlearn_ray.affinity import check_reach, seated_role
 from chatlearn_ray.blocks import Traffic
 from chatlearn_ray.cluster import Cluster, nodes, this_machine
 from chatlearn_ray.errors import WorkerDiedError
@@ -28,8 +30,9 @@ from chatlearn_ray.host import WorkerHost
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.remote import CONTROL, RemoteWorker, all_or_first_error
 from chatlearn_ray.reward_group import RayRewardGroup
-from chatlearn_ray.seating import Seat, SeatedRole, Seating, seat_roles
+from chatlearn_ray.seating import Seat, Seating, seat_roles
 from chatlearn_ray.trainer_group import RayTrainerGroup
+from chatlearn_ray.user_code import collect_code
 from chatlearn_ray.weight_transfer import RayWeightTransfer
 from chatlearn_ray.worker_spec import PluginChoice, RewardShare, WorkerSpec
 
@@ -57,6 +60,8 @@ class RayRuntime:
             )
         self.cluster = Cluster(options)
         self._seating = self._seat(gpus=None)
+        for sync in plan.weight_syncs:
+            check_reach(sync, self._seating, options)
         self.cluster.require_room(self._seating)
         self._workers: dict[tuple[str, int], RemoteWorker] = {}
         self._trainers: dict[str, RayTrainerGroup] = {}
@@ -65,8 +70,12 @@ class RayRuntime:
         self._transfers: dict[tuple[str, str], RayWeightTransfer] = {}
         self._driver_host = socket.gethostname()
         self._traffic = Traffic()
+        self._directory = str(Path.cwd())
+        self._code: Any = None
+        """A reference to the ``UserCode`` in the object store."""
         self._trainer_restarts: dict[str, Restarts] = {}
         self.on_event: Callable[[RuntimeEvent], None] | None = None
+        self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
 
     def _tell(self, event: RuntimeEvent) -> None:
         if self.on_event is not None:
@@ -78,7 +87,9 @@ class RayRuntime:
             gpus = (
                 self.options.cluster_address is None and this_machine(self.options, Seating((), ())).get("GPU", 0) > 0
             )
-        return seat_roles([_seated(role, gpus) for role in self.plan.roles.values()], self.options)
+        return seat_roles(
+            [seated_role(role, self.plan, self.options, gpus=gpus) for role in self.plan.roles.values()], self.options
+        )
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Join Ray, reserve all places, launch all roles at the same time; if one fails, close the others and raise.
@@ -87,6 +98,7 @@ class RayRuntime:
         """
         try:
             self.cluster.join(self._seating)
+            self._code = self._shipped_code()
             self._seating = self._seat(gpus=any(node.get("GPU", 0) > 0 for node in nodes().values()))
             await self.cluster.reserve(self._seating)
             chains = [[role] for role in self.plan.roles] if role_is_up is None else self._roles_by_devices()
@@ -195,12 +207,24 @@ class RayRuntime:
         host: Any = ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)  # type: ignore[call-overload]  # Ray's stub lacks it
         options = self.cluster.actor_options(seat)
         actor = host.options(max_restarts=0, **options).remote(
-            self._environment(), [entry for entry in sys.path if entry], str(Path.cwd())
+            self._environment(), [entry for entry in sys.path if entry], self._directory, self._code
         )
         worker = RemoteWorker(_label(role, index), actor, role.timeout_s, f"roles.{role.name}.timeout_s")
         self._workers[role.name, index] = worker
         await worker.start(self._spec(role, index), self.options.start_timeout_s)
         return worker
+
+    def _shipped_code(self) -> Any:
+        """The Python files of this directory, where workers may be on machines that do not have it.
+
+        With a ``working_dir``, of the runtime or of a job, Ray itself brings the code.
+        """
+        options = self.options
+        if options.cluster_address is None or not options.ship_code or options.working_dir is not None:
+            return None
+        if ray.get_runtime_context().runtime_env.get("working_dir"):
+            return None
+        return ray.put(collect_code(Path(self._directory)))
 
     def _environment(self) -> dict[str, str]:
         """What workers inherit from the driver wherever they are."""
@@ -246,7 +270,8 @@ class RayRuntime:
         confirmed: dict[int, SyncReceipt] = {}
 
         async def resync(index: int) -> None:
-            receipt = await transfer.resync(index, policy_version)
+            async with self.lend_weights(trainer):
+                receipt = await transfer.resync(index, policy_version)
             if receipt.state != "serving":
                 raise WeightSyncError(
                     f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
@@ -298,6 +323,7 @@ class RayRuntime:
                 facts = worker.facts if worker is not None else None
                 running = f" -> process {facts.pid} on {facts.host}, {facts.device}" if facts is not None else ""
                 places.append(f"{_label(role, seat.worker).split(', ')[1]}: {seat.text}{running}")
+            places += [f"kept together: {reason}" for reason in self._seating.why(role.name)]
             described[role.name] = {
                 "kind": role.kind,
                 "backend": " + ".join(backend.record.name for backend in role.backends),
@@ -348,19 +374,6 @@ def _label(role: RolePlan, index: int) -> str:
     if role.kind == "trainer":
         return f"role {role.name!r}, rank {index} of {role.ranks}"
     return f"role {role.name!r}, {'replica' if role.kind == 'generator' else 'worker'} {index}"
-
-
-def _seated(role: RolePlan, gpus: bool) -> SeatedRole:
-    device = role.device
-    if role.kind != "reward":
-        if device == "auto":
-            device = "cuda" if gpus else "cpu"
-        elif device.startswith("cuda:"):
-            raise ConfigError(
-                f"roles.{role.name}.device is {device!r}, but the runtime 'ray' hands out devices itself. Set it to "
-                "cuda"
-            )
-    return SeatedRole(role.name, role.kind, device, role.replicas, role.ranks)
 
 
 def _partial(plan: RunPlan) -> bool:

@@ -7,12 +7,12 @@ which roles that occupy the same slot share it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Device
-from chatlearn_ray.options import RayRuntimeOptions, SeatOptions
+from chatlearn_ray.options import NOBODY, RayRuntimeOptions, SeatOptions
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Amounts = Mapping[str, float]
@@ -37,6 +37,14 @@ class SeatedRole:
     device: str
     replicas: int
     ranks: int
+    devices: int | None = None
+    """Devices of one replica of a generator, where its engine's arguments say it; otherwise its ranks."""
+    together: int = 1
+    """Consecutive ranks of a trainer that belong on one node."""
+    together_why: str = ""
+    near: str | None = None
+    """The role next to which it gains to sit."""
+    near_why: str = ""
 
     @property
     def num_workers(self) -> int:
@@ -45,8 +53,8 @@ class SeatedRole:
 
     @property
     def devices_per_worker(self) -> int:
-        """A generator's process drives all ranks of its engine."""
-        return self.ranks if self.kind == "generator" else 1
+        """A generator's process drives all devices of its engine."""
+        return (self.devices or self.ranks) if self.kind == "generator" else 1
 
     @property
     def wants_gpu(self) -> bool:
@@ -61,6 +69,8 @@ class BundleGroup:
     name: str
     strategy: Strategy
     bundles: tuple[Amounts, ...]
+    why: tuple[str, ...] = ()
+    """What keeps its bundles, or the ranks in one of them, together."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,6 +115,17 @@ class Seating:
         """A role's seats, by worker."""
         return [seat for seat in self.seats if seat.role == role]
 
+    def why(self, role: str) -> list[str]:
+        """What keeps a role's workers together, or next to another's, beyond what the configuration says."""
+        own = {seat.group for seat in self.seats if seat.role == role}
+        return [text for group in self.groups if group.name in own for text in group.why if f"{role!r}" in text]
+
+    def on_one_node(self, *roles: str) -> bool:
+        """Whether all workers of these roles are sure to share a node."""
+        groups = {seat.group for seat in self.seats if seat.role in roles}
+        strict = {group.name for group in self.groups if group.strategy == "STRICT_PACK" or len(group.bundles) == 1}
+        return len(groups) == 1 and groups <= strict
+
     @property
     def total(self) -> Amounts:
         """Everything that is reserved."""
@@ -132,6 +153,8 @@ def seat_roles(roles: Sequence[SeatedRole], options: RayRuntimeOptions) -> Seati
             own_groups, own_seats = _places_of_its_own(role, wanted)
             groups += own_groups
             seats += own_seats
+    for role in roles:
+        groups, seats = _moved_next_to(role, options, groups, seats)
     for name, pool in options.pools.items():
         bundle = positive({"CPU": pool.cpus, "GPU": pool.gpus, **pool.resources})
         guests = [
@@ -153,10 +176,51 @@ def _places_of_its_own(role: SeatedRole, wanted: SeatOptions) -> tuple[list[Bund
     amounts = positive({"CPU": cpus, "GPU": gpus, **wanted.resources})
     strategy: Strategy = "STRICT_PACK" if wanted.one_node else "PACK"
     if role.kind == "trainer":
-        group = BundleGroup(f"role {role.name!r}", strategy, (amounts,) * role.num_workers)
-        return [group], [Seat(role.name, i, group.name, i, amounts) for i in range(role.num_workers)]
+        # A bundle lies on one node: the ranks that talk most share one, and the group keeps the bundles near.
+        together = role.together if wanted.together is None else wanted.together
+        if role.num_workers % together:
+            together = 1  # the backend says what is wrong with its layout
+        bundle = {resource: amount * together for resource, amount in amounts.items()}
+        why = []
+        if together > 1:
+            reason = role.together_why if wanted.together is None else f"runtime.options.roles.{role.name}.together"
+            why.append(f"every {together} ranks of {role.name!r} on one node ({reason})")
+        group = BundleGroup(f"role {role.name!r}", strategy, (bundle,) * (role.num_workers // together), tuple(why))
+        return [group], [Seat(role.name, i, group.name, i // together, amounts) for i in range(role.num_workers)]
     groups = [BundleGroup(f"role {role.name!r}, replica {i}", strategy, (amounts,)) for i in range(role.num_workers)]
     return groups, [Seat(role.name, i, group.name, 0, amounts) for i, group in enumerate(groups)]
+
+
+def _moved_next_to(
+    role: SeatedRole, options: RayRuntimeOptions, groups: list[BundleGroup], seats: list[Seat]
+) -> tuple[list[BundleGroup], list[Seat]]:
+    """The role's bundles in the group of the role that it belongs near: Ray packs a group on as few nodes as it can."""
+    wanted = options.roles.get(role.name, SeatOptions())
+    near = wanted.near or role.near
+    if near is None or near in (role.name, NOBODY) or wanted.one_node:
+        return groups, seats
+    pools = {name: options.roles[name].pool for name in (role.name, near) if name in options.roles}
+    own = {seat.group: None for seat in seats if seat.role == role.name}
+    host = next((group for group in groups if any(s.role == near and s.group == group.name for s in seats)), None)
+    if host is None or any(pools.values()) or host.name in own:
+        return groups, seats
+    reason = role.near_why if wanted.near is None else f"runtime.options.roles.{role.name}.near"
+    moved = [group for group in groups if group.name in own]
+    first = {}
+    bundles = list(host.bundles)
+    for group in moved:
+        first[group.name] = len(bundles)
+        bundles += group.bundles
+    why = (*host.why, f"{role.name!r} near {near!r} ({reason})")
+    name = f"{host.name} and {role.name!r}"
+    merged = BundleGroup(name, host.strategy, tuple(bundles), why)
+    placed = [
+        replace(seat, group=name, bundle=first.get(seat.group, 0) + seat.bundle)
+        if seat.group in first or seat.group == host.name
+        else seat
+        for seat in seats
+    ]
+    return [merged if group is host else group for group in groups if group not in moved], placed
 
 
 def _seats_in_pool(
@@ -164,7 +228,7 @@ def _seats_in_pool(
 ) -> list[Seat]:
     occupants: list[list[tuple[SeatedRole, SeatOptions, int]]] = [[] for _ in range(num_slots)]
     for role, wanted in guests:
-        last = wanted.first_slot + role.num_workers
+        last = wanted.first_slot - (-role.num_workers // wanted.per_slot)
         if last > num_slots:
             raise ConfigError(
                 f"role {role.name!r} has {role.num_workers} worker(s) from slot {wanted.first_slot} on, which needs "
@@ -172,15 +236,14 @@ def _seats_in_pool(
                 "lower the role's ranks or replicas"
             )
         for worker in range(role.num_workers):
-            occupants[wanted.first_slot + worker].append((role, wanted, worker))
-    # A role takes the same from each of its slots: its equal share of the most crowded one.
-    crowd = {
-        role.name: max(len(slot) for slot in occupants if any(r is role for r, _, _ in slot)) for role, _ in guests
-    }
-    on_gpu = {
-        role.name: max(sum(r.wants_gpu for r, _, _ in slot) for slot in occupants if any(r is role for r, _, _ in slot))
-        for role, _ in guests
-    }
+            occupants[wanted.first_slot + worker // wanted.per_slot].append((role, wanted, worker))
+    # A role takes the same from each of its slots: its equal share of the most crowded one, over its workers there.
+    crowd: dict[str, int] = {}
+    on_gpu: dict[str, int] = {}
+    for role, wanted in guests:
+        shared = [{r.name: r for r, _, _ in slot}.values() for slot in occupants if any(r is role for r, _, _ in slot)]
+        crowd[role.name] = wanted.per_slot * max(len(names) for names in shared)
+        on_gpu[role.name] = wanted.per_slot * max(sum(r.wants_gpu for r in names) for names in shared)
     seats: list[Seat] = []
     for index, slot in enumerate(occupants):
         here: list[Seat] = []
@@ -189,6 +252,7 @@ def _seats_in_pool(
             gpus = wanted.gpus
             if gpus is None:
                 gpus = bundle.get("GPU", 0.0) / on_gpu[role.name] if role.wants_gpu else 0.0
+                _check_whole_gpus(role, name, bundle.get("GPU", 0.0), gpus)
             amounts = positive({"CPU": _floor(cpus), "GPU": _floor(gpus), **wanted.resources})
             here.append(Seat(role.name, worker, f"pool {name!r}", index, amounts))
         taken = added(seat.amounts for seat in here)
@@ -201,6 +265,18 @@ def _seats_in_pool(
                 )
         seats += here
     return seats
+
+
+def _check_whole_gpus(role: SeatedRole, pool: str, of_slot: float, share: float) -> None:
+    """Raises ConfigError: a worker would get less than the GPUs it drives; Ray cannot give parts of several."""
+    needed = role.devices_per_worker
+    if not role.wants_gpu or share >= needed or (needed == 1 and of_slot <= 1.0):
+        return
+    raise ConfigError(
+        f"a worker of role {role.name!r} drives {needed} GPU(s), and its share of a slot of pool {pool!r} is {share:g} "
+        f"of {of_slot:g}: Ray divides single GPUs only. Roles that share GPUs need slots of one GPU "
+        f"(runtime.options.pools.{pool}.gpus) and one GPU a worker; give the others slots of their own"
+    )
 
 
 def shortage(seating: Seating, nodes: Mapping[str, Amounts]) -> str | None:
@@ -224,17 +300,23 @@ def shortage(seating: Seating, nodes: Mapping[str, Amounts]) -> str | None:
                 f"{amount - have.get(resource, 0.0):g} missing"
             )
     for group in seating.groups:
-        wanted = [added(group.bundles)] if group.strategy == "STRICT_PACK" else list(group.bundles)
-        fitting = [node for node in nodes.values() if all(_fits(amounts, node) for amounts in wanted[:1])]
-        if not fitting:
-            what = "together " if group.strategy == "STRICT_PACK" and len(group.bundles) > 1 else ""
-            largest = "; ".join(f"{name} has {amounts_text(node)}" for name, node in nodes.items()) or "there is none"
-            lines.append(f"{group.name} needs {what}{amounts_text(wanted[0])} on one node: {largest}")
-        elif group.strategy == "STRICT_SPREAD" and len(fitting) < len(group.bundles):
-            lines.append(
-                f"{group.name} needs {len(group.bundles)} nodes with {amounts_text(wanted[0])} each, and "
-                f"{len(fitting)} have it"
-            )
+        together = group.strategy == "STRICT_PACK"
+        kinds = [added(group.bundles)] if together else list({str(b): b for b in group.bundles}.values())
+        for wanted in kinds:
+            fitting = [node for node in nodes.values() if _fits(wanted, node)]
+            if not fitting:
+                what = "together " if together and len(group.bundles) > 1 else ""
+                reasons = f" ({'; '.join(group.why)})" if group.why else ""
+                have_now = "; ".join(f"{name} has {amounts_text(node)}" for name, node in nodes.items())
+                lines.append(
+                    f"{group.name} needs {what}{amounts_text(wanted)} on one node{reasons}: "
+                    f"{have_now or 'there is none'}"
+                )
+            elif group.strategy == "STRICT_SPREAD" and len(fitting) < len(group.bundles):
+                lines.append(
+                    f"{group.name} needs {len(group.bundles)} nodes with {amounts_text(wanted)} each, and "
+                    f"{len(fitting)} have it"
+                )
     return "\n".join(f"  {line}" for line in lines) or None
 
 

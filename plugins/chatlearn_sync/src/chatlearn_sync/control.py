@@ -175,13 +175,13 @@ class Hub:
         except OSError as error:
             self._lose(peer, f"went away: {error}")
 
-    def check(self) -> None:
-        """Take in what receivers said meanwhile, without waiting.
+    def check(self, wait_s: float = 0.0) -> None:
+        """Take in what receivers say, waiting no longer than ``wait_s`` for it.
 
         Raises:
             WeightSyncError: no receiver is left, or the sync was released.
         """
-        self._pump(0.0)
+        self._pump(wait_s)
         self._require_live()
 
     def behind(self, number: int) -> str:
@@ -191,7 +191,7 @@ class Hub:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Around everything that the sending thread does: what it raises is told to the receivers; then all is closed."""
+        """Around all that the sending thread does: what it raises is told to the receivers, then all is closed."""
         with self._busy:
             try:
                 yield

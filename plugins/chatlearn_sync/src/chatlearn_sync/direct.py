@@ -12,7 +12,16 @@ from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.channel import Channel
 from chatlearn_sync.options import DirectOptions
-from chatlearn_sync.stream import Bucket, StreamCheck, bucket_limit, buckets, describe, describe_endpoint, num_bytes, stream
+from chatlearn_sync.stream import (
+    Bucket,
+    StreamCheck,
+    bucket_limit,
+    buckets,
+    describe,
+    describe_endpoint,
+    num_bytes,
+    stream,
+)
 
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'checkpoint', or to 'auto'"
 

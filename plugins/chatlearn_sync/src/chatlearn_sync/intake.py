@@ -13,6 +13,9 @@ from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.control import READ_BYTES, Address, Decoder, Message, encode, error_text, hello_of
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
 
+LAST_WORDS_S = 0.2
+"""How long to listen to a sender whose bucket broke off."""
+
 
 class Offer(Protocol):
     """What every transport with a control path offers."""
@@ -63,7 +66,7 @@ class Intake(ABC, Generic[OfferT]):
         self.where = f"{describe(plan, transport)}, receiver {describe_endpoint(endpoint)}"
         self.check = StreamCheck(plan.manifest, self.where)
         self.num_bytes = 0
-        self._sources: list[Source[OfferT]] = []
+        self.sources: list[Source[OfferT]] = []
 
     @abstractmethod
     async def take(self, source: Source[OfferT], message: Message) -> None:
@@ -85,18 +88,18 @@ class Intake(ABC, Generic[OfferT]):
         """
         try:
             for offer in offers:
-                self._sources.append(await self._connect(offer))
-            await first_error([self._follow(source) for source in self._sources])
+                self.sources.append(await self._connect(offer))
+            await first_error([self._follow(source) for source in self.sources])
             await self.settle()
             self.check.complete()
-            for source in self._sources:
+            for source in self.sources:
                 source.say({"acknowledged": source.waiting.pop()["end"]})
         except BaseException as error:
-            for source in self._sources:
+            for source in self.sources:
                 source.say({"failed": error_text(error)})
             raise
         finally:
-            for source in self._sources:
+            for source in self.sources:
                 source.writer.close()
         return self.num_bytes
 
@@ -129,7 +132,11 @@ class Intake(ABC, Generic[OfferT]):
                 source.ended = True
                 source.waiting.append(message)
                 return
-            await self.take(source, message)
+            try:
+                await self.take(source, message)
+            except Exception as error:
+                await self._require_alive(source, error)
+                raise
             if "bucket" in message:
                 source.say({"acknowledged": message["bucket"]})
 
@@ -153,8 +160,20 @@ class Intake(ABC, Generic[OfferT]):
             source.waiting += source.decoder.feed(data)
         return source.waiting.pop(0)
 
+    async def _require_alive(self, source: Source[OfferT], error: Exception) -> None:
+        """A bucket that broke off is most often the doing of its sender, which may have said why."""
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                message = await self._next(source)
+        except (TimeoutError, WeightSyncError):
+            return
+        if "failed" in message:
+            raise WeightSyncError(
+                f"{self.where}: sender {describe_endpoint(source.sender)} failed: {message['failed']}"
+            ) from error
+
     def _waited_for(self) -> list[int]:
-        return sorted(source.sender.rank for source in self._sources if not source.ended)
+        return sorted(source.sender.rank for source in self.sources if not source.ended)
 
 
 async def first_error(work: Sequence[Any]) -> None:
@@ -171,9 +190,7 @@ async def first_error(work: Sequence[Any]) -> None:
             task.result()
 
 
-def offers_of(
-    kind: type[OfferT], offers: Sequence[SyncOffer], plan: SyncPlan, transport: str
-) -> list[OfferT]:
+def offers_of(kind: type[OfferT], offers: Sequence[SyncOffer], plan: SyncPlan, transport: str) -> list[OfferT]:
     """The offers of this transport.
 
     Raises:

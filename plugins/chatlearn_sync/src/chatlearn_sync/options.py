@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -23,6 +25,27 @@ class SharedMemoryOptions(BaseModel):
         "it. Small blocks stay in the processor's cache between the two ends.",
     )
     verify_checksums: bool = Field(True, description="Compare a checksum of every block before the generator loads it.")
+
+
+class BroadcastOptions(BaseModel):
+    """Options of ``broadcast``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="Of torch.distributed. auto: nccl where every end is on a GPU, else gloo."
+    )
+    host: str | None = Field(
+        None, description="Address of the trainer's host that the generators reach; found by itself where possible."
+    )
+    slot_mb: int = Field(
+        16,
+        ge=1,
+        description="Size of each flat buffer, MiB, where no tensor is larger; weight_sync.bucket_mb / 4 bounds it.",
+    )
+    verify_checksums: bool = Field(
+        True, description="Compare a checksum of every bucket before the generator loads it."
+    )
 
 
 class CheckpointOptions(BaseModel):

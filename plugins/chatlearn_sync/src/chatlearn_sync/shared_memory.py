@@ -208,9 +208,7 @@ class SharedMemoryReceiver:
 
 
 class _BlockIntake(Intake[SharedMemoryOffer]):
-    def __init__(
-        self, plan: SyncPlan, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]
-    ) -> None:
+    def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]) -> None:
         super().__init__(plan, NAME, endpoint)
         self.seen: set[str] = set()
         self._loader = loader

@@ -16,6 +16,7 @@ from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import dtype_name
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_causal_lm, load_tokenizer, max_length
+from chatlearn_hf.request_checks import check_request
 from chatlearn_transformers.architecture import check_architecture
 from chatlearn_transformers.decoder import Decoder
 from chatlearn_transformers.engine_arguments import check_engine_arguments
@@ -23,7 +24,7 @@ from chatlearn_transformers.offload import WeightStore
 from chatlearn_transformers.options import TransformersGeneratorOptions
 from chatlearn_transformers.scheduler import Limits, Scheduler, StepReport
 from chatlearn_transformers.stopping import end_of_sequence_ids
-from chatlearn_transformers.ticket import Ticket, check_request
+from chatlearn_transformers.ticket import Ticket
 from chatlearn_transformers.weight_loader import TransformersWeightLoader
 
 T = TypeVar("T")
@@ -189,7 +190,7 @@ class TransformersGenerator:
         on_partial: Callable[[Completion], None] | None = None,
     ) -> Completion:
         self._check_serving(request)
-        check_request(request, self._context.role, self._model_length, self._decoder.vocab_size)
+        check_request(request, request.sampling.basis, self.name, self._model_length, self._decoder.vocab_size)
         prior = request.resume_from
         if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:
             return replace(prior, request_id=request.id, finish_reason="length", sampling=request.sampling)

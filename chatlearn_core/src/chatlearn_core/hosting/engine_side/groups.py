@@ -1,8 +1,8 @@
 """Process groups in which one sender broadcasts weights to processes of engines. Needs torch and nothing else.
 
-A group is made beside ``torch.distributed``'s own registry, so that one process may be in several, and twice in one. Its
-keys in the store are those of ``torch.distributed`` for a group of that name, which engines with a join of their own use
-(SGLang's ``init_weights_update_group``, and ``init_custom_process_group`` wherever that was copied).
+A group is made beside ``torch.distributed``'s own registry, so that one process may be in several, and twice in one.
+Its keys in the store are those of ``torch.distributed`` for a group of that name, which engines with a join of their
+own use (SGLang's ``init_weights_update_group``, and ``init_custom_process_group`` wherever that was copied).
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def join(address: str, name: str, backend: str, world_size: int, rank: int, time
     return SenderGroup(store, name, backend, world_size, rank, timeout_s)
 
 
-def tensors_in(
-    flat: torch.Tensor, specs: list[tuple[str, str, list[int]]]
-) -> list[tuple[str, torch.Tensor]]:
+def tensors_in(flat: torch.Tensor, specs: list[tuple[str, str, list[int]]]) -> list[tuple[str, torch.Tensor]]:
     """The tensors of one broadcast, as views.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError
-from chatlearn_core.protocols import Generator
+from chatlearn_core.protocols import Generator, MeasuresMemory
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.testing.suites.generator_fixtures import (
@@ -197,6 +197,25 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         if self.record().seeded:
             assert after.token_ids.tolist() == before.token_ids.tolist()
         assert replica.generator.state == "serving"
+
+    def test_an_offloaded_generator_occupies_nothing(self, replica: Replica) -> None:
+        """After a generation weights and KV cache have 0 live bytes while they are offloaded, and the weights as many
+        as before when they are back.
+
+        Memory that is only said to be free is used by another role on the same device, and the run ends out of memory.
+        """
+        generator = replica.generator
+        if not isinstance(generator, MeasuresMemory):
+            not_applicable("the generator has no live_bytes, so what it says of its memory is taken on trust")
+        replica.ask(ask("before"))
+        weights = generator.live_bytes("weights")
+        assert weights > 0, "the weights of a generator that serves occupy memory"
+        generator.offload({"weights", "kv_cache"})
+        assert [generator.live_bytes("weights"), generator.live_bytes("kv_cache")] == [0, 0]
+        generator.onload({"weights"})
+        assert [generator.live_bytes("weights"), generator.live_bytes("kv_cache")] == [weights, 0]
+        generator.onload({"kv_cache"})
+        assert replica.ask(ask("after"))[0].finish_reason == "length"
 
     def test_closing_ends_open_requests(self, start: Callable[[], Replica]) -> None:
         """``close`` twice is fine; whoever waits gets a ``BackendError``, and so does whoever comes later."""

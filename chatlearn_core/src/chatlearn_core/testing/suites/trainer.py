@@ -9,7 +9,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import Kind
-from chatlearn_core.protocols import Trainer
+from chatlearn_core.protocols import MeasuresMemory, MemoryPart, Trainer
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.batches import (
     MaskedPolicyLoss,
@@ -31,6 +31,7 @@ from chatlearn_core.testing.suites.trainer_fixtures import (
 from chatlearn_core.testing.suites.trainer_weights import TrainerWeightsContract
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch
 
+TRAINER_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 CHANGE_TOLERANCE = 1e-2
 """Of a tensor's change in one step, by norm. Adam divides each element by its own size, so elements whose gradient is
 rounding noise move by a full step in a random direction; the gradient norm is compared to ``RELATIVE``."""
@@ -231,6 +232,28 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         for trainer in (moved, stayed):
             trainer.update(loss.prepare(batch), loss)
         assert _same(moved, stayed), "the step after offload and onload differs"
+
+    def test_offloaded_parts_occupy_nothing(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
+        """After an update and a compute every offloaded part has 0 live bytes, and others keep theirs.
+
+        Memory that is only said to be free is used by another role on the same device, and the run ends out of memory.
+        """
+        loss, trainer = MaskedPolicyLoss(), make_trainer()
+        if not isinstance(trainer, MeasuresMemory):
+            not_applicable("the trainer has no live_bytes, so what it says of its memory is taken on trust")
+        trainer.update(loss.prepare(batch), loss)
+        logprobs_of(trainer, batch)
+        before = {part: trainer.live_bytes(part) for part in TRAINER_PARTS}
+        assert before["weights"] > 0, "the weights of a trainer that works occupy memory"
+        assert before["optimizer"] > 0, "the optimizer of a trainer that learns occupies memory"
+        trainer.offload({"optimizer", "gradients"})
+        assert [trainer.live_bytes(part) for part in TRAINER_PARTS] == [before["weights"], 0, 0]
+        trainer.offload({"weights"})
+        assert [trainer.live_bytes(part) for part in TRAINER_PARTS] == [0, 0, 0]
+        trainer.onload({"weights"})
+        assert [trainer.live_bytes(part) for part in TRAINER_PARTS] == [before["weights"], 0, 0]
+        trainer.onload({"gradients", "optimizer"})
+        assert {part: trainer.live_bytes(part) for part in TRAINER_PARTS} == before
 
     def test_closing_twice_is_fine(self, make_trainer: MakeTrainer) -> None:
         """``close`` releases everything; a second one does nothing; a closed trainer is not healthy."""

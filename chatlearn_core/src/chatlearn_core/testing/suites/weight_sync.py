@@ -38,6 +38,7 @@ LOAD_METHODS = {
     "boxes": "load_boxes",
     "checkpoint": "load_checkpoint",
     "memory_handles": "load_handles",
+    "process_group": "load_broadcast",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.hosting.shared_block import handle_content
 from chatlearn_core.plugins.records import Channel, Export
 from chatlearn_core.protocols import WeightReceiver, WeightSender
@@ -23,17 +24,19 @@ from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.types import (
     Endpoint,
+    GroupRendezvous,
     MemoryHandle,
     Payload,
     SyncOffer,
     SyncPlan,
+    TensorSpec,
     WeightManifest,
     WeightShard,
 )
 
 BUCKET_BYTES = 4096
 """Less than the suite's tensors together, so that a transport has to cut its stream."""
-DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint", "memory_handles"})
+DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint", "memory_handles", "process_group"})
 """Channels whose arrivals the suite's loader can keep; others need an engine behind them."""
 
 
@@ -91,6 +94,7 @@ class KeepingLoader:
     loaded: dict[str, Tensor] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     """Methods that the receiver called."""
+    _groups: dict[str, SenderGroup] = field(default_factory=dict)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keep whole tensors."""
@@ -123,6 +127,35 @@ class KeepingLoader:
                 self.loaded[name] = tensor.clone()
                 del tensor
                 await asyncio.sleep(0)
+
+    @property
+    def num_group_ranks(self) -> int:
+        """As an engine on one device."""
+        return 1
+
+    async def join_group(self, rendezvous: GroupRendezvous) -> None:
+        """Join by gloo; the groups stay until the loader is gone."""
+        r = rendezvous
+        self._groups[r.name] = await asyncio.to_thread(
+            join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s
+        )
+
+    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+        """Receive into new memory and keep it."""
+        self.called.add("load_broadcast")
+        flat = torch.empty(sum(spec.num_bytes for spec in tensors), dtype=torch.uint8)
+        await asyncio.to_thread(self._groups[group].broadcast(flat).wait)
+        for name, tensor in tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in tensors]):
+            if self.before is not None:
+                self.before(name)
+            assert name not in self.loaded, f"{name} was loaded twice"
+            self.loaded[name] = tensor
+
+    async def leave_group(self, group: str) -> None:
+        """One that was never joined is no error."""
+        left = self._groups.pop(group, None)
+        if left is not None:
+            left.close()
 
     async def load_checkpoint(self, directory: Path) -> None:
         """Read safetensors."""

@@ -1,0 +1,130 @@
+"""Rules of the section ``rollout``: what each conflict says, and what is right at its limit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from chatlearn_core.config.load import load_config
+from chatlearn_core.config.problems import InvalidConfigError
+from chatlearn_core.config.rollout_rules import ROLLOUT_RULES
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord
+from chatlearn_core.plugins.registry import PluginRegistry
+
+OPTIONS_MODULE = "acme_options_of_config_tests"
+RESUME = ["rollout.partial=resume", "rollout.round_tokens=100"]
+
+
+class Correcting(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group_size: int = 4
+    importance_correction: Literal["none", "truncate", "mask"] = "none"
+    recompute_old_logprobs: bool = True
+
+
+@pytest.fixture
+def plugins(registry: PluginRegistry, monkeypatch: pytest.MonkeyPatch) -> PluginRegistry:
+    """Beside the usual ones an algorithm that corrects, and a generator that can everything."""
+    monkeypatch.setattr(sys.modules[OPTIONS_MODULE], "Correcting", Correcting, raising=False)
+    code = {"factory": "acme.code:Thing", "options": f"{OPTIONS_MODULE}:Empty"}
+    roles = (("trainer", "trainer"), ("generator", "generator"), ("reward", "reward"))
+    able = GeneratorSpec(name="able", resumable=True, pause_modes=frozenset({"keep", "wait"}), **code)
+    correcting = AlgorithmSpec(
+        name="correcting", roles=roles, factory="acme.code:Thing", options=f"{OPTIONS_MODULE}:Correcting"
+    )
+    return replace(registry, entries=(*registry.entries, *map(entry, (able, correcting))))
+
+
+def entry(record: PluginRecord) -> PluginEntry:
+    return PluginEntry(
+        name=record.name, kind=record.kind, distribution="acme", version="0.3.0", status="ok", record=record
+    )
+
+
+CASES: dict[str, list[tuple[list[str], str]]] = {
+    "stealing_has_queues": [
+        (
+            ["rollout.work_stealing=true"],
+            "rollout.work_stealing: takes over what waits in front of a replica, but without max_concurrent every "
+            "request starts at once (got True)",
+        ),
+    ],
+    "partial_settings": [
+        (["rollout.partial=resume"], "rollout.round_tokens: partial rollouts that resume need to know"),
+        (
+            ["rollout.partial=resume", "rollout.round_tokens=512"],
+            "rollout.round_tokens: a round takes the longest completion, so that nothing is ever resumed (got 512)\n"
+            "    sampling.max_tokens = 512 (default)",
+        ),
+        (["rollout.round_tokens=9"], "rollout.round_tokens: says how long a round of 'resume' is (got 9)"),
+        (["rollout.in_flight_prompts=9"], "rollout.in_flight_prompts: without partial rollouts a step has the prompts"),
+        (
+            ["rollout.partial=keep", "rollout.in_flight_prompts=4"],
+            "rollout.in_flight_prompts: a step of 'keep' ends when prompts_per_step prompts are complete",
+        ),
+        (
+            ["rollout.partial=keep", "rollout.request_timeout_s=3.0"],
+            "rollout.request_timeout_s: would run on while a request is kept",
+        ),
+    ],
+    "partial_is_supported": [
+        (
+            [*RESUME, "roles.generator.backend=transformers"],
+            "rollout.partial: generator 'transformers' does not resume completions",
+        ),
+        (
+            ["rollout.partial=keep", "roles.generator.backend=transformers"],
+            "rollout.partial: generator 'transformers' does not keep requests over a pause; its pause modes: wait",
+        ),
+    ],
+    "stale_tokens_are_corrected": [
+        (
+            [*RESUME, "algorithm.name=correcting"],
+            "rollout.partial: trains on tokens that older weights sampled, which this algorithm would take for the "
+            "current policy's (got 'resume')\n    algorithm.options.importance_correction = 'none' (default)\n"
+            "    algorithm.options.recompute_old_logprobs = True (default)\n"
+            "    set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false",
+        ),
+    ],
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.__name__ for rule in ROLLOUT_RULES} == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [pytest.param(*case, id=f"{rule}-{index}") for rule, cases in CASES.items() for index, case in enumerate(cases)],
+)
+def test_rule(overrides: list[str], expected: str, valid: str, plugins: PluginRegistry) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(valid, ["roles.generator.backend=able", *overrides], plugins)
+    heading, _, message = str(caught.value).partition("\n")
+    assert heading == "1 problem in <text>:"
+    assert message.partition(": ")[2].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.work_stealing=true", "rollout.max_concurrent=8"],
+        [*RESUME, "rollout.request_timeout_s=3.0", "rollout.in_flight_prompts=1"],
+        ["rollout.partial=resume", "rollout.round_tokens=511"],
+        ["rollout.partial=keep", "rollout.in_flight_prompts=5"],
+        ["rollout.partial=keep"],
+        [*RESUME, "algorithm.name=correcting", "algorithm.options.importance_correction=mask"],
+        [*RESUME, "algorithm.name=correcting", "algorithm.options.recompute_old_logprobs=false"],
+        ["algorithm.name=correcting"],
+        ["roles.generator.backend=transformers", "rollout.partial=none"],
+        [*RESUME, "roles.judge={kind: generator, backend: transformers, model: {path: own}}"],
+    ],
+)
+def test_at_the_limit_nothing_is_told(overrides: list[str], valid: str, plugins: PluginRegistry) -> None:
+    load_config(valid, ["roles.generator.backend=able", *overrides], plugins)

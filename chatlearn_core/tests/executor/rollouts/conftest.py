@@ -1,0 +1,179 @@
+"""Fleets without an engine, whose requests end when a test says so, or after so many tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatlearn_core.exceptions import BackendError, ReplicaLostError
+from chatlearn_core.executor.environment import make_slots
+from chatlearn_core.executor.rollouts.pending import Group
+from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, VersionSpan
+
+
+class Requests:
+    """Makes requests, and completions of them whose values tell their place."""
+
+    def make(self, name: str, *, group: str = "", tokens: int = 8, prompt: int = 3) -> GenerateRequest:
+        return GenerateRequest(name, np.arange(1, prompt + 1), SamplingParams(tokens), group)
+
+    def complete(
+        self, request: GenerateRequest, length: int | None = None, reason: FinishReason = "stop", version: int = 0
+    ) -> Completion:
+        """What is resumed, then new tokens up to ``length``: token t is t, its logprob -version - t/1000."""
+        prior = request.resume_from
+        start = 0 if prior is None else len(prior.token_ids)
+        stop = request.sampling.max_tokens if length is None else length
+        spans = [] if prior is None else list(prior.version_spans)
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(spans[-1].start, stop, version)
+        elif stop > start:
+            spans.append(VersionSpan(start, stop, version))
+        before = np.zeros(0, np.float32) if prior is None else prior.logprobs
+        after = -version - np.arange(start, stop) / 1000
+        return Completion(
+            request_id=request.id,
+            token_ids=np.arange(stop),
+            logprobs=np.concatenate([before, after]).astype(np.float32),
+            basis=request.sampling.basis,
+            finish_reason=reason,
+            sampling=request.sampling,
+            version_spans=tuple(spans),
+        )
+
+
+class HeldFleet:
+    """Writes down what reaches it; a request waits until ``end`` gives it its outcome."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.started: list[tuple[int, str]] = []
+        """(replica, request) in the order in which they came."""
+        self.calls: list[str] = []
+        self.requests: dict[str, GenerateRequest] = {}
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+
+    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+        assert replica is not None, "the manager chooses"
+        self.started.append((replica, request.id))
+        self.requests[request.id] = request
+        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            del self._waiting[request.id]
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        self.calls.append(f"abort {request_ids}")
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    @property
+    def open(self) -> list[str]:
+        """Requests that wait here."""
+        return list(self._waiting)
+
+    def on(self, replica: int) -> list[str]:
+        """Requests that reached a replica."""
+        return [name for index, name in self.started if index == replica]
+
+    async def end(self, name: str, outcome: Completion | Exception | None = None) -> None:
+        """Give a request its outcome (by default all its tokens), and wait until nothing moves any more."""
+        await self.settled()
+        if isinstance(outcome, Exception):
+            self._waiting[name].set_exception(outcome)
+        else:
+            self._waiting[name].set_result(outcome or Requests().complete(self.requests[name]))
+        await self.settled()
+
+    async def settled(self) -> None:
+        for _ in range(25):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="session")
+def requests() -> Requests:
+    return Requests()
+
+
+@pytest.fixture
+def held_fleet() -> type[HeldFleet]:
+    return HeldFleet
+
+
+class ScriptedEngine:
+    """Samples as many tokens as ``lengths`` says of each request (cut off at its bound), under ``version``."""
+
+    def __init__(self, lengths: dict[str, int], failing: Collection[str] = ()) -> None:
+        self.lengths = lengths
+        self.failing = set(failing)
+        self.version = 0
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        if request.id in self.failing:
+            raise BackendError(f"{request.id} failed")
+        whole, bound = self.lengths.get(request.id, 1), request.sampling.max_tokens
+        reason: FinishReason = "stop" if whole <= bound else "length"
+        return Requests().complete(request, min(whole, bound), reason, self.version)
+
+
+@pytest.fixture(scope="session")
+def scripted_engine() -> type[ScriptedEngine]:
+    return ScriptedEngine
+
+
+class Play:
+    """Steps of partial rollouts without a flow: what would be trained, and what is pending."""
+
+    def __init__(self, partial: Any, max_tokens: int, group_size: int = 2) -> None:
+        self.partial = partial
+        self.max_tokens = max_tokens
+        self.group_size = group_size
+        self.pending: tuple[Group, ...] = ()
+        self.metrics: dict[str, float] = {}
+
+    def slots(self, prompt: Prompt, step: int) -> list[Slot]:
+        return make_slots([prompt], step, self.group_size, SamplingParams(self.max_tokens), seed=0)
+
+    async def step(self, step: int, prompts: Sequence[Prompt]) -> dict[str, Completion | BackendError]:
+        """By sample id, those that the step trains or excludes."""
+        new = [slot for prompt in prompts for slot in self.slots(prompt, step)]
+        turn = self.partial.begin(self.pending, new, step)
+        playing = asyncio.create_task(self.partial.play(turn))
+        answers = await asyncio.gather(
+            *(turn.completion("generator", slot) for slot in turn.slots), return_exceptions=True
+        )
+        await playing
+        self.pending, metrics = self.partial.finish(turn)
+        self.metrics = {name: metric.value for name, metric in metrics.items()}
+        ended: dict[str, Completion | BackendError] = {}
+        for slot, answer in zip(turn.slots, answers, strict=True):
+            if isinstance(answer, BaseException) and (
+                isinstance(answer, ReplicaLostError) or not isinstance(answer, BackendError)
+            ):
+                raise answer
+            if answer is not None:
+                ended[slot.sample_id] = answer
+        return ended
+
+
+@pytest.fixture(scope="session")
+def play() -> type[Play]:
+    return Play
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    return [Prompt(f"p{i}", np.array([1, 2, 3]), "?") for i in range(60)]

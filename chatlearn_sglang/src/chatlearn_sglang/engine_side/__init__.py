@@ -1,0 +1,15 @@
+"""What runs in SGLang's interpreter: standard library, torch and SGLang; of ours only ``hosting.engine_side``.
+
+It is imported in every process of the engine before SGLang is, since the engine spawns its processes and these import
+what hosts them. On a CPU that is where the stand-ins for GPU packages are put in place.
+"""
+
+import os
+
+from . import cpu_stand_ins
+
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+"""SGLang's own switch, read when it is first imported."""
+
+if os.environ.get(CPU_VARIABLE) == "1":
+    cpu_stand_ins.install()

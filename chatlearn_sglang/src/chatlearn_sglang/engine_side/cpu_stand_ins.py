@@ -1,0 +1,54 @@
+"""Lets SGLang from PyPI run without a GPU: stand-ins for two compiled packages that PyPI has for CUDA only.
+
+``sgl_kernel`` for CPUs is built from source by SGLang's CPU users; without it SGLang 0.5.23 fails when it is imported.
+Where a real one is installed it is used. ``torchvision`` from PyPI cannot register its operators beside a CPU build of
+torch; SGLang imports it and calls none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SGL_KERNEL_FILE = Path(__file__).with_name("sgl_kernel_stand_in.py")
+_TORCHVISION_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+"""Of the operators whose fakes torchvision registers when it is imported."""
+
+
+class StandInFinder:
+    """A finder on ``sys.meta_path``: supplies ``sgl_kernel`` if nothing else does, prepares for ``torchvision``."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``."""
+        if name == "torchvision" and self._library is None:
+            self._define_torchvision_schemas()
+        if name == "sgl_kernel" and importlib.machinery.PathFinder.find_spec(name) is None:
+            return importlib.util.spec_from_file_location(name, SGL_KERNEL_FILE)
+        return None
+
+    def _define_torchvision_schemas(self) -> None:
+        import torch
+
+        self._library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in _TORCHVISION_SCHEMAS:
+            if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+                self._library.define(schema)
+
+
+def install() -> None:
+    """Put the finder first, once a process."""
+    if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, StandInFinder())  # type: ignore[arg-type]  # a duck-typed finder, as importlib allows

@@ -1,0 +1,255 @@
+"""The object that the adapter calls in SGLang's process: one ``sglang.Engine``, its requests, pauses and weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from . import seeds
+from .arguments import EngineArgumentError, check_names, compose
+from .outcome import Outcome
+from .requests import answer, engine_request, fresh_tokens
+from .weight_operations import LOADER, encode
+
+RESEND_S = 0.5
+"""An abort that overtook its request is sent again after this."""
+SEED_PROBE_TOKENS = 8
+
+
+class EngineFailedError(RuntimeError):
+    """The engine refused or failed what it was told to do, in its own words."""
+
+
+def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) -> Awaitable[HostedEngine]:
+    """Start the engine; called before the event loop runs, which SGLang's constructor does not expect.
+
+    Args:
+        arguments: the user's.
+        owned: what the adapter sets.
+        cpu: whether to add what a CPU needs.
+
+    Raises:
+        EngineArgumentError: an argument is not known to the installed SGLang.
+    """
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    check_names(arguments, ServerArgs.__struct_fields__)
+    taken = sorted(set(arguments) & set(owned))
+    if taken:
+        raise EngineArgumentError("\n".join(f"{name}: owned by the backend" for name in taken))
+    seeds.register()
+    engine = sglang.Engine(
+        **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True
+    )
+    return HostedEngine(engine).prepared()
+
+
+class HostedEngine:
+    """Methods are called by the adapter, one at a time except ``generate`` and ``abort``."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._open: dict[str, asyncio.Future[None]] = {}
+        self._paused: Literal["in_place", "retract"] | None = None
+        self._session = False
+        self._outcome = Outcome()
+
+    async def prepared(self) -> HostedEngine:
+        """Sample a little: the first batch is slow, and seeds must decide.
+
+        Raises:
+            EngineFailedError: they do not; the hook that brings them does not fit this version of SGLang.
+        """
+        sampling = {
+            "max_tokens": SEED_PROBE_TOKENS,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "stop": [],
+            "stop_token_ids": [],
+            "ignore_eos": True,
+        }
+        drawn = []
+        for number, seed in enumerate((1, 1, 2)):
+            reply = await self.generate(f"probe-{number}", [0], {**sampling, "seed": seed})
+            drawn.append(reply["token_ids"])
+        if drawn[0] != drawn[1]:
+            import sglang
+
+            raise EngineFailedError(
+                f"SGLang {sglang.__version__} draws other tokens from the same seed: its sampler does not take the seeds"
+                " that the hook on SamplingBatchInfo.from_schedule_batch sets"
+            )
+        await self._flush_cache()
+        return self
+
+    def facts(self) -> dict[str, Any]:
+        """What the adapter wants to know of the running engine."""
+        import sglang
+
+        arguments = self._engine.server_args
+        return {
+            "version": sglang.__version__,
+            "tp_size": arguments.tp_size,
+            "pp_size": arguments.pp_size,
+            "dp_size": arguments.dp_size,
+        }
+
+    # Requests
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        emit: Callable[[list[int]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Sample one completion; see ``requests.answer``. With ``emit``, tokens are told as they appear."""
+        ended = self._open[rid] = asyncio.get_running_loop().create_future()
+        try:
+            request = engine_request(rid, input_ids, sampling)
+            if emit is None:
+                return answer(await self._engine.async_generate(**request))
+            told = 0
+            async for chunk in await self._engine.async_generate(**request, stream=True):
+                tokens = fresh_tokens(chunk, told)
+                if tokens:
+                    emit(tokens)
+                    told += len(tokens)
+            return answer(chunk)
+        finally:
+            del self._open[rid]
+            ended.set_result(None)
+
+    async def abort(self, rids: Sequence[str] | None) -> None:
+        """End these requests (None: all) and return when they have ended; those that ended before are ignored.
+
+        While paused they are taken out of the batch first: SGLang ends a running request in its next step.
+        """
+        if self._paused == "in_place":
+            await self._pause("retract")
+        wanted = set(self._open if rids is None else rids)
+        while waiting := [future for rid, future in self._open.items() if rid in wanted]:
+            for rid in wanted & self._open.keys():
+                state = self._manager.rid_to_state.get(rid)
+                if state is not None:
+                    state.abort_sent = False
+                    self._manager.abort_request(rid)
+            await asyncio.wait(waiting, timeout=RESEND_S)
+
+    async def pause(self) -> None:
+        """Stop stepping; running requests keep their KV cache. Returns when the last step is over."""
+        if self._paused is None:
+            await self._pause("in_place")
+
+    async def resume(self) -> None:
+        """Go on."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._paused is not None:
+            await self._manager.continue_generation(ContinueGenerationReqInput())
+            self._paused = None
+
+    # Memory
+
+    async def release(self, parts: Sequence[str]) -> None:
+        """Give up memory. Paused requests compute their KV cache again when they go on."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self._paused == "in_place":
+            await self._pause("retract")
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(parts)))
+
+    async def reclaim(self, parts: Sequence[str]) -> None:
+        """Take memory back that was released."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
+
+    # Weights
+
+    async def begin_weights(self) -> None:
+        """Stop stepping and free the KV cache of what was running: it belongs to the old weights."""
+        await self._pause("retract")
+
+    async def load(self, operation: str, content: Mapping[str, Any]) -> None:
+        """Run one of ``weight_operations.OPERATIONS`` on every rank.
+
+        Raises:
+            EngineFailedError: a rank failed; says which and why.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        alone = self._paused is None
+        if alone:
+            await self._pause("in_place")
+        await self._open_session()
+        ranks = self._engine.server_args.tp_size
+        payload = encode(operation, content, self._outcome.path)
+        self._outcome.clear()
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * ranks, load_format=LOADER, flush_cache=False
+        )
+        _require(await self._manager.update_weights_from_tensor(request, None), operation)
+        errors = self._outcome.errors()
+        if alone:
+            await self._close_session()
+            await self.resume()
+        if errors:
+            raise EngineFailedError("; ".join(errors))
+
+    async def finish_weights(self, version: int, stay_paused: bool) -> None:
+        """Let the model take its final form, name the new version, drop what was cached under the old one, go on."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._close_session()
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
+        await self._flush_cache()
+        if not stay_paused:
+            await self.resume()
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._outcome.close()
+        self._engine.shutdown()
+
+    async def _pause(self, mode: Literal["in_place", "retract"]) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput, UpdateWeightVersionReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        self._paused = mode
+        # The scheduler answers in order and does not answer a pause: with the next answer it has paused.
+        current = self._manager.config_value("weight_version")
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=current, abort_all_requests=False)
+        )
+
+    async def _open_session(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        if not self._session:
+            _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None), "begin_weight_update")
+            self._session = True
+
+    async def _close_session(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        if self._session:
+            _require(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None), "end_weight_update")
+            self._session = False
+
+    async def _flush_cache(self) -> None:
+        reply = await self._manager.flush_cache()
+        if not reply.success:
+            raise EngineFailedError(f"flush_cache: {reply.message or 'requests are still running'}")
+
+
+def _require(reply: tuple[bool, str], what: str) -> None:
+    success, message = reply
+    if not success:
+        raise EngineFailedError(f"{what}: {message}")

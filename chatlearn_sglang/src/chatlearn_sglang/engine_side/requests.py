@@ -1,0 +1,77 @@
+"""One request in SGLang's words, and its answer in plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+WHOLE_VOCABULARY = -1
+SEED_LIMIT = 2**63
+
+
+def engine_request(rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``Engine.async_generate``.
+
+    Args:
+        rid: its name in the engine; no name may begin with another one.
+        input_ids: [T] context.
+        sampling: fields of ``SamplingParams``, the seed as any integer.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling["max_tokens"],
+        "temperature": sampling["temperature"],
+        "top_p": 1.0,
+        "top_k": WHOLE_VOCABULARY,
+        "stop": list(sampling["stop"]),
+        "stop_token_ids": list(sampling["stop_token_ids"]),
+        "ignore_eos": sampling["ignore_eos"],
+        "sampling_seed": sampling["seed"] % SEED_LIMIT,
+        "no_stop_trim": True,
+    }
+    request: dict[str, Any] = {
+        "input_ids": list(input_ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "rid": rid,
+    }
+    greedy = sampling["temperature"] == 0.0
+    if not greedy and (sampling["top_k"] > 0 or sampling["top_p"] < 1.0):
+        parameters["custom_params"] = {name: sampling[name] for name in ("temperature", "top_k", "top_p")}
+        request["custom_logit_processor"] = _cut_logits()
+    return request
+
+
+def answer(output: Mapping[str, Any]) -> dict[str, Any]:
+    """What SGLang returned, as plain builtins.
+
+    Returns:
+        ``token_ids`` [C]; ``logprobs`` [C], None where it gave none; ``finish``: its finish reason, a mapping;
+        ``text``; ``spans``: (start, stop, version) of policy versions; ``num_cached_tokens``.
+    """
+    meta = output["meta_info"]
+    token_ids = list(output["output_ids"])
+    spans = meta.get("weight_versions") or [
+        {"start": 0, "end": len(token_ids), "version": meta.get("weight_version", "0")}
+    ]
+    return {
+        "token_ids": token_ids,
+        "logprobs": [entry[0] for entry in meta.get("output_token_logprobs", ())],
+        "finish": dict(meta["finish_reason"] or {}),
+        "text": output.get("text", ""),
+        "spans": [(int(span["start"]), int(span["end"]), int(span["version"])) for span in spans],
+        "num_cached_tokens": int(meta.get("cached_tokens", 0)),
+    }
+
+
+def fresh_tokens(chunk: Mapping[str, Any], told: int) -> list[int]:
+    """Tokens of a streamed chunk, which holds all of the completion so far, beyond those told before."""
+    return list(chunk["output_ids"][told:])
+
+
+@cache
+def _cut_logits() -> str:
+    from .cuts import CutLogits
+
+    serialised: str = CutLogits.to_str()
+    return serialised

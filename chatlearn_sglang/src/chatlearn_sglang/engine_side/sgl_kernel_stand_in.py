@@ -1,0 +1,55 @@
+"""Stands in for the package ``sgl_kernel`` on a CPU: the names that SGLang 0.5.23 imports there, one of them in use.
+
+No ``torch.ops.sgl_kernel`` operator is registered, so SGLang knows that it has no AMX kernels and takes torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch import Tensor
+
+__version__ = "0+chatlearn.stand.in"
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Write each request's new cache locations into its row of the table, in place.
+
+    Args:
+        req_pool_indices: [N] row of each request.
+        req_to_token: [rows, pool_len] the table.
+        start_offset: [N] first column to write.
+        end_offset: [N] one past the last.
+        out_cache_loc: [sum(end - start)] locations, request after request.
+        pool_len: width of the table; the real kernel needs it for its strides.
+    """
+    taken = 0
+    for row, start, stop in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        count = stop - start
+        req_to_token[row, start:stop] = out_cache_loc[taken : taken + count].to(req_to_token.dtype)
+        taken += count
+
+
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def fail(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} needs SGLang's own kernels for CPUs, built from source")
+
+    fail.__name__ = name
+    return fail
+
+
+copy_all_layer_kv_cache_cpu = _absent("copy_all_layer_kv_cache_cpu")
+fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
+fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
+assign_draft_cache_locs_contiguous_cpu = _absent("assign_draft_cache_locs_contiguous_cpu")
+assign_extend_cache_locs_cpu = _absent("assign_extend_cache_locs_cpu")
+build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
+verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")

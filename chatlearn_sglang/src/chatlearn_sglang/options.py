@@ -1,0 +1,30 @@
+"""Options of the generator ``sglang``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SGLangGeneratorOptions(BaseModel):
+    """What a configuration may set under ``roles.<generator>.options``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = Field(
+        None, description="Interpreter that holds SGLang; by default this one, if SGLang is installed in it."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of the weights held here; auto: float32 on a CPU, bfloat16 on a GPU."
+    )
+    sync_dtype: Literal["exact", "convert"] = Field(
+        "exact", description="Whether a sync may offer another dtype than the one held here; convert casts it."
+    )
+    bucket_mb: int = Field(
+        256, ge=1, description="Shared memory through which tensors of a transport in this process travel, MiB."
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of the engine's processes."
+    )
+    start_timeout_s: float = Field(1800.0, gt=0, description="Longest time the engine may take to start.")

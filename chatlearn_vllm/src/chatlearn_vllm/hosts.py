@@ -1,0 +1,197 @@
+"""Where an engine's driver runs, and how it is called from an event loop: in this process, or hosted in another."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from typing import Any, Protocol
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError
+from chatlearn_core.hosting import HostedProcess
+from chatlearn_vllm.engine_side.driver import EngineDriver, Event
+
+OnEvent = Callable[[Event], None]
+
+
+class EngineHost(Protocol):
+    """One engine's driver, wherever it is. Calls take effect in the order in which they are made."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether arguments reach the driver as they are, tensors too."""
+
+    def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
+        """Start the engine; blocks; ``Engine.facts``."""
+
+    def listen(self, on_event: OnEvent) -> None:
+        """Deliver events on the running event loop from now on."""
+
+    def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Hand over requests, without waiting."""
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """Abort requests, without waiting."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of ``EngineDriver`` and wait.
+
+        Raises:
+            HostedCallError: the method raised.
+            BackendError: the engine or its process is gone.
+        """
+
+    def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """The same from a thread that may wait."""
+
+    def close(self) -> None:
+        """End the engine. Twice is fine."""
+
+
+class InProcessHost:
+    """The driver's thread runs in this process."""
+
+    def __init__(self, name: str, start_timeout_s: float) -> None:
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_event: OnEvent | None = None
+        self._driver = EngineDriver(self._pass_on)
+
+    @property
+    def shares_memory(self) -> bool:
+        """See ``EngineHost``."""
+        return True
+
+    def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
+        """See ``EngineHost``."""
+        facts: dict[str, Any] = self.call_blocking(
+            "start", arguments, log_level, num_threads, timeout_s=self._start_timeout_s
+        )
+        return facts
+
+    def listen(self, on_event: OnEvent) -> None:
+        """See ``EngineHost``."""
+        self._loop, self._on_event = asyncio.get_running_loop(), on_event
+
+    def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """See ``EngineHost``."""
+        self._driver.submit(requests)
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """See ``EngineHost``."""
+        self._driver.abort(keys)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """See ``EngineHost``."""
+        future: Future[Any] = getattr(self._driver, method)(*arguments)
+        try:
+            return await asyncio.wrap_future(future)
+        except Exception as error:
+            raise self._error(method, error) from error
+
+    def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """See ``EngineHost``."""
+        future: Future[Any] = getattr(self._driver, method)(*arguments)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise self._error(method, error) from error
+            raise BackendTimeoutError(f"{self._name}: {method} took longer than {timeout_s:g} s") from None
+        except Exception as error:
+            raise self._error(method, error) from error
+
+    def close(self) -> None:
+        """See ``EngineHost``."""
+        self._driver.close()
+
+    def _pass_on(self, event: Event) -> None:
+        loop, on_event = self._loop, self._on_event
+        if loop is None or on_event is None or loop.is_closed():
+            return  # nobody has asked for anything yet, or whoever waited went away with its loop
+        loop.call_soon_threadsafe(on_event, event)
+
+    def _error(self, method: str, error: Exception) -> HostedCallError:
+        found = HostedCallError(f"{self._name}: {method} failed: {type(error).__name__}: {error}")
+        found.type_name, found.text = type(error).__name__, str(error)
+        found.add_note("In the engine's thread:\n" + "".join(traceback.format_exception(error)[-4:]))
+        return found
+
+
+class ChildHost:
+    """The driver runs in a process of its own, under this interpreter or another."""
+
+    def __init__(
+        self, name: str, start_timeout_s: float, *, python: str | None, environment: Mapping[str, str | None]
+    ) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.process = HostedProcess(
+            name,
+            package="chatlearn_vllm.engine_side",
+            factory="chatlearn_vllm.engine_side.hosted:HostedDriver",
+            arguments={},
+            python=python,
+            environment=environment,
+        )
+
+    @property
+    def shares_memory(self) -> bool:
+        """See ``EngineHost``."""
+        return False
+
+    def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
+        """See ``EngineHost``."""
+        self.process.start(self._start_timeout_s)
+        facts: dict[str, Any] = self.call_blocking(
+            "start", dict(arguments), log_level, num_threads, timeout_s=self._start_timeout_s
+        )
+        return facts
+
+    def listen(self, on_event: OnEvent) -> None:
+        """See ``EngineHost``. That the process is gone is an event too."""
+
+        async def listen() -> None:
+            try:
+                await self.process.acall("listen", on_event=on_event)
+            except BackendError as error:
+                on_event(("dead", str(error), None))
+
+        self._spawn(listen())
+
+    def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """See ``EngineHost``."""
+        self._tell("submit", requests)
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """See ``EngineHost``."""
+        self._tell("abort", keys)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """See ``EngineHost``."""
+        # In a task: it begins after those that were made before it.
+        return await asyncio.create_task(self.process.acall("do", method, *arguments))
+
+    def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """See ``EngineHost``."""
+        return self.process.call("do", method, *arguments, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """See ``EngineHost``."""
+        self.process.close()
+
+    def _tell(self, method: str, argument: Any) -> None:
+        async def tell() -> None:
+            with suppress(BackendError):  # ``listen`` tells everybody that the engine or its process is gone
+                await self.process.acall("do", method, argument)
+
+        self._spawn(tell())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,209 @@
+"""Light backends in which processes are killed: each says where it is, and where a trap waits, somebody dies.
+
+The folder that ``CHATLEARN_FAULTS`` names holds ``trap.json`` while a trap is set: the call in which it springs, the
+kind of process that must be in that call, and who dies. Every process writes down its id there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
+from chatlearn_core.testing.fakes.generator import FakeGenerator, FakeWeightLoader
+from chatlearn_core.testing.fakes.records import FAKE_BOX_SYNC, FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
+from chatlearn_core.testing.fakes.reward import FakeReward
+from chatlearn_core.testing.fakes.trainer import FakeTrainer
+from chatlearn_core.types import RewardResult
+
+OPTIONS = "chatlearn_core.testing.fakes.options"
+
+
+@hookimpl
+def chatlearn_trainers():
+    return [_record(TrainerSpec, FAKE_TRAINER, "TrappedTrainer")]
+
+
+@hookimpl
+def chatlearn_generators():
+    return [_record(GeneratorSpec, FAKE_GENERATOR, "TrappedGenerator")]
+
+
+@hookimpl
+def chatlearn_rewards():
+    return [_record(RewardSpec, FAKE_REWARD, "TrappedReward")]
+
+
+@hookimpl
+def chatlearn_weight_syncs():
+    from dataclasses import replace
+
+    return [replace(FAKE_BOX_SYNC, name="trapped")]
+
+
+def _record(cls, record, name):
+    from dataclasses import replace
+
+    assert isinstance(record, cls)
+    return replace(record, name="trapped", factory=f"{__name__}:{name}")
+
+
+class Folder:
+    """What processes of one run tell each other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trap = path / "trap.json"
+
+    def enrol(self, kind: str, number: int) -> None:
+        """Write down who this process is; workers of one node have one parent."""
+        facts = {"kind": kind, "number": number, "pid": os.getpid(), "node": os.getppid()}
+        file = self.path / f"process-{os.getpid()}.json"
+        file.with_suffix(".tmp").write_text(json.dumps(facts))
+        file.with_suffix(".tmp").rename(file)
+
+    def processes(self) -> list[dict]:
+        """Everyone who ever enrolled, in order."""
+        return [json.loads(file.read_text()) for file in sorted(self.path.glob("process-*.json"))]
+
+    def arm(self, call: str, by: str, victim: str) -> None:
+        """Set the trap. ``by``: the kind of process, or ``any``."""
+        self.trap.with_suffix(".tmp").write_text(json.dumps({"call": call, "by": by, "victim": victim}))
+        self.trap.with_suffix(".tmp").rename(self.trap)
+
+    def sprung(self) -> list[dict]:
+        """What happened."""
+        return [json.loads(file.read_text()) for file in sorted(self.path.glob("sprung-*.json"))]
+
+    def reach(self, call: str, kind: str) -> None:
+        """This process is inside ``call``: the trap may spring, once."""
+        try:
+            trap = json.loads(self.trap.read_text())
+            if trap["call"] != call or trap["by"] not in (kind, "any"):
+                return
+            taken = self.path / f"taken-{os.getpid()}.json"
+            self.trap.rename(taken)  # one process alone succeeds
+        except FileNotFoundError:
+            return
+        trap["time"] = time.time()
+        trap["pids"] = self._victims(trap["victim"], kind)
+        taken.write_text(json.dumps(trap))
+        taken.rename(self.path / f"sprung-{len(self.sprung())}.json")
+        for pid in trap["pids"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _victims(self, victim: str, kind: str) -> list[int]:
+        if victim == kind:
+            return [os.getpid()]
+        alive = [process for process in self.processes() if is_alive(process["pid"])]
+        if victim == "node":
+            own = os.getppid()
+            return [own, *(process["pid"] for process in alive if process["node"] == own)]
+        return [next(process["pid"] for process in alive if process["kind"] == victim)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def reach(call: str, kind: str) -> None:
+    Folder(Path(os.environ["CHATLEARN_FAULTS"])).reach(call, kind)
+
+
+def enrol(kind: str, number: int) -> None:
+    Folder(Path(os.environ["CHATLEARN_FAULTS"])).enrol(kind, number)
+
+
+class TrappedTrainer(FakeTrainer):
+    """Is inside a call when half of it is done, where it has halves."""
+
+    def setup(self) -> None:
+        enrol("trainer", self.context.rank)
+        reach("setup", "trainer")
+        super().setup()
+
+    def compute(self, batch, request):
+        reach("compute", "trainer")
+        return super().compute(batch, request)
+
+    def update(self, batch, loss):
+        metrics = super().update(batch, loss)
+        reach("update", "trainer")  # the weights have changed, nobody knows
+        return metrics
+
+    def weights(self, export="full_tensors", payload="full"):
+        for number, shard in enumerate(super().weights(export, payload)):
+            if number == 1:
+                reach("send", "trainer")
+            yield shard
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        reach("save", "trainer")  # written, not sealed
+
+    def load(self, directory: Path) -> None:
+        reach("load", "trainer")
+        super().load(directory)
+
+    def export_model(self, directory: Path) -> None:
+        super().export_model(directory)
+        reach("export", "trainer")
+
+    def close(self) -> None:
+        reach("close", "trainer")
+        super().close()
+
+
+class TrappedLoader(FakeWeightLoader):
+    """Is inside when the first tensors have been taken."""
+
+    async def load_tensors(self, tensors) -> None:
+        await super().load_tensors(tensors)
+        reach("receive", "generator")
+
+
+class TrappedGenerator(FakeGenerator):
+    """Is inside when half of the tokens of a request are there."""
+
+    def setup(self) -> None:
+        enrol("generator", self.context.replica)
+        reach("setup", "generator")
+        super().setup()
+        self._loader = TrappedLoader(self, self._loader.expected_manifest())
+
+    def _append_token(self, run) -> int:
+        if len(run.tokens) == run.request.sampling.max_tokens // 2:
+            reach("generate", "generator")
+        return super()._append_token(run)
+
+    def close(self) -> None:
+        reach("close", "generator")
+        super().close()
+
+
+class TrappedReward(FakeReward):
+    """The share of even tokens. Is inside when it has judged and not answered."""
+
+    def setup(self) -> None:
+        enrol("reward", self.context.replica)
+        reach("setup", "reward")
+        super().setup()
+
+    async def score(self, samples):
+        results = [RewardResult(float((s.token_ids[s.num_prompt_tokens :] % 2 == 0).mean())) for s in samples]
+        reach("score", "reward")
+        return results
+
+    def close(self) -> None:
+        reach("close", "reward")
+        super().close()

@@ -1,0 +1,245 @@
+"""Real SIGKILLs: whoever dies, in whichever phase of a run, nothing is lost, nothing is made twice, and it goes on.
+
+Five kinds of process (a generator replica, a reward worker, a trainer rank, a whole node, the driver) die in every
+phase that the executor enumerates; a run ends with the same bits as one in which nobody died. One kill a kind is among
+the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatlearn_core.executor.phases import Phase
+from chatlearn_core.testing.fakes.bigram import build_bigram_model
+
+from .conftest import SMALL_NODE, write_distribution
+from .fault_run import FAULT_STEP, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+MODULE = "chatlearn_ray_fault_backends"
+PROGRAM = Path(__file__).parent / "fault_run.py"
+ORDINARY = {
+    "generator": Phase.GENERATING,
+    "reward": Phase.SCORING,
+    "trainer": Phase.SAVING,
+    "node": Phase.UPDATING,
+    "driver": Phase.SYNCING,
+}
+"""The one phase a target that is tested every time."""
+DRIVER_GONE_S = 60.0
+
+
+def cells() -> Iterator[Any]:
+    """Every target in every phase; those that are not in ``ORDINARY`` belong to the grid."""
+    for target in TARGETS:
+        for phase in Phase:
+            marks = () if ORDINARY[target] is phase else (pytest.mark.grid,)
+            yield pytest.param(target, str(phase), marks=marks, id=f"{target}-{phase}")
+
+
+class Scene:
+    """A place for runs: model, data, configuration, and the result of a run in which nobody dies."""
+
+    def __init__(self, folder: Path, site: Path) -> None:
+        from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
+
+        self.folder, self.site = folder, site
+        texts = [f"How much is {i} plus {i + 3}? " for i in range(4 * STEPS)]
+        tokenizer = build_tiny_tokenizer(128, texts)
+        self.tokenizer = build_tiny_model(folder / "tokenizer", "qwen3", hidden=16, layers=1, tokenizer=tokenizer)
+        self.bigram = build_bigram_model(folder / "bigram", vocab_size=len(tokenizer))
+        self.undisturbed: Path | None = None
+
+    def cell(self, name: str) -> Cell:
+        directory = self.folder / name
+        (directory / "faults").mkdir(parents=True)
+        config = write_config(directory, self.tokenizer, self.bigram, directory / "faults")
+        return Cell(self, directory, config)
+
+
+class Cell:
+    """One run and its folder."""
+
+    def __init__(self, scene: Scene, directory: Path, config: Path) -> None:
+        import chatlearn_ray_fault_backends as backends
+
+        self.scene, self.directory, self.config = scene, directory, config
+        self.faults = backends.Folder(directory / "faults")
+        self.is_alive = backends.is_alive
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    async def train(self, target: str, phase: str, *overrides: str) -> Watch:
+        watch = Watch(self.faults, target, phase)
+        resume: Any = self.checkpoint() if phase == "restoring" else "auto"
+        await make_run(self.config, list(overrides), watch, resume)
+        return watch
+
+    def checkpoint(self) -> Path:
+        """Of the step before the fault, from the run that nobody disturbed."""
+        assert self.scene.undisturbed is not None
+        return self.scene.undisturbed / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
+
+    def program(self, target: str, phase: str, *overrides: str) -> subprocess.Popen[str]:
+        """The run in a process of its own."""
+        resume = [f"--resume={self.checkpoint()}"] if phase == "restoring" else []
+        arguments = [self.scene.site, self.faults.path, self.config, target, phase, *resume, *overrides]
+        return subprocess.Popen(
+            [sys.executable, str(PROGRAM), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def alive(self) -> list[dict[str, Any]]:
+        """Processes of this run that have not ended."""
+        return [process for process in self.faults.processes() if self.is_alive(process["pid"])]
+
+    def result(self) -> dict[str, Any]:
+        """What must not depend on who died."""
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        return {
+            "model": (self.run_dir / "model" / "model.safetensors").read_bytes(),
+            "metrics": {line["step"]: untimed(line) for line in lines},
+            "num_lines": len(lines),
+            "rollouts": {f.name: f.read_text() for f in sorted((self.run_dir / "rollouts").iterdir())},
+            "totals": summary["totals"],
+            "status": (summary["status"], summary["steps"]),
+        }
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    moving = ("timing_s/", "perf/", "sync/")
+    return {name: value for name, value in line.items() if not name.startswith(moving)}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("faults")
+    site = tmp_path_factory.mktemp("site")
+    write_distribution(site, "1.0", MODULE, "fault_backends.py")
+    sys.path.append(str(site))
+    yield Scene(folder, site)
+    sys.path.remove(str(site))
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+async def expected(scene: Scene, ray_session: None) -> dict[str, Any]:
+    """The result of a run in which nobody dies; made once."""
+    if scene.undisturbed is None:
+        cell = scene.cell("undisturbed")
+        watch = await cell.train("none", "")
+        scene.undisturbed = cell.run_dir
+        assert set(watch.phases) == {str(p) for p in Phase} - {"restoring", "recovering"}
+        result = cell.result()
+        assert max(abs(line["actor/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
+        assert len({line["actor/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
+    return Cell(scene, scene.undisturbed.parent, scene.undisturbed.parent / "run.yaml").result()
+
+
+def test_every_phase_has_a_trap_and_every_target_a_test() -> None:
+    assert list(TRAPS) == [str(phase) for phase in Phase]
+    assert set(ORDINARY) == set(TARGETS)
+    assert len(list(cells())) == len(TARGETS) * len(Phase)
+
+
+@pytest.mark.parametrize(("target", "phase"), list(cells()))
+async def test_nothing_is_lost_when(
+    target: str, phase: str, scene: Scene, expected: dict[str, Any], cluster: Any
+) -> None:
+    cell = scene.cell(f"{target}-{phase}")
+    if target == "driver":
+        await killed_driver(cell, phase, cluster)
+    elif target == "node":
+        await killed_node(cell, phase, cluster)
+    else:
+        watch = await cell.train(target, phase)
+        assert phase in watch.phases
+    check_kills(cell, target, phase)
+    check_result(cell.result(), expected, phase)
+    await gone(cell)
+
+
+def check_kills(cell: Cell, target: str, phase: str) -> None:
+    """Whoever was to be killed was, inside the phase, and nobody besides."""
+    killed = [trap["victim"] for trap in cell.faults.sprung()]
+    assert killed == (["trainer", target] if phase == "recovering" else [target])
+
+
+def check_result(result: dict[str, Any], expected: dict[str, Any], phase: str) -> None:
+    """The same bits; a run that began from a checkpoint of another has the later steps only."""
+    first = FAULT_STEP if phase == "restoring" else 0
+    later = {step: line for step, line in expected["metrics"].items() if step >= first}
+    assert differences(result["metrics"], later) == []
+    assert result["num_lines"] == len(later), "no step is there twice"
+    assert result["totals"] == expected["totals"], "no sample is lost or counted twice"
+    kept = {name: text for name, text in expected["rollouts"].items() if int(name[:-6].rpartition("_")[2]) >= first}
+    assert result["rollouts"] == kept
+    assert result["model"] == expected["model"]
+    assert result["status"] == ("completed", STEPS)
+
+
+def differences(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> list[str]:
+    """Every number that differs."""
+    return [
+        f"step {step}, {name}: {one.get(step, {}).get(name)} for {other.get(step, {}).get(name)}"
+        for step in sorted(one.keys() | other.keys())
+        for name in sorted(one.get(step, {}).keys() | other.get(step, {}).keys())
+        if one.get(step, {}).get(name) != other.get(step, {}).get(name)
+    ]
+
+
+async def killed_driver(cell: Cell, phase: str, cluster: Any) -> None:
+    """The driver dies: every process of the run ends, and the same command goes on."""
+    address = f"runtime.options.address={cluster.address}"
+    driver = cell.program("driver", phase, address)
+    output, _ = await asyncio.to_thread(driver.communicate)
+    assert driver.returncode == -9, output
+    await gone(cell)
+    again = cell.program("none", phase if phase == "restoring" else "", address)
+    output, _ = await asyncio.to_thread(again.communicate)
+    if phase == "closing":
+        assert "is complete: it made 3 of 3 steps" in output, output
+    else:
+        assert again.returncode == 0, output
+
+
+async def killed_node(cell: Cell, phase: str, cluster: Any) -> None:
+    """A node with a rank, a replica and a reward worker dies; a third one has room for them."""
+    pool = {"slots": 2, "cpus": 3, "resources": {"slot": 1}, "strategy": "node_each"}
+    seats = {role: {"pool": "apart"} for role in ("trainer", "generator", "reward")}
+    nodes = [cluster.add_node(num_cpus=3, resources={"slot": 1}, **SMALL_NODE) for _ in range(3)]
+    cluster.wait_for_nodes()
+    try:
+        await cell.train(
+            "node",
+            phase,
+            f"runtime.options.pools.apart={json.dumps(pool)}",
+            f"runtime.options.roles={json.dumps(seats)}",
+        )
+    finally:
+        for node in nodes:
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+
+
+async def gone(cell: Cell) -> None:
+    """Every process of the run ends."""
+    deadline = time.monotonic() + DRIVER_GONE_S
+    while (left := cell.alive()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    assert not left

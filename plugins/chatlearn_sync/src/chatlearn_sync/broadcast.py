@@ -1,0 +1,237 @@
+"""Transport ``broadcast``: process groups of ``torch.distributed``, over any distance.
+
+Each trainer rank that owns weights is rank 0 of a group of its own, whose other ranks are all receiving processes: with
+several owners the groups work at the same time. A receiving process is the engine's own (channel ``process_group``), or
+the adapter's (channel ``tensors``). Tensors travel flattened, a bucket a broadcast, while the next bucket is gathered
+and the one before is loaded. Groups outlive a sync; one is formed anew when its members changed or a sync failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore, Work
+
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.hosting.engine_side.groups import SenderGroup
+from chatlearn_core.protocols import Trainer
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_sync.checksum import checksum
+from chatlearn_sync.control import Address, Hub, Message, listening_host
+from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
+from chatlearn_sync.options import BroadcastOptions
+from chatlearn_sync.stream import (
+    Bucket,
+    StreamCheck,
+    buckets,
+    describe,
+    describe_endpoint,
+    dtype_name,
+    num_bytes,
+    stream,
+)
+
+NAME = "broadcast"
+Backend = Literal["gloo", "nccl"]
+GLANCE_S = 0.0005
+"""How often a wait for a broadcast looks at the control path."""
+
+
+LAST_BUCKET_S = 1.0
+"""How long a sender that failed waits for buckets that are on their way."""
+
+
+@dataclass(slots=True, frozen=True)
+class BroadcastOffer:
+    """Where a sender's control path is; groups are announced there."""
+
+    sender: Endpoint
+    address: Address
+
+
+@dataclass(slots=True, eq=False)
+class Membership:
+    """A group that stands, and who is in it."""
+
+    group: SenderGroup
+    store: TCPStore
+    receivers: tuple[Endpoint, ...]
+    terms: tuple[str, str]
+    """Channel and backend."""
+
+
+class BroadcastSender:
+    """Packs this rank's tensors into flat buffers and broadcasts them."""
+
+    def __init__(self, options: BroadcastOptions, endpoint: Endpoint) -> None:
+        self._options = options
+        self._endpoint = endpoint
+        self._hubs: dict[str, tuple[Hub, str]] = {}
+        self._member: Membership | None = None
+        self._buffers: FlatBuffers | None = None
+
+    def offer(self, plan: SyncPlan) -> SyncOffer:
+        """Listen for the receivers.
+
+        Raises:
+            WeightSyncError: this host has no address that the receivers reach.
+        """
+        self.release(plan)
+        host = listening_host(plan, self._endpoint, self._options.host)
+        hub = Hub(plan, NAME, self._endpoint, host, collective=True)
+        self._hubs[plan.sync_id] = (hub, host or "127.0.0.1")
+        return SyncOffer(self._endpoint.rank, BroadcastOffer(self._endpoint, hub.address))
+
+    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+        """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
+        hub, host = self._hubs.get(plan.sync_id, (None, ""))
+        if hub is None:
+            raise WeightSyncError(f"{describe(plan, NAME)}: send was called without an open offer")
+        running: dict[int, tuple[int, Work]] = {}
+        try:
+            with hub.sending():
+                try:
+                    return self._send(plan, trainer, hub, host, running)
+                except Exception:
+                    _let_finish([work for _, work in running.values()])
+                    raise
+        except BaseException:
+            self._leave()  # nobody knows how far the others are
+            raise
+
+    def _send(self, plan: SyncPlan, trainer: Trainer, hub: Hub, host: str, running: dict[int, tuple[int, Work]]) -> int:
+        where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
+        check = StreamCheck(plan.manifest, where)
+        backend = backend_of(plan, self._options)
+        limit = flat_limit(plan, self._options.slot_mb << 20)
+        device = self._endpoint.device if backend == "nccl" else "cpu"
+        if self._buffers is None or not self._buffers.fits(limit, device):
+            self._buffers = FlatBuffers(limit, device)
+        hub.wait_connected()
+        number = sent = 0
+        for bucket in buckets(stream(plan, trainer), self._endpoint.rank, check, limit):
+            hub.check()
+            if number == 0:
+                self._form(plan, hub, host, backend, where)
+            slot = self._buffers.slot(number, num_bytes(bucket))
+            if slot in running:
+                self._finish(*running.pop(slot), hub, where)
+            flat = self._fill(bucket, slot, number, hub)
+            assert self._member is not None
+            running[slot] = (number, self._member.group.broadcast(flat))
+            sent += num_bytes(bucket)
+            number += 1
+            del bucket  # what was gathered for it may go
+        for pending in running.values():
+            self._finish(*pending, hub, where)
+        hub.end(number)
+        return sent
+
+    def release(self, plan: SyncPlan) -> None:
+        """Close the control path; a receiver or a send that is still at it raises. The group stays."""
+        hub, _ = self._hubs.pop(plan.sync_id, (None, ""))
+        if hub is not None:
+            hub.release(WeightSyncError("the sync was released"))
+
+    def close(self) -> None:
+        """Leave the group and close every control path."""
+        while self._hubs:
+            _, (hub, _) = self._hubs.popitem()
+            hub.release(WeightSyncError("the sender was closed"))
+        self._leave()
+        self._buffers = None
+
+    def _fill(self, bucket: Bucket, slot: int, number: int, hub: Hub) -> Tensor:
+        """Pack a bucket into its buffer and announce it."""
+        assert self._buffers is not None
+        ordered = wider_first(list(bucket))
+        flat = self._buffers.get(slot, num_bytes(bucket))
+        pack(ordered, flat)
+        announcement: Message = {
+            "bucket": number,
+            "num_bytes": flat.numel(),
+            "tensors": [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in ordered],
+            "checksum": checksum(flat) if self._options.verify_checksums and flat.device.type == "cpu" else None,
+        }
+        hub.say(announcement)
+        return flat
+
+    def _finish(self, number: int, work: Work, hub: Hub, where: str) -> None:
+        """Wait until a broadcast is over, with an ear on the control path: a receiver that left would hold it up."""
+        while not work.is_completed():
+            hub.check(GLANCE_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            hub.check()
+            raise BackendTimeoutError(
+                f"{where}: the broadcast of bucket {number} failed: {error}. Receivers that did not take it: "
+                f"{hub.behind(number)}"
+            ) from error
+
+    def _form(self, plan: SyncPlan, hub: Hub, host: str, backend: Backend, where: str) -> None:
+        """Have a group of exactly the plan's receivers."""
+        terms = (plan.channel, backend)
+        peers = hub.live
+        member = self._member
+        if (
+            member is not None
+            and (member.receivers, member.terms) == (plan.receivers, terms)
+            and all(member.group.name in peer.hello["groups"] for peer in peers)
+        ):
+            return
+        self._leave()
+        limit = timedelta(seconds=plan.timeout_s)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        name = f"chatlearn-{self._endpoint.role}-{self._endpoint.rank}-{secrets.token_hex(6)}"
+        world_size = 1 + sum(int(peer.hello["ranks"]) for peer in peers)
+        first_rank = 1
+        for peer in peers:
+            rendezvous: Message = {
+                "join": name,
+                "address": f"{host}:{store.port}",
+                "backend": backend,
+                "world_size": world_size,
+                "first_rank": first_rank,
+            }
+            hub.say_to(peer, rendezvous)
+            first_rank += int(peer.hello["ranks"])
+        try:
+            group = SenderGroup(store, name, backend, world_size, 0, plan.timeout_s)
+        except RuntimeError as error:
+            hub.check()
+            raise BackendTimeoutError(
+                f"{where}: its process group of {world_size} did not form within {plan.timeout_s:g} s "
+                f"(weight_sync.timeout_s); it waited for {hub.behind(0)}: {error}"
+            ) from error
+        self._member = Membership(group, store, plan.receivers, terms)
+
+    def _leave(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            with contextlib.suppress(RuntimeError):  # it is broken already, which is why it is left
+                member.group.close()
+
+
+def _let_finish(works: Sequence[Work]) -> None:
+    """What is on its way when the sender fails for a reason of its own still arrives, so that receivers hear that
+    reason and not of a broken connection.
+    """
+    deadline = time.monotonic() + LAST_BUCKET_S
+    while time.monotonic() < deadline and not all(work.is_completed() for work in works):
+        time.sleep(GLANCE_S)
+
+
+def backend_of(plan: SyncPlan, options: BroadcastOptions) -> Backend:
+    """``nccl`` where every end is on a GPU, unless the options say otherwise."""
+    if options.backend != "auto":
+        return options.backend
+    ends = (*plan.senders, *plan.receivers)
+    return "nccl" if all(end.device.startswith("cuda") for end in ends) else "gloo"

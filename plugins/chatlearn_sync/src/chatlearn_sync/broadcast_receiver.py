@@ -1,0 +1,224 @@
+"""The generator's end of ``broadcast``: joins the senders' groups, or lets the engine's own processes join them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
+from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
+from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
+from chatlearn_sync.broadcast import GLANCE_S, NAME, BroadcastOffer
+from chatlearn_sync.checksum import checksum
+from chatlearn_sync.control import Message, error_text
+from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
+from chatlearn_sync.intake import Intake, Source, offers_of
+from chatlearn_sync.options import BroadcastOptions
+from chatlearn_sync.stream import describe_endpoint
+
+
+class BroadcastReceiver:
+    """Takes the buckets of all senders' groups at the same time."""
+
+    def __init__(self, options: BroadcastOptions, endpoint: Endpoint) -> None:
+        self._options = options
+        self._endpoint = endpoint
+        self._groups: dict[int, SenderGroup] = {}
+        """Sender rank -> the group this process is in."""
+        self._joined: dict[int, str] = {}
+        """Sender rank -> the group the engine's processes are in."""
+        self._engine: ProcessGroupLoader | None = None
+        self._buffers: dict[int, FlatBuffers] = {}
+
+    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+        """Load every bucket from every sender; the event loop stays free while waiting."""
+        contents = offers_of(BroadcastOffer, offers, plan, NAME)
+        if plan.channel == "process_group":
+            assert isinstance(loader, ProcessGroupLoader), "the generator declares 'process_group'"
+            return await self._let_engine_receive(plan, contents, loader)
+        intake = _FlatIntake(plan, self._endpoint, loader, self._options, self._groups, self._buffers)
+        try:
+            return await intake.run(contents)
+        except BaseException:
+            self.close()  # nobody knows how far the others are
+            raise
+
+    async def _let_engine_receive(
+        self, plan: SyncPlan, offers: Sequence[BroadcastOffer], loader: ProcessGroupLoader
+    ) -> int:
+        if self._engine is not loader:
+            self._engine, self._joined = loader, {}  # another engine: it is in no group
+        intake = _EngineIntake(plan, self._endpoint, loader, self._joined)
+        try:
+            return await intake.run(offers)
+        except BaseException as error:
+            joined, self._joined = self._joined, {}
+            for name in joined.values():
+                try:
+                    await loader.leave_group(name)
+                except Exception as second:
+                    error.add_note(f"and the engine did not leave the group {name!r}: {second}")
+            raise
+
+    def close(self) -> None:
+        """Leave every group and give the buffers back."""
+        groups, self._groups = self._groups, {}
+        self._buffers = {}
+        for group in groups.values():
+            group.close()
+
+
+class _FlatIntake(Intake[BroadcastOffer]):
+    """This process is in the groups. A loader that fails does not end its part in them: others depend on it."""
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        endpoint: Endpoint,
+        loader: WeightLoader,
+        options: BroadcastOptions,
+        groups: dict[int, SenderGroup],
+        buffers: dict[int, FlatBuffers],
+    ) -> None:
+        super().__init__(plan, NAME, endpoint)
+        self._loader = loader
+        self._limit = flat_limit(plan, options.slot_mb << 20)
+        self._groups = groups
+        self._buffers = buffers
+        self._loads: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """(sender rank, buffer) -> what still reads the buffer."""
+        self._loading = asyncio.Lock()
+        self._failure: Exception | None = None
+
+    def hello(self) -> Message:
+        return {"ranks": 1, "groups": [group.name for group in self._groups.values()]}
+
+    async def run(self, offers: Sequence[BroadcastOffer]) -> int:
+        try:
+            return await super().run(offers)
+        except WeightSyncError:
+            if self._failure is not None:
+                raise self._failure from None  # why the sender has given up
+            raise
+        finally:
+            for task in self._loads.values():
+                task.cancel()
+            await asyncio.gather(*self._loads.values(), return_exceptions=True)
+
+    async def take(self, source: Source[BroadcastOffer], message: Message) -> None:
+        if "join" in message:
+            await self._join(source, message)
+            return
+        rank, size = source.sender.rank, int(message["num_bytes"])
+        group = self._groups[rank]
+        buffers = self._buffers[rank]
+        slot = buffers.slot(message["bucket"], size)
+        if (rank, slot) in self._loads:
+            await self._loads.pop((rank, slot))
+        flat = buffers.get(slot, size)
+        await self._arrival(group.broadcast(flat), source, message)
+        self._loads[rank, slot] = asyncio.create_task(self._load(source, message, flat))
+
+    async def settle(self) -> None:
+        await asyncio.gather(*self._loads.values())
+        if self._failure is not None:
+            raise self._failure
+
+    async def _join(self, source: Source[BroadcastOffer], message: Message) -> None:
+        rank = source.sender.rank
+        if rank in self._groups:
+            self._groups.pop(rank).close()
+        arguments = (message["address"], message["join"], message["backend"], message["world_size"])
+        try:
+            self._groups[rank] = await asyncio.to_thread(join, *arguments, message["first_rank"], self.plan.timeout_s)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self.where}: cannot join the process group of sender {describe_endpoint(source.sender)} at "
+                f"{message['address']}: {error}"
+            ) from error
+        device = self.endpoint.device if message["backend"] == "nccl" else "cpu"
+        if rank not in self._buffers or not self._buffers[rank].fits(self._limit, device):
+            self._buffers[rank] = FlatBuffers(self._limit, device)
+
+    async def _arrival(self, work: Work, source: Source[BroadcastOffer], message: Message) -> None:
+        """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up."""
+        while not work.is_completed():
+            if source.reader.at_eof():
+                raise WeightSyncError(
+                    f"{self.where}: sender {describe_endpoint(source.sender)} went away while it broadcast bucket "
+                    f"{message['bucket']}: its process has ended"
+                )
+            await asyncio.sleep(GLANCE_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self.where}: the broadcast of bucket {message['bucket']} by sender "
+                f"{describe_endpoint(source.sender)} failed: {error}. The sender or another receiver has ended or hangs"
+            ) from error
+
+    async def _load(self, source: Source[BroadcastOffer], message: Message, flat: Tensor) -> None:
+        if self._failure is not None:
+            return
+        try:
+            await self._verify(source, message, flat)
+            async with self._loading:
+                named = tensors_in(flat, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
+                for name, tensor in named:
+                    self.check.admit(name, tensor)
+                await self._loader.load_tensors(iter(named))
+            self.num_bytes += flat.numel()
+        except Exception as error:
+            self._failure = self._failure or error
+            for one in self.sources:
+                one.say({"failed": error_text(error)})
+
+    async def _verify(self, source: Source[BroadcastOffer], message: Message, flat: Tensor) -> None:
+        if message["checksum"] is None:
+            return
+        found = await asyncio.to_thread(checksum, flat)
+        if found != message["checksum"]:
+            names = [name for name, _, _ in message["tensors"]]
+            raise WeightSyncError(
+                f"{self.where}: bucket {message['bucket']} of sender {describe_endpoint(source.sender)} is corrupted: "
+                f"its checksum is {found:#x}, the sender sent {message['checksum']:#x}. It holds {len(names)} tensors, "
+                f"{names[0]!r} to {names[-1]!r}"
+            )
+
+
+class _EngineIntake(Intake[BroadcastOffer]):
+    """The engine's processes are in the groups; this one tells them what comes."""
+
+    def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: ProcessGroupLoader, joined: dict[int, str]) -> None:
+        super().__init__(plan, NAME, endpoint)
+        self._loader = loader
+        self._joined = joined
+
+    def hello(self) -> Message:
+        return {"ranks": self._loader.num_group_ranks, "groups": list(self._joined.values())}
+
+    async def take(self, source: Source[BroadcastOffer], message: Message) -> None:
+        rank = source.sender.rank
+        if "join" in message:
+            if rank in self._joined:
+                await self._loader.leave_group(self._joined.pop(rank))
+            rendezvous = GroupRendezvous(
+                message["join"],
+                message["address"],
+                message["backend"],
+                message["world_size"],
+                message["first_rank"],
+                self.plan.timeout_s,
+            )
+            await self._loader.join_group(rendezvous)
+            self._joined[rank] = rendezvous.name
+            return
+        specs = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in message["tensors"]]
+        for spec in specs:
+            self.check.admit_spec(spec)
+        await self._loader.load_broadcast(self._joined[rank], specs)
+        self.num_bytes += int(message["num_bytes"])

@@ -1,0 +1,68 @@
+"""Flat buffers that are used in turns: while one travels or is loaded, the other is filled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chatlearn_core.types import SyncPlan, TensorSpec
+
+IN_FLIGHT = 4
+"""Two flat buffers, the tensors being gathered for the next, and the tensor that the stream has just yielded."""
+
+
+def flat_limit(plan: SyncPlan, least_bytes: int) -> int:
+    """Bytes of one flat buffer: as large as the largest tensor, at least ``least_bytes``, so that the buffers overlap
+    whatever travels; and never more than ``plan.bucket_bytes`` has room for.
+    """
+    largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
+    return max(1, min(max(largest, least_bytes), plan.bucket_bytes // IN_FLIGHT))
+
+
+class FlatBuffers:
+    """Two buffers, and one for tensors that are larger. Memory is kept: touching new pages costs more than copying."""
+
+    def __init__(self, limit: int, device: str) -> None:
+        self._limit = limit
+        self._device = device
+        self._buffers: dict[int, Tensor] = {}
+
+    def fits(self, limit: int, device: str) -> bool:
+        """Whether these buffers are what another sync needs."""
+        return (limit, device) == (self._limit, self._device)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def slot(self, number: int, num_bytes: int) -> int:
+        """Which buffer bucket ``number`` uses; both ends count alike."""
+        return 2 if num_bytes > self._limit else number % 2
+
+    def get(self, slot: int, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 of one buffer."""
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.numel() < num_bytes:
+            self._buffers.pop(slot, None)
+            buffer = torch.empty(max(self._limit if slot < 2 else 0, num_bytes), dtype=torch.uint8, device=self._device)
+            self._buffers[slot] = buffer
+        return buffer[:num_bytes]
+
+
+def wider_first(bucket: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The order in which tensors lie in a flat buffer without gaps, each aligned to its element type."""
+    return sorted(bucket, key=lambda item: -item[1].element_size())
+
+
+def pack(bucket: list[tuple[str, Tensor]], flat: Tensor) -> None:
+    """Copy tensors, ``wider_first``, one behind the other into ``flat``, from whatever device."""
+    offset = 0
+    for _, tensor in bucket:
+        target = flat[offset : offset + tensor.nbytes]
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        offset += tensor.nbytes
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """A tensor's description."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
