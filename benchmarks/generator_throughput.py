@@ -3,8 +3,9 @@
     python benchmarks/generator_throughput.py [--quick] [--hosts process child]
 
 Both engines have the same arguments and live in this process (the plugin's also in a child, if asked), and answer the
-same requests in turns: groups of one prompt, sampled with seeds, logprobs returned, text made. Prints one JSON line: the
-ratio of tokens a second, plugin over bare engine, as the median over interleaved pairs.
+same requests in turns: groups of one prompt, sampled with seeds, logprobs returned, text made. Prints one JSON line:
+the ratio of tokens a second, plugin over bare engine, as the median over interleaved pairs; and the same ratio of CPU
+time, which is what to look at on a machine with other work.
 """
 
 from __future__ import annotations
@@ -119,15 +120,18 @@ def measure(model: Path, args: argparse.Namespace, hidden: int) -> dict[str, Any
     plugins = {host: Plugin(model, args.device, host) for host in args.hosts}
     draw = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {name: [] for name in ("bare", *plugins)}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in seconds}
     for pair in range(args.pairs + 1):
         unique = draw.integers(3, 300, (args.requests // GROUP_SIZE, PROMPT_TOKENS)).tolist()
         prompts = [prompt for prompt in unique for _ in range(GROUP_SIZE)]
         runs = [("bare", bare), *plugins.items()]
         for name, run in runs if pair % 2 else runs[::-1]:
             gc.collect()
+            before = time.process_time()
             took = run.run(prompts, args.tokens)  # type: ignore[attr-defined]  # either class has it
             if pair:  # the first is a warm-up
                 seconds[name].append(took)
+                cpu_seconds[name].append(time.process_time() - before)
     for plugin in plugins.values():
         plugin.close()
     total = args.requests * args.tokens
@@ -139,6 +143,10 @@ def measure(model: Path, args: argparse.Namespace, hidden: int) -> dict[str, Any
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
         }
+        if name == "process":  # a child's time is not this process's
+            found[name]["cpu_ratio"] = round(
+                statistics.median(b / p for b, p in zip(cpu_seconds["bare"], cpu_seconds[name], strict=True)), 3
+            )
     return found
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 import yaml
 
+from chatlearn_core.testing.leftovers import WAIT_S, session_members, wait_until_empty
+
 PROBE_PLUGIN = """
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
@@ -150,6 +152,10 @@ class MoodyReward(LettersReward):
 class WatchedTrainer(FSDPTrainer):
     def update(self, batch, loss):
         reach("update begins")
+        if arrived("hang"):
+            time.sleep(600)
+        if arrived("out of memory"):
+            raise RuntimeError("out of memory")
         metrics = super().update(batch, loss)
         reach("update")
         return metrics
@@ -208,8 +214,11 @@ class Started:
     server: RunServer
 
     def wait(self) -> Finished:
-        """Wait for its end."""
+        """Wait for its end, and see that no process of its session lives on."""
         code = self.server.ask({"wait": self.pid})["code"]
+        # Whoever loses its parent to SIGKILL needs a moment to notice; a run that ends by itself ends them first.
+        left = wait_until_empty(lambda: session_members(self.pid), WAIT_S if code == -signal.SIGKILL else 0.0)
+        assert not left, f"left behind: {left}"
         return Finished(code, self.output.read_text(errors="replace"), self.pid)
 
     def wait_for(self, text: str) -> None:
@@ -294,8 +303,8 @@ def run_server(environment: dict[str, str], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def start(run_server: RunServer, tmp_path: Path) -> Callable[..., Started]:
-    """``start(*argv, **environment)``: the command line, in the background."""
+def start(run_server: RunServer, tmp_path: Path, leaves_nothing: object) -> Callable[..., Started]:
+    """``start(*argv, **environment)``: the command line, in the background. Nothing of it may be left at the end."""
     return lambda *argv, **settings: run_server.start(*map(str, argv), cwd=tmp_path, **settings)
 
 
@@ -366,6 +375,10 @@ def recipe(tmp_path: Path, tiny_model: Path, sums: Path) -> Recipe:
     return recipe
 
 
+TIMED = ("timing_s/", "perf/throughput", "perf/replica_idle")
+"""Metrics that are measured with a clock."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run leaves that must not depend on how it came about."""
@@ -382,10 +395,7 @@ def result_of() -> Callable[[Path], Result]:
 
     def read(run_dir: Path) -> Result:
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        untimed = [
-            {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/throughput"))}
-            for line in lines
-        ]
+        untimed = [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
         return Result(
             (run_dir / "model" / "model.safetensors").read_bytes(),
             untimed,

@@ -58,6 +58,15 @@ def test_step_overhead() -> None:
     assert measured["workload"]["parameters"] > 0
 
 
+@pytest.mark.grid
+@pytest.mark.engine
+def test_recovery() -> None:
+    result = run_benchmark("recovery", "--quick", "--rounds", "1")
+    assert set(result["faults"]) == {"replica", "reward worker", "trainer rank", "node", "driver"}
+    assert all(fault["recovery_s"] > 0 for fault in result["faults"].values())
+    assert result["met"]
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_packing() -> None:

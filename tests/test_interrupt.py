@@ -12,25 +12,11 @@ from typing import Any
 
 import pytest
 
+from chatlearn_core.testing.leftovers import session_members
+
 pytestmark = pytest.mark.engine
 
 INTERRUPTED = 130
-
-
-def session_members(session: int) -> list[str]:
-    """Processes that belong to a session, zombies left out."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            members.append(f"{entry.name}: {command}")
-    return members
 
 
 @pytest.fixture(scope="module")

@@ -251,6 +251,7 @@ async def test_a_generator_that_is_rebuilt_changes_nothing_and_leaves_room(
         if versions[-1] == 2 and "loading" not in died:
             died.append("loading")
             await generator.die("killed while it loads")
+            raise BackendError("killed while it loads")
         return await finish(self)
 
     monkeypatch.setattr(TransformersGenerator, "generate", mortal_generate)

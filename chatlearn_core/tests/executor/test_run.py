@@ -13,9 +13,16 @@ import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.data import Dataset, DatasetReport
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, TrainerLostError
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ConfigError,
+    TrainerLostError,
+    WorkerPlace,
+)
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.checkpoint import SEAL
+from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
 from chatlearn_core.flow import trace
@@ -105,6 +112,10 @@ class Listener(RunListener):
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.phases: list[str] = []
+
+    def phase(self, step: int, phase: Phase) -> None:
+        self.phases.append(str(phase))
 
     def message(self, text: str) -> None:
         self.said.append(text)
@@ -248,6 +259,96 @@ async def test_a_trainer_lost_once_too_often_ends_the_run(training: Training) ->
     again = training("a")
     await again.run.train()
     assert again.model == await undisturbed(training), "it can be resumed"
+
+
+async def test_a_run_that_fails_leaves_a_page_which_goes_when_it_goes_on(training: Training) -> None:
+    trained = training("a", {3: lost(), 4: lost()}, max_restarts=1)
+    with pytest.raises(TrainerLostError):
+        await trained.run.train()
+    page = trained.run_dir / "failure.md"
+    text = page.read_text()
+    assert text.startswith("# Run 'run' failed while recovering, step 3 of 5\n")
+    assert "role 'trainer': rank 1 died" in text
+    assert "**trainer_lost**" in text
+    assert "A checkpoint of step 2 is in" in text
+    assert str(page) in trained.listener.said[-1]
+    await training("a").run.train()
+    assert not page.exists()
+
+
+async def test_what_is_wrong_before_a_run_begins_leaves_no_page(training: Training) -> None:
+    await training("a").run.train()
+    again = training("a")
+    with pytest.raises(ConfigError, match="is complete"):
+        await again.run.train()
+    assert not (again.run_dir / "failure.md").exists()
+
+
+async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> None:
+    trained = training("a")
+
+    async def start(role_is_up: Any = None) -> None:
+        raise BackendError("role 'trainer': no device").at(WorkerPlace("trainer", "rank 0 of 1", "setup"))
+
+    trained.runtime.start = start  # type: ignore[method-assign]  # a machine without the device
+    with pytest.raises(BackendError):
+        await trained.run.train()
+    text = (trained.run_dir / "failure.md").read_text()
+    assert "failed while starting, before the first step" in text
+    assert "| call | setup |" in text
+
+
+async def test_a_trainer_lost_while_it_saves_or_exports_saves_or_exports_again(training: Training) -> None:
+    expected = await undisturbed(training)
+    for method, phase in (("save", "saving"), ("export_model", "exporting")):
+        trained = training(method)
+        original = getattr(ListTrainer, method)
+        told: list[str] = []
+
+        async def failing(
+            self: ListTrainer, directory: Path, original: Any = original, told: list[str] = told, phase: str = phase
+        ) -> None:
+            await original(self, directory)
+            if not told:
+                told.append(phase)
+                raise lost()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ListTrainer, method, failing)
+            await trained.run.train()
+        assert told == [phase]
+        assert trained.model == expected
+        assert trained.steps == [1, 2, 3, 4, 5]
+        assert not [name for name in trained.checkpoints if name.startswith(".")], "nothing unfinished"
+
+
+async def test_a_rank_lost_while_the_run_goes_back_is_another_loss(training: Training) -> None:
+    expected = await undisturbed(training)
+    trained = training("a", {4: lost()}, max_restarts=2)
+    load = ListTrainer.load
+    told: list[int] = []
+
+    async def failing(self: ListTrainer, directory: Path) -> None:
+        told.append(1)
+        if len(told) == 1:
+            raise lost()
+        await load(self, directory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ListTrainer, "load", failing)
+        await trained.run.train()
+    assert trained.runtime.calls.count("recover") == 2
+    assert trained.model == expected
+
+
+async def test_phases_come_in_their_order(training: Training) -> None:
+    trained = training("a", {4: lost()}, steps=4)
+    await trained.run.train()
+    step = ["updating", "syncing"]
+    assert trained.listener.phases == [
+        *("starting", "syncing", *step, *step, "saving", *step),
+        *("updating", "recovering", "restoring", "syncing", *step, *step, "saving", "exporting", "closing"),
+    ]
 
 
 async def test_a_damaged_checkpoint_is_passed_over_in_recovery(training: Training) -> None:

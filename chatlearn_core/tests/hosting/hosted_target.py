@@ -1,10 +1,12 @@
 """What the tests of hosting run in a child: copied into a package of its own, so it imports nothing of this folder."""
 
 import asyncio
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -84,6 +86,18 @@ class Target:
 
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.map(double, [4])
+
+    def map_files(self):
+        """Two files in shared memory."""
+        self.mapped = []
+        names = []
+        for _ in range(2):
+            descriptor, name = tempfile.mkstemp(prefix="chatlearn-test-", dir="/dev/shm")
+            os.write(descriptor, b"x")
+            self.mapped.append(mmap.mmap(descriptor, 1))
+            os.close(descriptor)
+            names.append(name)
+        return names
 
     def die(self, how):
         if how == "signal":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ MODULES = [
     "chatlearn_core.hosting",
     "chatlearn_core.hosting.engine_side",
     "chatlearn_core.hosting.engine_side.server",
+    "chatlearn_core.hosting.engine_side.shared_files",
     "chatlearn_core.hosting.engine_side.wire",
 ]
 
@@ -233,6 +235,24 @@ def test_nothing_that_the_engine_started_outlives_it(hosted, end, deaf) -> None:
         os.kill(hosted.pid, signal.SIGKILL)
     for pid in (hosted.pid, *grandchildren):
         await_end(pid)
+
+
+@pytest.mark.parametrize("end", ["close", "death", "death of the parent"])
+def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
+    theirs, shared = hosted.call("map_files", timeout_s=10)
+    hosted._shared_files = set() if end == "close" else {theirs, shared}  # as if they had been there at the start
+    with Path(shared).open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        if end == "close":
+            hosted.close()
+        elif end == "death":
+            os.kill(hosted.pid, signal.SIGKILL)
+            hosted._reaper.join()
+        else:
+            hosted._link.stop()  # what closing our end of the connection looks like from there
+            await_end(hosted.pid)
+        assert not Path(theirs).exists()
+        assert Path(shared).exists() == (end != "death of the parent"), "a dying engine cannot ask who maps a file"
+    Path(shared).unlink(missing_ok=True)
 
 
 def test_a_closed_process_lets_its_object_close_first(make, tmp_path) -> None:

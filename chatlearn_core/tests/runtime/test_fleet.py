@@ -48,6 +48,15 @@ class FakeGenerator:
     async def abort(self, request_ids: Any = None) -> None:
         self.calls.append(f"abort {request_ids}")
 
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+        if self.behaviour.startswith("pause"):
+            self.state = "dead" if self.behaviour == "pause kills" else self.state
+            raise BackendError("cannot pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
         if self.behaviour == "refuse":
@@ -162,6 +171,58 @@ async def test_a_rebuilt_replica_serves_nobody_before_it_holds_the_current_weigh
     synced.set()
     await asyncio.gather(early, late)
     assert fleet.policy_version == 7
+
+
+async def test_what_dies_while_the_fleet_is_paused_waits_for_the_sync_and_goes_on_after_it(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane)
+    versions: list[int] = []
+
+    async def resync(index: int) -> None:
+        versions.append(version)
+
+    fleet.resync, version = resync, 1
+    [task] = await hold(fleet, builder, 1)
+    await fleet.pause("keep")
+    builder.built[0].die(BackendError("the engine was killed"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(builder.built) == 1, "the trainer is in the middle of an update: its weights are those of no version"
+    version = 2
+    await fleet.revive()  # as a weight sync does
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert builder.built[1].requests == [], "still paused"
+    await fleet.resume()
+    assert (await task).request_id == "g#0"
+    assert versions == [2]
+    assert fleet.num_restarts == 1, "one death, one restart"
+
+
+async def test_a_replica_that_is_named_serves_the_request(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=3)
+    for replica in (2, 0, 2):
+        await fleet.generate(make_request(0), replica)
+    assert [len(generator.requests) for generator in builder.built] == [1, 0, 2]
+    assert fleet.num_replicas == 3
+
+
+async def test_a_pause_that_kills_a_replica_is_its_requests_matter(lane: Lane) -> None:
+    builder = Builder("pause kills", "answer")
+    fleet = await started(builder, lane, replicas=2)
+    builder.built[1].behaviour = "answer"
+    await fleet.pause("keep")
+    assert builder.built[1].calls == ["setup", "pause keep"]
+    await fleet.resume()
+    assert builder.built[1].calls == ["setup", "pause keep", "resume"]
+    assert builder.built[0].calls == ["setup", "pause keep"], "it is dead"
+
+
+async def test_a_pause_that_a_living_replica_refuses_is_told(lane: Lane) -> None:
+    fleet = await started(Builder("pause refused"), lane)
+    with pytest.raises(BackendError, match="cannot pause"):
+        await fleet.pause("keep")
 
 
 async def test_after_the_limit_the_run_is_told_the_last_cause(lane: Lane) -> None:

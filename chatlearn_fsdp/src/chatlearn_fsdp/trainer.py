@@ -233,9 +233,10 @@ class FSDPTrainer:
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Stream the weights in checkpoint names, tied ones once. Collective.
 
-        ``full_tensors``: every rank gathers every tensor in the same order and yields it whole with owner rank 0; ranks
-        other than the owner have nothing to send. ``boxes``: every rank yields what it holds, without
-        communication (under adapters their small A is gathered). Payload ``adapter``: the adapters, whole.
+        ``full_tensors``: every rank gathers every tensor in the same order and yields it whole; the owners, who send,
+        change from tensor to tensor so that each rank owns about as many bytes. ``boxes``: every rank yields what it
+        holds, without communication (under adapters their small A is gathered). Payload ``adapter``: the adapters,
+        whole, owned by rank 0.
         """
         model = self._ready("weights")
         if payload == "adapter":
@@ -244,7 +245,7 @@ class FSDPTrainer:
         layout = self._checkpoint_layout()
         if export == "boxes":
             return stream_boxes(model.model, layout, self.context.rank)
-        return stream_full(model.model, layout)
+        return stream_full(model.model, layout, self.context.world_size)
 
     # Inside
 

@@ -19,15 +19,21 @@ from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.progress_bars import no_progress_bars
 
 EXPORT_OWNER = 0
-"""The rank that sends gathered tensors."""
+"""The rank that writes model directories, and sends what is too small or too rare to spread."""
 
 
-def stream_full(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[WeightShard]:
-    """Whole tensors, gathered one at a time where they are sharded; every rank steps in the layout's order."""
+def stream_full(model: PreTrainedModel, layout: CheckpointLayout, num_ranks: int) -> Iterator[WeightShard]:
+    """Whole tensors, gathered one at a time where they are sharded; every rank steps in the layout's order.
+
+    Every rank has what was gathered, so sending is spread: a tensor's owner is the rank that so far owns the fewest
+    bytes, the lowest of several. All ranks find the same one.
+    """
+    owned_bytes = [0] * num_ranks
     for entry, tensor in _whole_tensors(model, layout):
         for name, part in state_tensor_parts(model, entry, tensor):
-            shape = tuple(part.shape)
-            yield WeightShard(name, shape, full_box(shape), EXPORT_OWNER, part)
+            shape, owner = tuple(part.shape), owned_bytes.index(min(owned_bytes))
+            owned_bytes[owner] += part.nbytes
+            yield WeightShard(name, shape, full_box(shape), owner, part)
 
 
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:

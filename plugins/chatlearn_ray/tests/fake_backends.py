@@ -147,6 +147,10 @@ class EchoGenerator:
 
 class RewardOptions(BaseModel):
     block_s: float = 0.0
+    block_on: str = "s1"
+    """The sample that blocks."""
+    die_on: str | None = None
+    """A sample that no process survives."""
     die_once: str | None = None
     """A file; while it exists the worker deletes it and kills itself."""
 
@@ -160,8 +164,11 @@ class WhereReward:
     def setup(self) -> None: ...
 
     async def score(self, samples):
-        if self.options.block_s:
+        names = [sample.id for sample in samples]
+        if self.options.block_s and self.options.block_on in names:
             time.sleep(self.options.block_s)  # not awaited: the worker's event loop stands still
+        if self.options.die_on in names:
+            os.kill(os.getpid(), signal.SIGKILL)
         path = self.options.die_once
         if path is not None and Path(path).exists():
             Path(path).unlink()

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.plugins import hookimpl
@@ -31,7 +32,7 @@ def chatlearn_trainers():
 
 @hookimpl
 def chatlearn_generators():
-    return [_record(GeneratorSpec, FAKE_GENERATOR, "TrappedGenerator")]
+    return [_record(GeneratorSpec, FAKE_GENERATOR, "TrappedGenerator", model_families=frozenset())]
 
 
 @hookimpl
@@ -41,16 +42,12 @@ def chatlearn_rewards():
 
 @hookimpl
 def chatlearn_weight_syncs():
-    from dataclasses import replace
-
     return [replace(FAKE_BOX_SYNC, name="trapped")]
 
 
-def _record(cls, record, name):
-    from dataclasses import replace
-
+def _record(cls, record, name, **changed):
     assert isinstance(record, cls)
-    return replace(record, name="trapped", factory=f"{__name__}:{name}")
+    return replace(record, name="trapped", factory=f"{__name__}:{name}", **changed)
 
 
 class Folder:

@@ -108,22 +108,22 @@ class Watch:
             self.folder.arm(trap.call, trap.by, self.target)
 
 
-def write_config(directory: Path, tokenizer: Path, bigram: Path, faults: Path) -> Path:
+def write_config(directory: Path, model: Path, faults: Path) -> Path:
     """The configuration of a run over light backends; returns its path."""
     rows = [{"id": f"p{i}", "prompt": f"How much is {i} plus {i + 3}? ", "ground_truth": "7"} for i in range(4 * STEPS)]
-    prompts = directory / "prompts.jsonl"
+    prompts = model.parent / "prompts.jsonl"  # the same for all: a run that goes on must have the same data
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held: dict[str, Any] = {"device": "cpu", "model": {"path": str(bigram), "tokenizer": str(tokenizer)}}
+    held: dict[str, Any] = {"device": "cpu", "timeout_s": 60.0}
     dataset = {"path": str(prompts), "format": "prompt"}
     config: dict[str, Any] = {
         "name": "faults",
         "output_dir": str(directory / "run"),
-        "model": {"path": str(tokenizer)},
+        "model": {"path": str(model)},
         "data": {"train": [dataset], "eval": [{**dataset, "limit": 3}], "apply_chat_template": False},
         "algorithm": {"name": "grpo", "options": {"group_size": 4}},
         "roles": {
-            "trainer": {"kind": "trainer", "backend": "trapped", "ranks": 2, "timeout_s": 60.0, **held},
-            "generator": {"kind": "generator", "backend": "trapped", "replicas": 2, "timeout_s": 60.0, **held},
+            "trainer": {"kind": "trainer", "backend": "trapped", "ranks": 2, **held},
+            "generator": {"kind": "generator", "backend": "trapped", "replicas": 2, **held},
             "reward": {"kind": "reward", "backend": "trapped", "replicas": 2, "timeout_s": 60.0},
         },
         "weight_sync": {"backend": "trapped", "timeout_s": 30.0},

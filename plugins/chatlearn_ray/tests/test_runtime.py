@@ -175,14 +175,31 @@ async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp
             await runtime.reward("reward").score(samples(1))
 
 
-async def test_a_reward_that_blocks_its_worker_costs_its_samples_and_shows_where(roles: Any) -> None:
+async def test_a_reward_that_blocks_costs_the_samples_that_block_and_shows_where(
+    roles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 1.0)
     role = roles.role("reward", "reward", "where", timeout_s=1.0, block_s=60.0)
-    async with running(roles.plan(role)) as runtime:
-        results = await runtime.reward("reward").score(samples(2))
-        assert [r.value for r in results] == [None, None]
-        assert "role 'reward', worker 0 (process" in results[0].error
-        assert "time.sleep(self.options.block_s)" in results[0].error
-        assert runtime.reward("reward").num_restarts == 1
+    async with running(roles.plan(role), max_reward_restarts=0) as runtime:
+        results = await runtime.reward("reward").score(samples(3))
+        assert [r.error is None for r in results] == [True, False, True]
+        assert "role 'reward', worker 0 (process" in results[1].error
+        assert "time.sleep(self.options.block_s)" in results[1].error
+        assert runtime.reward("reward").num_restarts == 0, "that was the sample's doing"
+
+
+async def test_a_sample_that_kills_its_worker_is_found_out_and_the_run_goes_on(roles: Any) -> None:
+    role = roles.role("reward", "reward", "where", die_on="s1")
+    told: list[str] = []
+    async with running(roles.plan(role), max_reward_restarts=1) as runtime:
+        runtime.on_event = lambda event: told.append(event.name)
+        group = runtime.reward("reward")
+        first, other = await asyncio.gather(group.score(samples(3)), group.score(samples(5)[3:]))
+        assert [r.error is None for r in first] == [True, False, True]
+        assert "score: the process is gone" in first[1].error
+        assert [r.error for r in other] == [None, None], "a call beside it is made again"
+        assert group.num_restarts == 0
+    assert set(told) == {"reward_worker_rebuilt"}
 
 
 async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp_path: Path) -> None:

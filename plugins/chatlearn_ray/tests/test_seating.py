@@ -111,3 +111,89 @@ def test_ranks_that_belong_on_one_node_need_one_large_enough() -> None:
     text = shortage(seating, {"a": {"CPU": 16, "GPU": 2}, "b": {"CPU": 16, "GPU": 2}})
     assert text is not None
     assert "role 'trainer' needs together 4 CPU, 4 GPU on one node: a has 16 CPU, 2 GPU; b has 16 CPU, 2 GPU" in text
+
+
+def test_consecutive_ranks_that_belong_together_share_a_bundle() -> None:
+    trainer = SeatedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
+    seating = seat(trainer)
+    assert [dict(bundle) for bundle in seating.groups[0].bundles] == [{"CPU": 2.0, "GPU": 2.0}] * 2
+    assert places(seating, "trainer") == [("role 'trainer'", i // 2, {"CPU": 1.0, "GPU": 1.0}) for i in range(4)]
+    assert seating.why("trainer") == ["every 2 ranks of 'trainer' on one node (ulysses 2)"]
+    text = shortage(seating, {name: {"CPU": 8, "GPU": 1} for name in "abcd"})
+    assert text is not None
+    assert "needs 2 CPU, 2 GPU on one node (every 2 ranks of 'trainer' on one node (ulysses 2)): a has 8 CPU, 1" in text
+
+
+@pytest.mark.parametrize(("together", "bundles"), [(4, 1), (1, 4)])
+def test_a_setting_says_otherwise(together: int, bundles: int) -> None:
+    trainer = SeatedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
+    seating = seat(trainer, roles={"trainer": {"together": together}})
+    assert len(seating.groups[0].bundles) == bundles
+    assert seating.why("trainer") == (
+        ["every 4 ranks of 'trainer' on one node (runtime.options.roles.trainer.together)"] if together > 1 else []
+    )
+
+
+def test_an_engine_gets_the_devices_of_its_arguments() -> None:
+    engine = SeatedRole("generator", "generator", "cuda", 1, 1, devices=4)
+    assert places(seat(engine), "generator")[0][2] == {"CPU": 1.0, "GPU": 4.0}
+
+
+NEAR = SeatedRole("generator", "generator", "cuda", 2, 1, near="trainer", near_why="'broadcast' moves weights")
+
+
+@pytest.mark.parametrize("order", [(TRAINER, NEAR), (NEAR, TRAINER)])
+def test_a_generator_joins_the_group_of_its_trainer(order: tuple[SeatedRole, SeatedRole]) -> None:
+    seating = seat(*order, REWARD)
+    name = "role 'trainer' and 'generator'"
+    assert [group.name for group in seating.groups if "trainer" in group.name] == [name]
+    assert [bundle for _, bundle, _ in places(seating, "trainer")] == [0, 1, 2, 3]
+    assert [(group, bundle) for group, bundle, _ in places(seating, "generator")] == [(name, 4), (name, 5)]
+    assert places(seating, "reward")[0][:2] == ("role 'reward', replica 0", 0)
+    assert seating.why("generator") == ["'generator' near 'trainer' ('broadcast' moves weights)"]
+    assert dict(seating.total) == {"CPU": 7.0, "GPU": 6.0}
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"near": "nobody"}, {"one_node": True}, {"pool": "p"}], ids=["nobody", "one_node", "pool"]
+)
+def test_a_generator_stays_where_the_configuration_puts_it(wanted: dict[str, object]) -> None:
+    seating = seat(TRAINER, NEAR, roles={"generator": wanted}, pools={"p": {"slots": 2, "gpus": 1}})
+    assert all("trainer" not in group for group, _, _ in places(seating, "generator"))
+
+
+def test_a_role_may_be_put_next_to_any_other() -> None:
+    seating = seat(TRAINER, REWARD, roles={"reward": {"near": "trainer"}})
+    assert places(seating, "reward")[0][:2] == ("role 'trainer' and 'reward'", 4)
+    assert seating.why("reward") == ["'reward' near 'trainer' (runtime.options.roles.reward.near)"]
+
+
+def test_several_ranks_may_share_a_large_slot() -> None:
+    seating = seat(
+        TRAINER,
+        pools={"nodes": {"slots": 2, "gpus": 2, "cpus": 8}},
+        roles={"trainer": {"pool": "nodes", "per_slot": 2}},
+    )
+    assert places(seating, "trainer") == [("pool 'nodes'", i // 2, {"CPU": 4.0, "GPU": 1.0}) for i in range(4)]
+
+
+def test_parts_of_several_gpus_are_refused() -> None:
+    engine = SeatedRole("generator", "generator", "cuda", 2, 1, devices=2)
+    with pytest.raises(
+        ConfigError, match=r"'generator' drives 2 GPU\(s\), and its share of a slot of pool 'p' is 1 of 2"
+    ):
+        seat(
+            SeatedRole("trainer", "trainer", "cuda", 1, 2),
+            engine,
+            pools={"p": {"slots": 2, "gpus": 2}},
+            roles={"trainer": {"pool": "p"}, "generator": {"pool": "p"}},
+        )
+    with pytest.raises(ConfigError, match="Roles that share GPUs need slots of one GPU"):
+        seat(engine, pools={"p": {"slots": 2, "gpus": 1}}, roles={"generator": {"pool": "p"}})
+
+
+def test_a_shortage_of_one_kind_of_bundle_is_seen() -> None:
+    engine = SeatedRole("generator", "generator", "cuda", 1, 1, devices=4, near="trainer", near_why="it is faster")
+    text = shortage(seat(TRAINER, engine), {name: {"CPU": 8, "GPU": 3} for name in "abc"})
+    assert text is not None
+    assert "role 'trainer' and 'generator' needs 1 CPU, 4 GPU on one node" in text

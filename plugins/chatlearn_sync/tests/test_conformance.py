@@ -27,5 +27,14 @@ class TestBroadcastByTensors(WeightSyncConformance):
     channel = "tensors"
 
 
+class TestDeltaByHandles(WeightSyncConformance):
+    backend = "delta"
+
+
+class TestDeltaByTensors(WeightSyncConformance):
+    backend = "delta"
+    channel = "tensors"
+
+
 class TestCheckpoint(WeightSyncConformance):
     backend = "checkpoint"

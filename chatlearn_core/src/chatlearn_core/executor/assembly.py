@@ -260,13 +260,11 @@ def _check_outputs(loaded: LoadedConfig, graph: Graph, losses: Mapping[str, Loss
 
 
 def _check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
-    """What may be unfinished when a step ends is the answer to one call."""
-    calls = graph.calls("generate")
-    if config.rollout.partial != "none" and len(calls) != 1:
-        places = f" ({', '.join(call.source for call in calls)})" if calls else ""
+    """What may be unfinished when a step ends is what a generator samples."""
+    if config.rollout.partial != "none" and not graph.calls("generate"):
         raise ConfigError(
-            f"rollout.partial is {config.rollout.partial!r}, which needs a flow that generates once; that of algorithm "
-            f"{config.algorithm.name!r} does it {len(calls)} times{places}. Set rollout.partial to none"
+            f"rollout.partial is {config.rollout.partial!r}, but the flow of algorithm {config.algorithm.name!r} "
+            "generates nothing. Set rollout.partial to none"
         )
 
 

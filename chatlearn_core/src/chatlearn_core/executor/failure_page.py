@@ -120,17 +120,15 @@ def _place(chain: Sequence[BaseException]) -> WorkerPlace | None:
 
 
 def _cause_list(chain: Sequence[BaseException], stack: str) -> str:
-    lines: list[str] = []
-    told: set[str] = set()
+    told: dict[str, BaseException] = {}
     for error in chain:
-        text = _short(_without(str(error), stack).strip())
-        if text in told:
-            continue
-        told.add(text)
-        if len(lines) == _MAX_CAUSES:
-            lines.append(f"- and {len(chain) - _MAX_CAUSES} more")
+        told.setdefault(_short(_without(str(error), stack).strip()), error)
+    lines: list[str] = []
+    for number, (text, error) in enumerate(told.items(), 1):
+        if number > _MAX_CAUSES:
+            lines.append(f"\nand {len(told) - _MAX_CAUSES} more")
             break
-        lines.append(f"{len(lines) + 1}. `{type(error).__name__}`: {_indented(text)}")
+        lines.append(f"{number}. `{type(error).__name__}`: {_indented(text)}")
         lines += [f"   - {_indented(_short(_without(note, stack)))}" for note in getattr(error, "__notes__", ())]
     return "\n".join(lines)
 

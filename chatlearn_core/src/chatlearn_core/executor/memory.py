@@ -44,7 +44,7 @@ class MemoryTurns:
         return find_sharing(self.roles, self.runtime.devices(), self.mode) if self.mode != "never" else Sharing()
 
     async def start(self) -> None:
-        """Start the runtime, and lend it weights where it needs them. Roles that share devices come up one after the other, each put aside before the next."""
+        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next."""
         if self.sharing.devices:
             self.runtime.lend_weights = self.lend_weights
             await self.runtime.start(self._put_aside)

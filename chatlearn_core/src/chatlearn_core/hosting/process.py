@@ -22,9 +22,10 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedP
 from chatlearn_core.hosting.bootstrap import PACKAGES_VARIABLE
 from chatlearn_core.hosting.calls import Call, Calls, OnEvent
 from chatlearn_core.hosting.engine_side.server import STACK_SIGNAL
+from chatlearn_core.hosting.engine_side.shared_files import mapped_files
 from chatlearn_core.hosting.engine_side.wire import Message
 from chatlearn_core.hosting.link import Link
-from chatlearn_core.hosting.process_group import end_group
+from chatlearn_core.hosting.process_group import end_group, live_members
 from chatlearn_core.hosting.stack_file import StackFile
 
 OWN_PACKAGE = "chatlearn_core.hosting.engine_side"
@@ -88,6 +89,8 @@ class HostedProcess:
         self._ended = threading.Event()
         self._reaper: threading.Thread | None = None
         self._lost: str | None = None
+        self._shared_files: set[str] = set()
+        """What the engine had mapped of shared memory when it stood; whoever is killed removes nothing."""
         self._closing = threading.Lock()
 
     @property
@@ -148,6 +151,7 @@ class HostedProcess:
         except BaseException:
             self.close(grace_s=0)
             raise
+        self._shared_files = mapped_files(live_members(self._process.pid))
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Call a method of the child's object and block until it returns.
@@ -210,6 +214,7 @@ class HostedProcess:
                 return
             if not self._ended.is_set():
                 assert self._link is not None
+                self._shared_files |= mapped_files(live_members(self._process.pid))
                 if grace_s > 0 and self._greeted:
                     self._link.send(("stop",))
                     self._ended.wait(grace_s)
@@ -317,7 +322,7 @@ class HostedProcess:
             )
             self._lost = f"its process {process.pid} {how}"
         self._fail_calls()
-        end_group(process.pid, TERM_GRACE_S)
+        end_group(process.pid, TERM_GRACE_S, self._shared_files)
         process.wait()
         assert self._stacks is not None
         self._stacks.close()

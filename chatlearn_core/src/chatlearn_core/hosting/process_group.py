@@ -1,11 +1,14 @@
-"""Ending a process together with everything it started."""
+"""Ending a process together with everything it started and what that left in shared memory."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+from chatlearn_core.hosting.engine_side.shared_files import mapped_files, remove
 
 _LOOK_S = 0.05
 _DEATH_S = 5.0
@@ -15,9 +18,8 @@ _DEATH_S = 5.0
 def live_members(leader: int) -> list[int]:
     """Processes in the group or the session that ``leader`` leads, zombies left out."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for process in all_processes():
+        entry = Path("/proc", str(process))
         try:
             # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -25,19 +27,32 @@ def live_members(leader: int) -> list[int]:
             continue  # it ended while we looked
         state, _, group, session = fields[:4]
         if state not in ("Z", "X") and leader in (int(group), int(session)):
-            members.append(int(entry.name))
+            members.append(process)
     return members
 
 
-def end_group(leader: int, grace_s: float) -> None:
+def all_processes() -> list[int]:
+    """Every process id that this one can see."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def end_group(leader: int, grace_s: float, shared_files: Iterable[str] = ()) -> None:
     """Ask every process of a group to end, and kill those that still run after ``grace_s``.
 
-    The leader must not have been waited for: until then its id cannot belong to anybody else.
+    What they have mapped of shared memory loses its name, except what others map too.
+
+    Args:
+        leader: must not have been waited for: until then its id cannot belong to anybody else.
+        grace_s: between asking and killing.
+        shared_files: what members had mapped before.
     """
-    if not _signal_all(live_members(leader), signal.SIGTERM) or _all_gone(leader, grace_s):
-        return
-    _signal_all(live_members(leader), signal.SIGKILL)
-    _all_gone(leader, _DEATH_S)
+    members = live_members(leader)
+    files = set(shared_files) | mapped_files(members)
+    if _signal_all(members, signal.SIGTERM) and not _all_gone(leader, grace_s):
+        _signal_all(live_members(leader), signal.SIGKILL)
+        _all_gone(leader, _DEATH_S)
+    if files:
+        remove(files, spare=all_processes())
 
 
 def _signal_all(processes: list[int], number: signal.Signals) -> bool:

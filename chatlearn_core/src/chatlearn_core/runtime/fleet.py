@@ -135,6 +135,12 @@ class LocalFleet:
         if self.resync is not None:
             await self.resync(index)
 
+    async def revive(self) -> None:
+        """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
+        for index, replica in enumerate(self.replicas):
+            if replica.state == "dead":
+                await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
+
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
         await asyncio.gather(*(replica.abort(request_ids) for replica in self.replicas))

@@ -207,6 +207,7 @@ class LocalRuntime:
 
         confirmed: dict[int, SyncReceipt] = {}
         fleet.resync = resync
+        await fleet.revive()
         for receipt in await transfer.sync(local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version):
             confirmed[receipt.replica] = receipt
             if receipt.state == "dead":

@@ -22,9 +22,7 @@ def move(
         worker: rank of a trainer, replica of a generator.
     """
     (backend.offload if action == "offload" else backend.onload)(parts)
-    measured = isinstance(backend, MeasuresMemory)
-    return [
-        MemoryEvent(role, worker, action, part, backend.live_bytes(part) if measured else None)
-        for part in PARTS
-        if part in parts
-    ]
+    moved = [part for part in PARTS if part in parts]
+    if not isinstance(backend, MeasuresMemory):
+        return [MemoryEvent(role, worker, action, part, None) for part in moved]
+    return [MemoryEvent(role, worker, action, part, backend.live_bytes(part)) for part in moved]

@@ -54,15 +54,14 @@ class Restarts:
                 f"up. Last cause: {cause}"
             ).at(place, stack) from cause
         self.count += 1
+        which = f"restart {self.count} of at most {self.limit}, {self.setting}"
+        self.report(worker, f"died and is rebuilt ({which}). {cause}", restart=self.count, limit=self.limit)
+
+    def report(self, worker: str, what: str, **facts: int) -> None:
+        """Tell that a worker is rebuilt, and why."""
         if self.tell is not None:
-            self.tell(
-                RuntimeEvent(
-                    self.event,
-                    f"role {self.role!r}: {worker} died and is rebuilt (restart {self.count} of at most {self.limit}, "
-                    f"{self.setting}). {cause}",
-                    {"role": self.role, "worker": worker, "restart": self.count, "limit": self.limit},
-                )
-            )
+            text = f"role {self.role!r}: {worker} {what}"
+            self.tell(RuntimeEvent(self.event, text, {"role": self.role, "worker": worker, **facts}))
 
     def give_back(self) -> None:
         """The last restart was not the worker's fault."""

@@ -7,7 +7,7 @@ kit's markers, offers fixtures, and refuses to collect a conformance suite whose
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +16,7 @@ from chatlearn_core.testing.guard import SUITES_PACKAGE, is_suite_class, suite_v
 
 if TYPE_CHECKING:
     from chatlearn_core.plugins.registry import PluginRegistry
+    from chatlearn_core.testing.leftovers import Leftovers
 
 MARKERS = (
     "engine: runs a real engine (trainer or generator)",
@@ -63,3 +64,12 @@ def chatlearn_registry() -> PluginRegistry:
 def tiny_prompts() -> tuple[tuple[int, ...], ...]:
     """Token ids of a few short prompts, valid for any vocabulary of 32 tokens or more."""
     return ((5, 9, 3), (17, 2, 30, 11, 8), (4,), (21, 21, 6, 13, 19, 7, 25))
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[Leftovers]:
+    """Fails a test that leaves processes, shared memory or listening ports behind."""
+    from chatlearn_core.testing.leftovers import Leftovers
+
+    with Leftovers() as leftovers:
+        yield leftovers

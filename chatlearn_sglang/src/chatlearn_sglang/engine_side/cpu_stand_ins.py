@@ -42,7 +42,7 @@ class StandInFinder:
     def _define_torchvision_schemas(self) -> None:
         import torch
 
-        self._library = torch.library.Library("torchvision", "FRAGMENT")
+        self._library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has none
         for schema in _TORCHVISION_SCHEMAS:
             if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
                 self._library.define(schema)
@@ -51,4 +51,4 @@ class StandInFinder:
 def install() -> None:
     """Put the finder first, once a process."""
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, StandInFinder())  # type: ignore[arg-type]  # a duck-typed finder, as importlib allows
+        sys.meta_path.insert(0, StandInFinder())

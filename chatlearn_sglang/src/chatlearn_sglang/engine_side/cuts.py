@@ -13,7 +13,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 
-class CutLogits(CustomLogitProcessor):
+class CutLogits(CustomLogitProcessor):  # type: ignore[misc]  # SGLang lives in another interpreter
     """Masks what a request's ``custom_params`` cut: ``temperature``, ``top_k`` (0: all), ``top_p``."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:

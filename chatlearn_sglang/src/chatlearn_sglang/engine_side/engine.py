@@ -80,8 +80,8 @@ class HostedEngine:
             import sglang
 
             raise EngineFailedError(
-                f"SGLang {sglang.__version__} draws other tokens from the same seed: its sampler does not take the seeds"
-                " that the hook on SamplingBatchInfo.from_schedule_batch sets"
+                f"SGLang {sglang.__version__} draws other tokens from the same seed: its sampler does not take the"
+                " seeds that the hook on SamplingBatchInfo.from_schedule_batch sets"
             )
         await self._flush_cache()
         return self

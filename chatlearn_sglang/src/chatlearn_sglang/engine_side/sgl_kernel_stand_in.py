@@ -1,6 +1,7 @@
-"""Stands in for the package ``sgl_kernel`` on a CPU: the names that SGLang 0.5.23 imports there, one of them in use.
+"""Stands in for the package ``sgl_kernel`` on a CPU: the names that SGLang 0.5.23 imports there, two of them in use.
 
-No ``torch.ops.sgl_kernel`` operator is registered, so SGLang knows that it has no AMX kernels and takes torch's own.
+Of the operators in ``torch.ops.sgl_kernel`` there is only the hash that seeded sampling needs, so SGLang knows that it
+has no AMX kernels and takes torch's own.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 __version__ = "0+chatlearn.stand.in"
+_MASK = 0xFFFFFFFF
 
 
 def assign_req_to_token_pool_cpu(
@@ -38,6 +41,37 @@ def assign_req_to_token_pool_cpu(
         taken += count
 
 
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 (x86, 32 bit) of seed, position and column as 16 bytes, as SGLang's Triton kernel computes it.
+
+    Args:
+        seed: [N] below 2**63
+        positions: [N]
+        col_indices: [M]
+
+    Returns:
+        [N, M] uint32
+    """
+    seeds = seed.to(torch.int64)
+    hashed = torch.zeros_like(seeds)
+    for block in (seeds & _MASK, (seeds >> 32) & _MASK, positions.to(torch.int64) & _MASK):
+        hashed = _mix(hashed, block)
+    hashed = _mix(hashed[:, None], (col_indices.to(torch.int64) & _MASK)[None, :])
+    hashed = hashed ^ 16  # the number of bytes
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _MASK
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _MASK
+    return (hashed ^ (hashed >> 16)).to(torch.uint32)
+
+
+def _mix(hashed: Tensor, block: Tensor) -> Tensor:
+    block = (_rotate((block * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
+    return (_rotate(hashed ^ block, 13) * 5 + 0xE6546B64) & _MASK
+
+
+def _rotate(value: Tensor, bits: int) -> Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & _MASK
+
+
 def _absent(name: str) -> Callable[..., NoReturn]:
     def fail(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} needs SGLang's own kernels for CPUs, built from source")
@@ -53,3 +87,7 @@ assign_draft_cache_locs_contiguous_cpu = _absent("assign_draft_cache_locs_contig
 assign_extend_cache_locs_cpu = _absent("assign_extend_cache_locs_cpu")
 build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
 verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
+
+_operators = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has none
+_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")

@@ -1,8 +1,8 @@
 """New weights, as every rank of the engine takes them: SGLang calls ``apply`` as its custom weight loader.
 
 The request comes as a uint8 tensor, since SGLang hands tensors to a loader and nothing else. What it says, each rank
-reads by itself: a block of shared memory, a checkpoint, a broadcast. SGLang takes a loader's exception as the end of its
-scheduler, so the outcome is written to a file that the caller gave, one line a rank.
+reads by itself: a block of shared memory, a checkpoint, a broadcast. A loader that raises ends SGLang's scheduler, so
+the outcome is written to a file that the caller gave, one line a rank.
 """
 
 from __future__ import annotations

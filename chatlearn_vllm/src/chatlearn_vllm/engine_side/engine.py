@@ -84,6 +84,7 @@ class Engine:
             )
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind_threads(num_workers))
+            _make_room_for_expert_groups()
             self._engine: Any = LLMEngine.from_engine_args(args)
         except UnknownArgumentsError:
             raise
@@ -267,3 +268,15 @@ class Engine:
         if inner is not None:
             del self._keys[inner]
         self._watchers.pop(key, None)
+
+
+def _make_room_for_expert_groups() -> None:
+    """Let vLLM make its process groups anew if an engine without experts made them.
+
+    All engines of one process share vLLM's groups, which for a single worker hold this process alone and carry nothing.
+    The first engine makes them, and one without experts makes none for experts.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()

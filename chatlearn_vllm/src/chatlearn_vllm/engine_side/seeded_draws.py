@@ -57,10 +57,11 @@ class CPUDraws(torch.Generator):
         """A value for ``set_offset`` to differ from."""
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> CPUDraws:
         """Take back the last draw: its token was in the middle of the context and is not kept."""
         assert offset < 0, offset
         self._rewind()
+        return self
 
     def _rewind(self) -> None:
         self.manual_seed(self._state.sampling_params.seed)

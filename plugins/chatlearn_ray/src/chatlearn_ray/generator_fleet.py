@@ -238,6 +238,7 @@ class RayGeneratorFleet:
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
                 async with self._restart_locks[index]:
+                    self._restarts.report(f"replica {index}", "was given up with the trainer and is rebuilt")
                     await self._restarts.start(f"replica {index}", partial(self._rebuild, index))
 
     async def _rebuild(self, index: int) -> None:
@@ -263,6 +264,12 @@ class RayGeneratorFleet:
         except (BackendTimeoutError, WorkerDiedError):
             replica.lose(timeout)
         return timeout
+
+    async def revive(self) -> None:
+        """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
+        for index, replica in enumerate(self.replicas):
+            if replica.state == "dead":
+                await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""

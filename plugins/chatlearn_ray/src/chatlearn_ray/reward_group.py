@@ -178,6 +178,7 @@ class RayRewardGroup:
             if counts:
                 await self._restarts.rebuild(f"worker {index}", cause, build)
             else:
+                self._restarts.report(f"worker {index}", f"was killed or blocked by a sample and is rebuilt. {cause}")
                 await self._restarts.start(f"worker {index}", build)
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:

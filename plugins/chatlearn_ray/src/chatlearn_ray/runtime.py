@@ -279,6 +279,7 @@ class RayRuntime:
             confirmed[index] = receipt
 
         fleet.resync = resync
+        await fleet.revive()
         for receipt in await transfer.sync(range(len(fleet.replicas)), policy_version):
             confirmed[receipt.replica] = receipt
             if receipt.state == "dead":

@@ -48,6 +48,19 @@ class BroadcastOptions(BaseModel):
     )
 
 
+class DeltaOptions(BaseModel):
+    """Options of ``delta``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    full_every: int = Field(
+        20, ge=1, description="Syncs from one full version to the next: a replica that comes back reads as many."
+    )
+    verify_checksums: bool = Field(
+        True, description="Compare the CRC of every file and the checksum of every tensor that changed."
+    )
+
+
 class CheckpointOptions(BaseModel):
     """Options of ``checkpoint``."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ class WeightIndex:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]
+    base: str | None = None
+    """Of a delta: the sync id of the version it applies to. ``tensors`` then are parts of tensors as well."""
+    streamed: tuple[str, ...] = ()
+    """Of a rank's part of a delta: the tensors it looked at, changed or not."""
+    results: Mapping[str, int] = field(default_factory=dict)
+    """Of a delta: by the name of each tensor that changed, the checksum of all of it as it is then."""
 
     @property
     def num_bytes(self) -> int:
@@ -137,6 +143,7 @@ def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
         content["tensors"] = {
             name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content["tensors"].items()
         }
+        content["streamed"] = tuple(content["streamed"])
         return WeightIndex(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"{path}: not a readable weight index ({type(error).__name__}: {error})") from error
@@ -150,13 +157,25 @@ def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
     """
     first, *rest = parts
     files, tensors = dict(first.files), dict(first.tensors)
+    streamed, results = list(first.streamed), dict(first.results)
     for part in rest:
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
             raise WeightSyncError(f"two ranks streamed the same tensors: {name_list(twice)}")
         files.update(part.files)
         tensors.update(part.tensors)
-    return WeightIndex(first.sync_id, first.policy_version, first.role, files, tensors, first.aliases)
+        streamed += part.streamed
+        results.update(part.results)
+    return WeightIndex(
+        first.sync_id,
+        first.policy_version,
+        first.role,
+        files,
+        tensors,
+        first.aliases,
+        streamed=tuple(streamed),
+        results=results,
+    )
 
 
 def verify_files(directory: Path, index: WeightIndex, *, checksums: bool) -> None:

@@ -19,8 +19,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from .shared_files import mapped_files, remove
 from .wire import Decoder, Message, encode
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -94,6 +96,7 @@ class Server:
             messages = decoder.feed(data)
             if messages:
                 self._loop.call_soon_threadsafe(self._take, messages)
+        remove(mapped_files(_group_members()))
         os.killpg(0, signal.SIGKILL)
 
     def _take(self, messages: list[Message]) -> None:
@@ -139,6 +142,18 @@ class Server:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+
+
+def _group_members() -> list[int]:
+    """Processes in this one's group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == os.getpgrp():
+                members.append(int(entry.name))
+        except ProcessLookupError:
+            continue
+    return members
 
 
 def error_message(number: int, error: BaseException) -> Message:

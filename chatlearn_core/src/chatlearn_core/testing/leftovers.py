@@ -1,0 +1,165 @@
+"""What a test leaves behind: processes, shared memory, listening ports. Linux only: it reads ``/proc``."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARK = "CHATLEARN_TEST_MARK"
+"""An environment variable: whoever has it was started by the test, however many parents have died in between."""
+SHARED_MEMORY = Path("/dev/shm")
+WAIT_S = 15.0
+"""A process whose parent was killed needs a moment to notice."""
+_LOOK_EVERY_S = 0.1
+_PROC = Path("/proc")
+_LISTENS = "0A"
+_OUTLIVING = ("raylet", "gcs_server", "/ray/", "ray._private", "multiprocessing.resource_tracker")
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """Compares what there was with what there is; used as a context manager, or by the fixture ``leaves_nothing``."""
+
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    wait_s: float = WAIT_S
+    _memory: frozenset[str] = frozenset()
+    _ports: frozenset[int] = frozenset()
+    _children: frozenset[int] = frozenset()
+    _outer_mark: str | None = None
+
+    def __enter__(self) -> Leftovers:
+        self._memory, self._ports = shared_memory(), listening_ports()
+        self._children = frozenset(descendants(os.getpid()))
+        self._outer_mark = os.environ.get(MARK)
+        os.environ[MARK] = self.mark
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._outer_mark is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = self._outer_mark
+        if kind is None:  # a test that failed has said what matters
+            self.check()
+
+    def check(self) -> None:
+        """Wait a while for everything to go.
+
+        Raises:
+            AssertionError: what is still there, by name.
+        """
+        left = wait_until_empty(self.find, self.wait_s)
+        assert not left, "left behind: " + "; ".join(left)
+
+    def find(self) -> list[str]:
+        """What is there now and was not before, and belongs to nobody else."""
+        started = {pid for pid in processes() if environment(pid).get(MARK) == self.mark}
+        started |= set(descendants(os.getpid())) - self._children
+        found = [f"process {pid}: {command(pid)}" for pid in sorted(started) if not outlives_tests(command(pid))]
+        found += [f"shared memory {name}" for name in sorted(unheld(shared_memory() - self._memory))]
+        found += [f"port {port}, listening" for port in sorted(listening_ports() - self._ports)]
+        return found
+
+
+def wait_until_empty(find: Callable[[], list[str]], wait_s: float = WAIT_S) -> list[str]:
+    """Call ``find`` until it finds nothing, or the time is over; returns what it found last."""
+    deadline = time.monotonic() + wait_s
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+    return found
+
+
+def processes() -> list[int]:
+    """All processes that have not ended."""
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit() and is_alive(int(entry.name))]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and it is more than a zombie."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX"
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Children, and theirs."""
+    parents = {process: int(fields[1]) for process in processes() if (fields := _stat(process))}
+    generation = {pid}
+    while generation := {child for child, parent in parents.items() if parent in generation}:
+        yield from generation
+
+
+def session_members(session: int) -> list[str]:
+    """Processes of a session (``setsid``), as ``pid: command``."""
+    return [f"{pid}: {command(pid)}" for pid in processes() if (fields := _stat(pid)) and int(fields[3]) == session]
+
+
+def command(pid: int) -> str:
+    """Its command line; empty once it has ended."""
+    return _read(pid, "cmdline").replace("\0", " ").strip()
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment that it was started with; empty if it may not be read."""
+    pairs = (entry.partition("=") for entry in _read(pid, "environ").split("\0"))
+    return {name: value for name, separator, value in pairs if separator}
+
+
+def outlives_tests(command_line: str) -> bool:
+    """Whether a process is meant to outlive a test: Ray's servers and workers that nobody uses, Python's own helper."""
+    title = command_line.removeprefix("ray::")
+    if title != command_line:
+        return title.startswith("IDLE")
+    return any(name in command_line for name in _OUTLIVING)
+
+
+def shared_memory() -> frozenset[str]:
+    """Names in ``/dev/shm``."""
+    return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
+
+
+def unheld(names: frozenset[str]) -> set[str]:
+    """Those that no living process has open or mapped: nobody will remove them."""
+    left = set(names)
+    for pid in processes() if left else ():
+        text = _read(pid, "maps") + "\n" + "\n".join(_open_files(pid))
+        left = {name for name in left if str(SHARED_MEMORY / name) not in text}
+    return left
+
+
+def listening_ports(pid: int | None = None) -> frozenset[int]:
+    """TCP ports that a process (this one) listens on."""
+    own = os.getpid() if pid is None else pid
+    inodes = {name[8:-1] for name in _open_files(own) if name.startswith("socket:[")}
+    ports = set()
+    for table in ("net/tcp", "net/tcp6"):
+        for line in _read(own, table).splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and fields[9] in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return frozenset(ports)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, process group, session, ...; empty once it has ended."""
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _open_files(pid: int) -> list[str]:
+    names = []
+    try:
+        for link in (_PROC / str(pid) / "fd").iterdir():
+            names.append(str(link.readlink()))
+    except OSError:
+        pass  # it ended, or belongs to somebody else
+    return names
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (_PROC / str(pid) / name).read_text(errors="replace")
+    except OSError:
+        return ""  # it ended, or belongs to somebody else

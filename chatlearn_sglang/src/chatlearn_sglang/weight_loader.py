@@ -1,0 +1,262 @@
+"""Taking new weights into the engine: checked here, read by the engine's own processes where they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from chatlearn_core.exceptions import BackendTimeoutError, HostedCallError, ModelError, WeightSyncError
+from chatlearn_core.hosting import HostedProcess, SharedBlock, handle_content
+from chatlearn_core.types import GroupRendezvous, MemoryHandle, TensorSpec, WeightManifest, WeightShard
+from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES
+from chatlearn_hf.model_directory import weight_files
+from chatlearn_hf.weight_checks import IncomingWeights
+
+_CHANNELS = "'tensors', 'checkpoint', 'memory_handles' or 'process_group'"
+
+
+class Replica(Protocol):
+    """What a loader needs of its generator."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_dead(self) -> bool: ...
+
+    @property
+    def weights_are_offloaded(self) -> bool: ...
+
+    @property
+    def stays_paused(self) -> bool: ...
+
+    def stop_serving(self) -> None: ...
+
+    def serve(self, policy_version: int) -> None: ...
+
+    def die(self, reason: str) -> None: ...
+
+
+class SGLangWeightLoader:
+    """Names, shapes and types are checked before the engine sees a byte: it skips unknown names silently and dies of
+    wrong shapes.
+
+    Requests that run are kept: their KV cache is dropped, and they go on after ``finish`` under the new weights.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        process: HostedProcess,
+        expected: WeightManifest,
+        *,
+        convert_dtype: bool,
+        bucket_bytes: int,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._replica = replica
+        self._process = process
+        self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
+        self._bucket_bytes = bucket_bytes
+        self._facts = facts
+        self._groups: dict[str, GroupRendezvous] = {}
+
+    def expected_manifest(self) -> WeightManifest:
+        """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
+        return self._incoming.expected
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """See ``WeightLoader``."""
+        name = self._replica.name
+        if self._replica.is_dead:
+            raise WeightSyncError(f"{name} is dead; restart it before the sync of version {policy_version}")
+        if self._replica.weights_are_offloaded:
+            raise WeightSyncError(f"{name} has its weights offloaded; onload 'weights' before version {policy_version}")
+        if manifest.adapter is not None:
+            raise WeightSyncError(f"{name} takes whole models, not adapters; set weight_sync.payload to full")
+        self._incoming.begin(policy_version, manifest)
+        self._replica.stop_serving()
+        async with self._or_die("stopping for new weights"):
+            await self._process.acall("begin_weights")
+
+    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``WeightLoader``: copied into shared memory, bucket after bucket, for the engine to read.
+
+        Raises:
+            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or a name came twice; the replica
+                is dead, since part of its weights may have changed.
+        """
+        self._incoming.require_begun("load_tensors")
+        async with self._or_die("loading tensors"):
+            with SharedBlock(self._bucket_bytes) as block:
+                handles = block.fill(self._incoming.checked(tensors))
+                while (handle := await asyncio.to_thread(next, handles, None)) is not None:
+                    await self._load("block", handle_content(handle))
+
+    async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
+        """Not a channel of this generator."""
+        raise WeightSyncError(
+            f"{self._replica.name}: the generator 'sglang' takes whole tensors, not boxes; choose a transport with"
+            f" channel {_CHANNELS}"
+        )
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """See ``WeightLoader``: every rank reads one ``model.safetensors``, or the files its index names.
+
+        Raises:
+            WeightSyncError: see ``load_tensors``; or a file is missing or damaged.
+        """
+        self._incoming.require_begun("load_checkpoint")
+        async with self._or_die(f"loading the checkpoint {directory}"):
+            files = []
+            for file, specs in _headers(directory):
+                names = self._incoming.check_specs(specs)
+                pairs = [(s.name, n.name) for s, n in zip(specs, names, strict=True) if n is not None]
+                files.append((str(file), pairs))
+            await self._load("checkpoint", {"files": files})
+
+    async def load_handles(self, handle: MemoryHandle) -> None:
+        """See ``MemoryHandleLoader``: every rank maps the block."""
+        self._incoming.require_begun("load_handles")
+        async with self._or_die(f"loading a block of kind {handle.kind!r}"):
+            names = self._incoming.check_specs([place.spec for place in handle.tensors])
+            tensors = [
+                (name.name, place.spec.dtype, list(place.spec.shape), place.offset)
+                for place, name in zip(handle.tensors, names, strict=True)
+                if name is not None
+            ]
+            if handle.kind == "file":
+                content = {"path": handle.content, "num_bytes": handle.num_bytes, "tensors": tensors}
+                await self._load("block", content)
+            else:
+                await self._load("cuda_block", {"blocks": pickle.dumps(handle.content), "tensors": tensors})
+
+    @property
+    def num_group_ranks(self) -> int:
+        """See ``ProcessGroupLoader``: the engine's tensor-parallel ranks."""
+        return int(self._facts["tp_size"])
+
+    async def join_group(self, rendezvous: GroupRendezvous) -> None:
+        """See ``ProcessGroupLoader``.
+
+        Raises:
+            BackendTimeoutError: the sender and the other receivers did not come.
+            WeightSyncError: the engine is pipeline parallel: its stages would need ranks of their own.
+        """
+        if rendezvous.name in self._groups:
+            return
+        if self._facts["pp_size"] > 1:
+            raise WeightSyncError(
+                f"{self._replica.name}: a pipeline-parallel engine (pp_size {self._facts['pp_size']}) cannot join"
+                " process groups; choose a transport with channel 'checkpoint' or 'memory_handles'"
+            )
+        content = {
+            "name": rendezvous.name,
+            "address": rendezvous.address,
+            "backend": rendezvous.backend,
+            "world_size": rendezvous.world_size,
+            "first_rank": rendezvous.first_rank,
+            "timeout_s": rendezvous.timeout_s,
+        }
+        try:
+            await self._load("join", content)
+        except HostedCallError as error:
+            raise BackendTimeoutError(
+                f"{self._replica.name}: its {self.num_group_ranks} ranks could not meet the sender of the group"
+                f" {rendezvous.name!r} at {rendezvous.address} within {rendezvous.timeout_s:g} s: {error.text}"
+            ) from error
+        self._groups[rendezvous.name] = rendezvous
+
+    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+        """See ``ProcessGroupLoader``."""
+        self._incoming.require_begun("load_broadcast")
+        async with self._or_die(f"receiving from the sender of the group {group!r}"):
+            if group not in self._groups:
+                raise WeightSyncError(f"the group {group!r} was not joined")
+            names = self._incoming.check_specs(tensors)
+            specs = [
+                ("" if name is None else name.name, spec.dtype, list(spec.shape))
+                for name, spec in zip(names, tensors, strict=True)
+            ]
+            content = {"group": group, "backend": self._groups[group].backend, "tensors": specs}
+            try:
+                await self._load("broadcast", content)
+            except HostedCallError as error:
+                if "timed out" not in error.text.lower():
+                    raise
+                raise BackendTimeoutError(
+                    f"rank 0 of the group {group!r} at {self._groups[group].address} sent nothing within"
+                    f" {self._groups[group].timeout_s:g} s: {error.text}"
+                ) from error
+
+    async def leave_group(self, group: str) -> None:
+        """See ``ProcessGroupLoader``."""
+        if self._groups.pop(group, None) is not None and not self._replica.is_dead:
+            await self._load("leave", {"name": group})
+
+    async def finish(self) -> int:
+        """See ``WeightLoader``."""
+        version = self._incoming.require_begun("finish")
+        async with self._or_die(f"finishing policy version {version}"):
+            self._incoming.finish()
+            await self._process.acall("finish_weights", version, self._replica.stays_paused)
+        self._replica.serve(version)
+        return version
+
+    async def fail(self, reason: str) -> None:
+        """See ``WeightLoader``."""
+        await self._die(reason)
+
+    async def _load(self, operation: str, content: Mapping[str, Any]) -> None:
+        await self._process.acall("load", operation, dict(content))
+
+    @asynccontextmanager
+    async def _or_die(self, what: str) -> AsyncIterator[None]:
+        """After an error part of the weights may be new: the replica is dead."""
+        num_arrived = self._incoming.num_arrived
+        try:
+            yield
+        except Exception as error:
+            num_arrived = max(num_arrived, self._incoming.num_arrived)
+            text = error.text if isinstance(error, HostedCallError) else str(error)
+            if isinstance(error, WeightSyncError):
+                await self._die(text)
+                raise
+            problem = (
+                f"{what} failed after {num_arrived} of {len(self._incoming.expected.tensors)} tensors: "
+                f"{type(error).__name__}: {text}"
+            )
+            await self._die(problem)
+            if isinstance(error, BackendTimeoutError):
+                raise BackendTimeoutError(f"{self._replica.name}: {problem}") from error
+            raise WeightSyncError(f"{self._replica.name}: {problem}") from error
+
+    async def _die(self, reason: str) -> None:
+        self._incoming.reset()
+        await asyncio.to_thread(self._replica.die, reason)
+
+
+def _headers(directory: Path) -> Iterator[tuple[Path, list[TensorSpec]]]:
+    """(file, tensors in it) of a directory's safetensors files, without reading weights."""
+    try:
+        files = weight_files(directory)
+    except (ModelError, OSError) as error:
+        raise WeightSyncError(f"checkpoint {directory} cannot be read: {error}") from error
+    for file in files:
+        specs = []
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
+                    header = handle.get_slice(name)
+                    dtype = SAFETENSORS_DTYPES.get(header.get_dtype(), header.get_dtype().lower())
+                    specs.append(TensorSpec(name, tuple(header.get_shape()), dtype))
+        except (SafetensorError, OSError) as error:
+            raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
+        yield file, specs

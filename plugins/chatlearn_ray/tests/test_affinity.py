@@ -1,0 +1,103 @@
+"""What records, options and transports say about places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_ray.affinity import check_reach, engine_devices, next_to, ranks_together, seated_role
+from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.seating import seat_roles
+
+TRAINER = TrainerSpec(name="t", factory="a:b", options="a:c", node_options=("tp", "ulysses"))
+GENERATOR = GeneratorSpec(
+    name="g", factory="a:b", options="a:c", device_arguments=(("tensor_parallel_size", "tp_size"), ("pp_size",))
+)
+JOINED = RayRuntimeOptions(address="auto")
+
+
+class Options(BaseModel):
+    tp: int = 1
+    ulysses: int | None = None
+
+
+def role(
+    kind: str, *, ranks: int = 1, device: str = "auto", engine: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    record: Any = TRAINER if kind == "trainer" else GENERATOR
+    backend = BackendPlan(f"roles.{kind}", record, Options(**options))
+    return RolePlan(kind, kind, (backend,), None, "lm", device, 1, ranks, True, engine or {}, 60.0)
+
+
+def plan(**sync: Any) -> RunPlan:
+    record = WeightSyncSpec(name="broadcast", sender="a:b", receiver="a:b", options="a:c", **sync)
+    flow = WeightSyncPlan("trainer", "generator", record, Options(), "", "barrier", 1, 1.0)
+    roles = {"trainer": role("trainer"), "generator": role("generator")}
+    registry: Any = None
+    return RunPlan(registry, roles, (flow,), Path(), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "devices"),
+    [({}, None), ({"tp_size": 4}, 4), ({"tensor_parallel_size": 2, "pp_size": 3}, 6), ({"max_num_seqs": 9}, None)],
+)
+def test_an_engines_devices_are_the_product_of_its_arguments(engine: dict[str, Any], devices: int | None) -> None:
+    assert engine_devices(role("generator", engine=engine)) == devices
+    assert seated_role(role("generator", engine=engine), plan(), JOINED, gpus=True).devices_per_worker == (devices or 1)
+
+
+def test_ranks_and_engine_arguments_must_agree() -> None:
+    assert engine_devices(role("generator", ranks=4, engine={"tp_size": 4})) == 4
+    with pytest.raises(ConfigError, match=r"roles\.generator\.ranks is 3.*engine makes 4 \(tp_size 2 x pp_size 2\)"):
+        engine_devices(role("generator", ranks=3, engine={"tp_size": 2, "pp_size": 2}))
+    with pytest.raises(ConfigError, match=r"engine\.tp_size is 'two'; it must be a whole number"):
+        engine_devices(role("generator", engine={"tp_size": "two"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, (1, "")), ({"tp": 4, "ulysses": 2}, (8, "tp 4, ulysses 2")), ({"ulysses": 2}, (2, "ulysses 2"))],
+)
+def test_ranks_belong_together_as_the_trainers_options_say(options: dict[str, int], expected: tuple[int, str]) -> None:
+    assert ranks_together(role("trainer", ranks=8, **options)) == expected
+
+
+def test_a_generator_belongs_next_to_the_trainer_of_its_weights() -> None:
+    generator = role("generator")
+    near, why = next_to(generator, plan(), JOINED)
+    assert (near, "'broadcast' moves weights between them" in why) == ("trainer", True)
+    assert next_to(generator, plan(channels=("checkpoint",)), JOINED) == (None, ""), "files are everywhere as near"
+    assert next_to(generator, plan(), RayRuntimeOptions()) == (None, ""), "one machine has one node"
+    assert next_to(role("trainer"), plan(), JOINED) == (None, "")
+
+
+def test_a_gpu_that_ray_must_choose_is_not_named() -> None:
+    with pytest.raises(ConfigError, match=r"roles\.trainer\.device is 'cuda:1'"):
+        seated_role(role("trainer", device="cuda:1"), plan(), JOINED, gpus=True)
+
+
+def test_a_transport_within_a_host_needs_both_ends_on_one() -> None:
+    [sync] = plan(reach="host").weight_syncs
+
+    def check(options: RayRuntimeOptions) -> None:
+        roles = [replace(seated_role(r, plan(), options, gpus=False)) for r in plan().roles.values()]
+        check_reach(sync, seat_roles(roles, options), options)
+
+    check(RayRuntimeOptions())
+    with pytest.raises(ConfigError, match=r"'broadcast' works within one host, but the places of 'trainer' and 'gen"):
+        check(JOINED)
+    pool = {"address": "auto", "pools": {"p": {"slots": 2, "strategy": "one_node"}}}
+    shared = RayRuntimeOptions.model_validate(pool | {"roles": {"trainer": {"pool": "p"}, "generator": {"pool": "p"}}})
+    check(shared)
+    assert (shared.placement, JOINED.placement, RayRuntimeOptions().placement) == ("host", "anywhere", "host")
+    half = RayRuntimeOptions.model_validate(pool | {"roles": {"trainer": {"pool": "p"}, "reward": {"pool": "p"}}})
+    assert half.placement == "host"
+    with pytest.raises(ConfigError, match="works within one host"):
+        check(half)

@@ -1,0 +1,171 @@
+"""Transport ``delta``: full versions now and then, and between them only what changed, exact to the bit.
+
+Versions form a chain in the workspace: a full one, and deltas that each apply to the one before. A sender rank compares
+what it streams with what it streamed last, of which it keeps a copy on the host. A receiver (``delta_receiver``) keeps
+one, too; a new one reads the chain from the full version on, without the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.protocols import Trainer
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_sync.changes import changes
+from chatlearn_sync.checksum import checksum
+from chatlearn_sync.options import DeltaOptions
+from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, name_list, owned, stream
+from chatlearn_sync.version_directory import VersionDirectory
+from chatlearn_sync.weight_files import FileEntry, TensorEntry, WeightIndex, write_shard
+
+NAME = "delta"
+
+
+@dataclass(slots=True)
+class Held:
+    """What this rank streamed last, byte for byte."""
+
+    version: int | None = None
+    """None: nothing that a delta may build on."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    age: int = 0
+    """Deltas since the last full version."""
+
+
+class DeltaSender:
+    """Writes what changed of this rank's tensors; the lead also completes the version and tidies old ones away."""
+
+    def __init__(self, options: DeltaOptions, endpoint: Endpoint) -> None:
+        self._options = options
+        self._endpoint = endpoint
+        self._held = Held()
+
+    def offer(self, plan: SyncPlan) -> SyncOffer:
+        """Say where the version will be, and clear what an interrupted run left under the same names.
+
+        Raises:
+            WeightSyncError: the workspace cannot be written.
+        """
+        return VersionDirectory(plan, NAME, self._endpoint).open()
+
+    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+        """Write and flush what changed; the lead returns when the version is whole. Counts the bytes written."""
+        version = VersionDirectory(plan, NAME, self._endpoint)
+        held = self._held
+        builds_on = plan.base_version if plan.payload == "delta" and held.age + 1 < self._options.full_every else None
+        if builds_on is None or held.version != builds_on:
+            held.tensors = {}  # everything counts as changed
+        held.version = None  # until this version is whole
+
+        def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
+            missing = sorted(set(plan.manifest.tensors) - set(index.streamed))
+            if missing:
+                raise WeightSyncError(
+                    f"{describe(plan, NAME)}: {len(missing)} of {len(plan.manifest.tensors)} tensors were not "
+                    f"streamed by any rank: {name_list(missing)}"
+                )
+            if set(index.streamed) <= set(index.tensors):
+                return index  # all of them are whole: nothing before it is needed
+            return replace(index, base=self._base(plan, version))
+
+        try:
+            part = self._write(plan, version, trainer)
+            version.write_part(part)
+            if version.is_lead:
+                version.complete(finish)
+        except BaseException as error:
+            version.publish_failure(error)
+            raise
+        held.version, held.age = plan.policy_version, 0 if builds_on is None else held.age + 1
+        return part.num_bytes
+
+    def release(self, plan: SyncPlan) -> None:
+        """Remove what is unfinished, and versions that the newest one does not build on.
+
+        Raises:
+            WeightSyncError: a directory cannot be removed.
+        """
+        VersionDirectory(plan, NAME, self._endpoint).tidy(_chain)
+
+    def close(self) -> None:
+        """Give the copy back; the newest chain stays on the disk for replicas that come back."""
+        self._held = Held()
+
+    def _write(self, plan: SyncPlan, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
+        check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
+        rank, limit = self._endpoint.rank, bucket_limit(plan)
+        files: dict[str, FileEntry] = {}
+        tensors: dict[str, TensorEntry] = {}
+        results: dict[str, int] = {}
+        pending: list[tuple[str, Tensor]] = []
+
+        def flush() -> None:
+            path = version.staging / f"part-rank{rank:05d}-{len(files):05d}.safetensors"
+            files[path.name], entries = write_shard(path, tuple(pending))
+            tensors.update(entries)
+            pending.clear()
+
+        for name, parts, result in self._changed(owned(stream(plan, trainer), rank, check)):
+            results[name] = result
+            if pending and sum(part.nbytes for _, part in pending) + sum(p.nbytes for p in parts.values()) > limit:
+                flush()
+            pending += parts.items()
+        if pending:
+            flush()
+        return WeightIndex(
+            plan.sync_id,
+            plan.policy_version,
+            self._endpoint.role,
+            files,
+            tensors,
+            plan.manifest.aliases,
+            streamed=tuple(sorted(check.arrived)),
+            results=results,
+        )
+
+    def _changed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor], int]]:
+        """(name, what to store, checksum of all of it) of each tensor that changed; ``held`` follows."""
+        held = self._held.tensors
+        for name, streamed in tensors:
+            new = streamed.to("cpu").contiguous()
+            old = held.get(name)
+            if old is None or old.shape != new.shape or old.dtype != new.dtype:
+                held[name] = old = new.clone()
+                yield name, {name: old}, tensor_checksum(old)
+                continue
+            parts = changes(name, old, new)
+            if parts:
+                old.copy_(new)
+                yield name, parts, tensor_checksum(old)
+
+    def _base(self, plan: SyncPlan, version: VersionDirectory) -> str:
+        for directory, index in version.versions():
+            if index.policy_version == plan.base_version:
+                return directory.name
+        raise WeightSyncError(
+            f"{describe(plan, NAME)}: policy version {plan.base_version}, which it builds on, is not in "
+            f"{plan.workspace}. Was it removed? The next sync will be a full one"
+        )
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """Checksum of a contiguous host tensor's bytes."""
+    return checksum(tensor.reshape(-1).view(torch.uint8))
+
+
+def _chain(versions: Sequence[tuple[Path, WeightIndex]]) -> Collection[Path]:
+    """The newest version and all that it builds on."""
+    by_name = {directory.name: (directory, index) for directory, index in versions}
+    chain: list[Path] = []
+    following = versions[0][0].name if versions else None
+    while following is not None and following in by_name:
+        directory, index = by_name.pop(following)
+        chain.append(directory)
+        following = index.base
+    return chain

@@ -1,0 +1,133 @@
+"""The generator's end of ``delta``: keeps the last version, brings it up to date and hands it over whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.shared_block import ALIGNMENT, SharedBlock
+from chatlearn_core.protocols import MemoryHandleLoader, WeightLoader
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, WeightManifest
+from chatlearn_sync.changes import apply, tensor_of
+from chatlearn_sync.delta import NAME, tensor_checksum
+from chatlearn_sync.options import DeltaOptions
+from chatlearn_sync.shared_memory import Mapping, view_of
+from chatlearn_sync.stream import describe, describe_endpoint, name_list
+from chatlearn_sync.version_directory import VersionDirectory
+from chatlearn_sync.weight_files import INDEX_NAME, WeightIndex, read_index, verify_files
+
+
+class Copy:
+    """All tensors of a version in one block of shared memory, so that an engine in another process can read them."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self.manifest = manifest
+        self.sync_id: str | None = None
+        """Which version this is; None while it is between two."""
+        places: list[TensorPlace] = []
+        used = 0
+        for spec in manifest.tensors.values():
+            places.append(TensorPlace(spec, used))
+            used += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._block = SharedBlock(max(1, used))
+        contents = Mapping(self._block.path, self._block.num_bytes).contents
+        self.tensors = {place.spec.name: view_of(contents, place) for place in places}
+        self.handle = MemoryHandle("file", self._block.path, self._block.num_bytes, tuple(places))
+
+    def close(self) -> None:
+        """Give the memory back, once nothing refers to the tensors any more."""
+        self.tensors = {}
+        self._block.close()
+
+
+class DeltaReceiver:
+    """Reads what its copy lacks: the new version, and the ones before it where it missed them."""
+
+    def __init__(self, options: DeltaOptions, endpoint: Endpoint) -> None:
+        self._options = options
+        self._endpoint = endpoint
+        self._copy: Copy | None = None
+
+    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+        """Load the version. Without offers (a replay) the plan says where it is. Counts the bytes read."""
+        version = VersionDirectory(plan, NAME, self._endpoint)
+        version.require_offers(offers)
+        index = await version.arrival()
+        copy = self._copy_for(plan)
+        missing = await asyncio.to_thread(self._missing, plan, version.final, index, copy)
+        await asyncio.to_thread(self._update, plan, copy, missing)
+        if plan.channel == "memory_handles":
+            assert isinstance(loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
+            await loader.load_handles(copy.handle)
+        else:
+            await loader.load_tensors(iter(copy.tensors.items()))
+        return sum(index.num_bytes for _, index in missing)
+
+    def close(self) -> None:
+        """Give the copy back."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
+
+    def _copy_for(self, plan: SyncPlan) -> Copy:
+        if self._copy is None or self._copy.manifest != plan.manifest:
+            self.close()
+            self._copy = Copy(plan.manifest)
+        return self._copy
+
+    def _missing(
+        self, plan: SyncPlan, directory: Path, index: WeightIndex, copy: Copy
+    ) -> list[tuple[Path, WeightIndex]]:
+        """The versions that lead from the copy to the plan's, oldest first; from a full one if none leads from here.
+
+        Raises:
+            WeightSyncError: one of them is not there any more.
+        """
+        chain = [(directory, index)]
+        while (base := chain[-1][1].base) is not None and base != copy.sync_id:
+            before = directory.parent / base
+            if not (before / INDEX_NAME).exists():
+                raise WeightSyncError(
+                    f"{self._where(plan)}: version {chain[-1][1].policy_version} in {chain[-1][0]} builds on {before}, "
+                    "which is not there. The next full version (weight_sync.options.full_every) does not need it"
+                )
+            chain.append((before, read_index(before)))
+        return chain[::-1]
+
+    def _update(self, plan: SyncPlan, copy: Copy, missing: Sequence[tuple[Path, WeightIndex]]) -> None:
+        copy.sync_id = None  # a failure leaves it between two versions
+        for directory, index in missing:
+            verify_files(directory, index, checksums=self._options.verify_checksums)
+            self._apply(plan, copy, directory, index)
+        copy.sync_id = plan.sync_id
+
+    def _apply(self, plan: SyncPlan, copy: Copy, directory: Path, index: WeightIndex) -> None:
+        if index.base is None and (absent := sorted(set(copy.tensors) - set(index.results))):
+            raise WeightSyncError(f"{self._where(plan)}: {directory} is a full version without {name_list(absent)}")
+        for file in index.files:
+            by_tensor: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+            try:
+                for stored, part in load_file(directory / file).items():
+                    by_tensor[tensor_of(stored)][stored] = part
+            except (OSError, SafetensorError) as error:
+                raise WeightSyncError(f"{directory / file} cannot be read: {error}") from error
+            for name, parts in by_tensor.items():
+                target = copy.tensors.get(plan.manifest.aliases.get(name, name))
+                if target is None:
+                    raise WeightSyncError(f"{directory / file}: tensor {name!r} is not in the manifest of this sync")
+                apply(name, parts, target)
+                if self._options.verify_checksums and tensor_checksum(target) != index.results[name]:
+                    raise WeightSyncError(
+                        f"{directory / file}: tensor {name!r} of policy version {index.policy_version} came out "
+                        "otherwise than the sender has it; the copy it was applied to is not the version before"
+                    )
+
+    def _where(self, plan: SyncPlan) -> str:
+        return f"{describe(plan, NAME)}, receiver {describe_endpoint(self._endpoint)}"

@@ -1,0 +1,227 @@
+"""A version of the weights as a directory that all ends see: written side by side by every sender rank, or not there.
+
+In ``plan.workspace`` each sender rank writes its own files into ``{sync_id}.{role}.tmp``. The first rank of the plan,
+the lead, waits for the others, checks that nothing is missing, writes the index and renames the directory to
+``{sync_id}``: that name exists only for a whole version. A rank that fails leaves ``{sync_id}.failed`` with the reason,
+so that the others and the receivers stop waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_sync.stream import describe, describe_endpoint
+from chatlearn_sync.weight_files import (
+    INDEX_NAME,
+    WeightIndex,
+    merge_indexes,
+    read_index,
+    sync_directory,
+    write_error,
+    write_index,
+)
+
+POLL_S = 0.02
+"""How often a waiting end looks at the directory: a shared disk has no other way to say that something is new."""
+
+
+@dataclass(slots=True, frozen=True)
+class DirectoryOffer:
+    """Where the weights will be."""
+
+    transport: str
+    directory: str
+    """Exists once the version is whole."""
+
+
+class VersionDirectory:
+    """The directory of one sync, as one end of it sees it.
+
+    Args:
+        transport: name of the transport, for messages.
+        end: this sender or receiver.
+    """
+
+    def __init__(self, plan: SyncPlan, transport: str, end: Endpoint) -> None:
+        workspace = Path(plan.workspace)
+        role = plan.senders[0].role if plan.senders else ""
+        self.final = workspace / plan.sync_id
+        self.staging = workspace / f"{plan.sync_id}.{role}.tmp"
+        self._failed = workspace / f"{plan.sync_id}.failed"
+        self._plan = plan
+        self._transport = transport
+        self._end = end
+        self._where = describe(plan, transport)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this sender completes the version."""
+        return self._end.rank == self._plan.senders[0].rank
+
+    # The senders' side.
+
+    def open(self) -> SyncOffer:
+        """Say where the weights will be; the lead clears what an interrupted run left under the same names.
+
+        Raises:
+            WeightSyncError: the workspace cannot be written.
+        """
+        if self.is_lead:
+            try:
+                self.final.parent.mkdir(parents=True, exist_ok=True)
+                for directory in (self.final, *self.final.parent.glob(f"*.{self._end.role}.tmp")):
+                    if directory.exists():
+                        shutil.rmtree(directory)
+                self._failed.unlink(missing_ok=True)
+                self.staging.mkdir()
+            except OSError as error:
+                raise write_error(Path(self._plan.workspace), error) from error
+        return SyncOffer(self._end.rank, DirectoryOffer(self._transport, str(self.final)))
+
+    def write_part(self, part: WeightIndex) -> None:
+        """Publish what this rank wrote into ``staging``."""
+        write_index(self.staging, part, self._part(self._end.rank).name)
+
+    def complete(self, finish: Callable[[Sequence[WeightIndex], WeightIndex], WeightIndex]) -> None:
+        """The lead: wait for every rank's part and give the version its name.
+
+        Args:
+            finish: gets all parts and what they are together; returns the version's index, or raises.
+        """
+        self._await_parts()
+        paths = [self._part(sender.rank) for sender in self._plan.senders]
+        parts = [read_index(path.parent, path.name) for path in paths]
+        write_index(self.staging, finish(parts, merge_indexes(parts)))
+        try:
+            for path in paths:
+                path.unlink()
+            sync_directory(self.staging)
+            self.staging.rename(self.final)
+            sync_directory(self.final.parent)
+        except OSError as error:
+            raise write_error(self.final, error) from error
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Tell the other ends why this rank failed."""
+        text = f"sender {describe_endpoint(self._end)}: {type(error).__name__}: {error}"
+        try:
+            partial = self._failed.with_name(self._failed.name + ".partial")
+            partial.write_text(text)
+            partial.replace(self._failed)
+        except OSError as second:
+            error.add_note(
+                f"The other ends could not be told through {self._failed} ({second}); they wait until their timeout."
+            )
+
+    def tidy(self, keep: Callable[[Sequence[tuple[Path, WeightIndex]]], Collection[Path]]) -> None:
+        """The lead: remove what is unfinished, and the whole versions of this role that ``keep`` leaves out.
+
+        Args:
+            keep: chooses among (directory, index), newest first.
+
+        Raises:
+            WeightSyncError: a directory cannot be removed.
+        """
+        if not self.is_lead:
+            return
+        try:
+            if self.staging.exists():
+                shutil.rmtree(self.staging)
+            self._failed.unlink(missing_ok=True)
+            versions = self.versions()
+            kept = keep(versions)
+            for directory, _ in versions:
+                if directory not in kept:
+                    shutil.rmtree(directory)
+        except OSError as error:
+            raise WeightSyncError(f"{self._plan.workspace}: cannot remove old weights: {error}") from error
+
+    def versions(self) -> list[tuple[Path, WeightIndex]]:
+        """Whole versions of this sender's role in the workspace, newest first; the current one is the newest."""
+        found: list[tuple[bool, int, Path, WeightIndex]] = []
+        for index_path in self.final.parent.glob(f"*/{INDEX_NAME}"):
+            directory = index_path.parent
+            index = read_index(directory)
+            if index.role == self._end.role:
+                found.append((directory == self.final, index_path.stat().st_mtime_ns, directory, index))
+        found.sort(key=lambda version: version[:3], reverse=True)
+        return [(directory, index) for _, _, directory, index in found]
+
+    # The receivers' side.
+
+    def require_offers(self, offers: Sequence[SyncOffer]) -> None:
+        """Every offer is of this version; without any (a replay) the plan says where it is.
+
+        Raises:
+            WeightSyncError: one is of another transport, or of another place.
+        """
+        for offer in offers:
+            content = offer.content
+            if not isinstance(content, DirectoryOffer) or content.transport != self._transport:
+                raise WeightSyncError(
+                    f"{self._where}: sender rank {offer.sender_rank} offered a {type(content).__name__}, which is not "
+                    f"an offer of {self._transport!r}; both ends must be given the same transport"
+                )
+            if content.directory != str(self.final):
+                raise WeightSyncError(
+                    f"{self._where}: sender rank {offer.sender_rank} offered {content.directory}, the plan says "
+                    f"{self.final}"
+                )
+
+    async def arrival(self) -> WeightIndex:
+        """Wait until the version is whole; returns its index.
+
+        Raises:
+            WeightSyncError: a sender failed, or the directory is of another sync.
+            BackendTimeoutError: names the sender ranks.
+        """
+        plan = self._plan
+        deadline = time.monotonic() + plan.timeout_s
+        while not (self.final / INDEX_NAME).exists():
+            self._raise_if_failed()
+            if time.monotonic() > deadline:
+                ranks = [sender.rank for sender in plan.senders]
+                raise BackendTimeoutError(
+                    f"{self._where}: receiver {describe_endpoint(self._end)} waited {plan.timeout_s:g} s "
+                    f"(weight_sync.timeout_s) for sender ranks {ranks} to complete {self.final}. If they did, this "
+                    "host does not see their disk: put output_dir on a shared one"
+                )
+            await asyncio.sleep(POLL_S)
+        index = read_index(self.final)
+        if (index.sync_id, index.policy_version) != (plan.sync_id, plan.policy_version):
+            raise WeightSyncError(
+                f"{self._where}: {self.final / INDEX_NAME} is of sync {index.sync_id!r}, policy version "
+                f"{index.policy_version}; the plan says {plan.sync_id!r}, {plan.policy_version}"
+            )
+        return index
+
+    # Inside
+
+    def _part(self, rank: int) -> Path:
+        return self.staging / f"rank-{rank:05d}.json"
+
+    def _await_parts(self) -> None:
+        plan = self._plan
+        deadline = time.monotonic() + plan.timeout_s
+        while True:
+            absent = [sender.rank for sender in plan.senders if not self._part(sender.rank).exists()]
+            if not absent:
+                return
+            self._raise_if_failed()
+            if time.monotonic() > deadline:
+                raise BackendTimeoutError(
+                    f"{self._where}: sender {describe_endpoint(self._end)} waited {plan.timeout_s:g} s "
+                    f"(weight_sync.timeout_s) for sender ranks {absent} to write into {self.staging}"
+                )
+            time.sleep(POLL_S)
+
+    def _raise_if_failed(self) -> None:
+        if self._failed.exists():
+            raise WeightSyncError(f"{self._where}: ended on the sender's side: {self._failed.read_text()}")
