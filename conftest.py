@@ -11,6 +11,7 @@ from hypothesis import settings
 # chatlearn_core/ at the root would be taken for the package.
 import chatlearn_core  # noqa: F401
 import chatlearn_fsdp  # noqa: F401
+import chatlearn_sglang  # noqa: F401
 import chatlearn_vllm  # noqa: F401
 from chatlearn_core.testing.applicability import NOT_APPLICABLE
 

@@ -3,17 +3,19 @@
     python benchmarks/driver_scaling.py [--samples 1000 10000 100000] [--replicas 1 64 512]
 
 The driver's own code runs: scheduler, generator fleet, reward group, packing, splitting over as many data-parallel
-ranks as there are replicas, and putting answers together. Workers are simulated in the process and answer at once
-with ready arrays, so that CPU time is the driver's alone. Then the object store of a real Ray against a plain copy
-of the same bytes. Printed last, one JSON line.
+ranks as there are replicas, and putting answers together. Workers are simulated in the process; messages are pickled
+and unpickled as Ray does it, and what a simulated worker itself takes is subtracted, so that CPU time is the driver's
+alone. Then the object store of a real Ray against a plain copy of the same bytes. Printed last, one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
+import pickle
 import time
 from typing import Any
 
@@ -26,10 +28,21 @@ from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
-from chatlearn_core.types import Completion, Prompt, RewardResult, SamplingParams, VersionSpan, pack_samples
+from chatlearn_core.types import (
+    Completion,
+    Prompt,
+    RewardResult,
+    SamplingParams,
+    VersionSpan,
+    pack_samples,
+    per_sequence,
+)
 from chatlearn_ray.arrays import BatchArrays
+from chatlearn_ray.blocks import RayBlock, Traffic
+from chatlearn_ray.completions import CompletionPacker
 from chatlearn_ray.generator_fleet import RayGeneratorFleet
 from chatlearn_ray.generator_worker import ReplicaReport
+from chatlearn_ray.outputs import ComputedFacts
 from chatlearn_ray.reward_group import RayRewardGroup
 from chatlearn_ray.split import assign, gather_outputs, take
 
@@ -39,14 +52,40 @@ GROUP_SIZE = 8
 ANSWERS_AT_ONCE = 64
 """Requests that end in one decode step of a replica."""
 STORE_BYTES = 200 << 20
+REFERENCE_BYTES = 28
+
+
+class WorkerTime:
+    """CPU seconds that simulated workers took: not the driver's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.message_bytes = 0
+
+    def reply(self, make: Any) -> Any:
+        """What the driver gets to hear: made and pickled at the worker's cost, unpickled at the driver's."""
+        start = time.process_time()
+        message = pickle.dumps(make(), protocol=5)
+        self.seconds += time.process_time() - start
+        self.message_bytes += len(message)
+        return pickle.loads(message)
+
+    def send(self, argument: Any) -> None:
+        """What the driver says: pickled at its own cost, arrays aside as Ray does it."""
+        buffers: list[pickle.PickleBuffer] = []
+        self.message_bytes += len(pickle.dumps(argument, protocol=5, buffer_callback=buffers.append))
+        self.message_bytes += sum(buffer.raw().nbytes for buffer in buffers)
 
 
 class SimulatedWorker:
     """Takes requests and answers them at once: a completion of random length, cut from a ready array."""
 
-    label = "simulated"
+    name = label = "simulated"
+    timeout_s = 3600.0
+    facts = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, clock: WorkerTime) -> None:
+        self._clock = clock
         self._waiting: list[Any] = []
         self._lengths = np.random.default_rng(seed)
         self._tokens = np.arange(COMPLETION_TOKENS)
@@ -54,14 +93,25 @@ class SimulatedWorker:
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         await asyncio.sleep(0)
+        self._clock.send(args)
         if method == "submit":
             self._waiting.extend(args[0])
             return None
-        if method == "collect":
-            ended, self._waiting = self._waiting[:ANSWERS_AT_ONCE], self._waiting[ANSWERS_AT_ONCE:]
-            return ReplicaReport("serving", 1, tuple((request.id, self._completion(request)) for request in ended))
         assert method == "score"
-        return [RewardResult(1.0) for _ in args[0]]
+        return self._clock.reply(lambda: [RewardResult(1.0) for _ in args[0]])
+
+    async def call_for_block(self, method: str, *args: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
+        await asyncio.sleep(0)
+        assert method == "collect"
+        ended, self._waiting = self._waiting[:ANSWERS_AT_ONCE], self._waiting[ANSWERS_AT_ONCE:]
+
+        def report() -> ReplicaReport:
+            packer = CompletionPacker()
+            return ReplicaReport(
+                "serving", 1, tuple((r.id, packer.add(self._completion(r), r.sampling)) for r in ended)
+            )
+
+        return self._clock.reply(report), bytes(REFERENCE_BYTES)
 
     def _completion(self, request: Any) -> Completion:
         length = int(self._lengths.integers(COMPLETION_TOKENS // 4, COMPLETION_TOKENS))
@@ -73,16 +123,18 @@ class SimulatedWorker:
             finish_reason="stop",
             sampling=request.sampling,
             version_spans=(VersionSpan(0, length, 1),),
+            text="the answer is 42",
         )
 
 
 class SimulatedRuntime:
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, clock: WorkerTime) -> None:
         async def launch(index: int) -> Any:
-            return SimulatedWorker(index)
+            return SimulatedWorker(index, clock)
 
-        self._fleet = RayGeneratorFleet("generator", launch, replicas, timeout_s=3600.0, max_restarts=0)
-        self._rewards = RayRewardGroup("reward", launch, num_workers=4, max_restarts=0)
+        self.traffic = Traffic()
+        self._fleet = RayGeneratorFleet("generator", launch, replicas, 3600.0, 0, traffic=self.traffic)
+        self._rewards = RayRewardGroup("reward", launch, 4, 0, traffic=self.traffic)
 
     async def start(self) -> None:
         await self._fleet.start()
@@ -96,17 +148,20 @@ class SimulatedRuntime:
 
 
 async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
-    """CPU seconds of the driver, by part."""
+    """CPU seconds of the driver, by part, and the bytes of its messages."""
     graph = trace(evaluation_flow, {"generator": "generator", "reward": "reward"}, name="benchmark")
-    runtime: Any = SimulatedRuntime(replicas)
+    worker_time = WorkerTime()
+    runtime: Any = SimulatedRuntime(replicas, worker_time)
     await runtime.start()
     prompts = [Prompt(f"p{i}", np.arange(PROMPT_TOKENS), "") for i in range(num_samples // GROUP_SIZE)]
+    gc.collect()
     clock, parts = time.process_time(), {}
 
     def lap(name: str) -> None:
         nonlocal clock
         now = time.process_time()
-        parts[name], clock = now - clock, now
+        parts[name], clock = now - clock - worker_time.seconds, now
+        worker_time.seconds = 0.0
 
     slots = make_slots(prompts, 1, GROUP_SIZE, SamplingParams(max_tokens=COMPLETION_TOKENS), 0)
     samples = await FlowScheduler(graph, runtime).run(slots, Timers())
@@ -116,14 +171,19 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
     assignment = assign(batch, replicas)
     lap("balance")
     slices = take(batch, assignment)
-    arrays = [BatchArrays.of(part) for part in slices]
+    for part in slices:
+        worker_time.send(BatchArrays.of(part))
     lap("slice")
-    answers: list[Any] = [{"logprobs": part.token_ids.float()} for part in slices]
+    answers = [
+        ComputedFacts({}, {"logprobs": ((part.num_tokens,), "<f4")}).outputs(RayBlock(bytes(REFERENCE_BYTES)))
+        for part in slices
+    ]
     outputs = gather_outputs(batch, assignment, answers, list(range(replicas)))
+    rows = per_sequence(outputs["logprobs"], batch.lengths)
     lap("gather")
-    assert len(arrays) == replicas
-    assert torch.equal(outputs["logprobs"], batch.token_ids.float())
-    return {name: round(seconds, 4) for name, seconds in parts.items()}
+    assert [len(row) for row in rows] == batch.lengths
+    rounded = {name: round(seconds, 4) for name, seconds in parts.items()}
+    return rounded | {"message_bytes": worker_time.message_bytes}
 
 
 def object_store() -> dict[str, float]:
@@ -132,7 +192,9 @@ def object_store() -> dict[str, float]:
 
     values = np.ones(STORE_BYTES, np.uint8)
     target = np.empty_like(values)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=3 * STORE_BYTES)
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=3 * STORE_BYTES
+    )
     try:
         rates: dict[str, float] = {}
         for name, work in (("memcpy", lambda: np.copyto(target, values)), ("put", lambda: ray.put(values))):
@@ -161,7 +223,7 @@ def main() -> None:
     for replicas in arguments.replicas:
         for samples in arguments.samples:
             parts = asyncio.run(one_step(samples, replicas))
-            total = sum(parts.values())
+            total = sum(seconds for name, seconds in parts.items() if name != "message_bytes")
             rows.append({"samples": samples, "replicas": replicas, "driver_s": round(total, 3), **parts})
             print(f"{samples:>7} samples, {replicas:>3} replicas: {total:7.2f} s  {parts}", flush=True)
     largest, smallest = max(arguments.samples), min(arguments.samples)

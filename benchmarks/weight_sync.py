@@ -15,7 +15,6 @@ has a core to itself. On a busy machine trust these.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os

@@ -80,6 +80,20 @@ def test_packing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
+def test_long_tail() -> None:
+    result = run_benchmark("long_tail", "--quick")
+    for results in (*result["simulated"].values(), result["real"]):
+        for measured in results.values():
+            assert measured["step_s"] > 0.0
+            assert measured["prompts_a_step"] > 0.0
+            assert 0.0 <= measured["replica_idle"] <= 1.0
+        assert results["manager"]["staleness_mean"] == 0.0
+        assert results["keep"]["staleness_mean"] > 0.0
+    assert set(result["prompts_a_s_over_whole_steps"]) == {"resume", "keep"}
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not TRL_PYTHON.exists(), reason="TRL is not installed; `python benchmarks/against_trl.py` does it")
 def test_against_trl() -> None:
     result = run_benchmark("against_trl", "--quick")
@@ -110,3 +124,13 @@ def strings(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for item in value for text in strings(item)]
     return []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_generator_throughput() -> None:
+    result = run_benchmark("generator_throughput", "--quick")
+    [measured] = result["results"]
+    assert measured["process"]["ratio"] == result["ratio"] > 0
+    assert measured["process"]["cpu_ratio"] > 0
+    assert measured["bare_tokens_per_s"] > 0

@@ -106,6 +106,8 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         trainer.export_model(Path(job["export"]))
         answer["computed_after"] = trainer.compute(mine, loss.needs)
     if job["weights"]:
+        trainer.compute(mine, loss.needs)  # FSDP leaves the root's own parameters gathered after it
+        answer["live_bytes"] = trainer.live_bytes("weights")
         answer["full"] = _full(trainer)
         answer["boxes"] = [
             (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())

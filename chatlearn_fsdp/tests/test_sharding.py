@@ -89,6 +89,11 @@ class TestSeveralRanks:
                 count[name][place] += 1
         assert all(bool((seen == 1).all()) for seen in count.values())
 
+    def test_after_a_forward_a_rank_holds_its_shards_and_nothing_gathered(self, answers) -> None:
+        whole = sum(tensor.nbytes for tensor in answers["dense"][0]["full"].values())
+        for rank in answers["dense"]:
+            assert rank["live_bytes"] < 0.6 * whole, "half, and what rounding to whole rows and buffers add"
+
     def test_offloading_frees_the_shards_and_brings_them_back(self, answers) -> None:
         for rank in answers["dense"]:
             assert rank["offloaded_bytes"] == 0

@@ -93,7 +93,7 @@ class ReplicaLostError(RoleLostError):
 
 
 class TrainerLostError(RoleLostError):
-    """A rank of a trainer died: the others cannot go on without it; the runtime may rebuild the role."""
+    """A rank of a trainer died or hangs: the others cannot go on without it; the runtime may rebuild the role."""
 
 
 class BackendTimeoutError(BackendError):

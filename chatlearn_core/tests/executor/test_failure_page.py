@@ -23,7 +23,8 @@ PLACE = WorkerPlace("trainer", "rank 1 of 2", "update", 4711, "node3")
 
 
 def hang() -> BackendTimeoutError:
-    text = f"role 'trainer', rank 1 of 2 (process 4711 on node3): update did not return within 60 s\n{STACK}"
+    said = "role 'trainer', rank 1 of 2 (process 4711 on node3): update did not return within 60 s. It hangs here:"
+    text = f"{said}\n{STACK}"
     return BackendTimeoutError(text).at(PLACE, STACK)
 
 
@@ -69,7 +70,8 @@ def test_the_stack_of_the_worker_stands_there_once() -> None:
     assert page.count("dist.all_reduce(gradient)") == 1
     section = page[page.index("## Where it was, in the worker") :]
     assert "dist.all_reduce(gradient)" in section
-    assert "update did not return within 60 s\n(see below)" in page
+    assert "update did not return within 60 s. Where it hangs stands below.\n" in page
+    assert "## What caused it" not in page, "there is nothing behind it"
 
 
 def chained() -> ReplicaLostError:

@@ -11,6 +11,7 @@ from chatlearn_core.hosting import HostedProcess
 
 PACKAGE = "hosted_example"
 NEIGHBOUR = "NAME = __name__\n\n\ndef double(value):\n    return 2 * value\n"
+SPAWNED = "import os\n\n\ndef in_spawned_process():\n    os.environ['HOSTED_SPAWNED'] = '1'\n"
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package ``hosted_example`` that is importable here."""
     directory = tmp_path / "packages" / PACKAGE
     directory.mkdir(parents=True)
-    (directory / "__init__.py").touch()
+    (directory / "__init__.py").write_text(SPAWNED)
     (directory / "neighbour.py").write_text(NEIGHBOUR)
     shutil.copy(Path(__file__).with_name("hosted_target.py"), directory / "target.py")
     monkeypatch.syspath_prepend(directory.parent)

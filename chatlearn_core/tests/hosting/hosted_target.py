@@ -85,10 +85,13 @@ class Target:
         from .neighbour import double
 
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.map(double, [4])
+            return pool.map(double, [4]) + pool.map(os.getenv, ["HOSTED_SPAWNED"])
 
     def map_files(self):
-        """Two files in shared memory."""
+        """Two files in shared memory, and a semaphore."""
+        import multiprocessing
+
+        self.semaphore = multiprocessing.get_context("spawn").Semaphore()
         self.mapped = []
         names = []
         for _ in range(2):
@@ -97,7 +100,7 @@ class Target:
             self.mapped.append(mmap.mmap(descriptor, 1))
             os.close(descriptor)
             names.append(name)
-        return names
+        return [*names, f"/dev/shm/sem.{self.semaphore._semlock.name.removeprefix('/')}"]
 
     def die(self, how):
         if how == "signal":

@@ -60,7 +60,8 @@ def test_the_child_finds_its_packages_without_touching_its_path(hosted, package)
 
 
 def test_processes_that_the_engine_spawns_find_the_package_too(hosted) -> None:
-    assert hosted.call("spawn_by_multiprocessing", timeout_s=60) == [8]
+    assert hosted.call("spawn_by_multiprocessing", timeout_s=60) == [8, "1"]
+    assert hosted.call("environment", "HOSTED_SPAWNED", timeout_s=10) is None, "the child itself was not spawned"
 
 
 def test_a_factory_may_be_a_coroutine(make) -> None:
@@ -239,8 +240,11 @@ def test_nothing_that_the_engine_started_outlives_it(hosted, end, deaf) -> None:
 
 @pytest.mark.parametrize("end", ["close", "death", "death of the parent"])
 def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
-    theirs, shared = hosted.call("map_files", timeout_s=10)
-    hosted._shared_files = set() if end == "close" else {theirs, shared}  # as if they had been there at the start
+    theirs, shared, semaphore = hosted.call("map_files", timeout_s=10)
+    assert Path(semaphore).exists()
+    hosted._shared_files = (
+        set() if end == "close" else {theirs, shared, semaphore}
+    )  # as if they had been there at the start
     with Path(shared).open("r+b") as file, mmap.mmap(file.fileno(), 0):
         if end == "close":
             hosted.close()
@@ -251,8 +255,9 @@ def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
             hosted._link.stop()  # what closing our end of the connection looks like from there
             await_end(hosted.pid)
         assert not Path(theirs).exists()
-        assert Path(shared).exists() == (end != "death of the parent"), "a dying engine cannot ask who maps a file"
-    Path(shared).unlink(missing_ok=True)
+        assert not Path(semaphore).exists()
+        assert Path(shared).exists(), "somebody else maps it"
+    Path(shared).unlink()
 
 
 def test_a_closed_process_lets_its_object_close_first(make, tmp_path) -> None:

@@ -26,5 +26,6 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             resumable=True,
             seeded=True,
             own_interpreter=True,
+            device_arguments=(("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")),
         )
     ]

@@ -391,9 +391,9 @@ class VLLMGenerator:
 
     def _check_serving(self, request: GenerateRequest) -> None:
         if self._state == "dead" or (self._state == "loading" and not self._paused):
+            remedy = "restart it" if self._state == "dead" else "pause it before a sync to let requests wait"
             raise BackendError(
-                f"{self.name} is {self._state} and cannot take request {request.id!r}: {self._problem}"
-                + ("; restart it" if self._state == "dead" else "; pause it before a sync to let requests wait")
+                f"{self.name} is {self._state} and cannot take request {request.id!r}; {remedy}: {self._problem}"
             )
         if not self._paused:
             self._check_onloaded()

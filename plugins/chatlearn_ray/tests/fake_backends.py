@@ -100,6 +100,8 @@ class EchoOptions(BaseModel):
     """How often the prompt's tokens are returned."""
     delay_file: str | None = None
     """The delay counts while this file exists."""
+    hang_once: str | None = None
+    """A file; while it exists the worker deletes it and does nothing any more."""
 
 
 class EchoGenerator:
@@ -120,6 +122,10 @@ class EchoGenerator:
             raise TypeError(f"an engine is given ordinary arrays, not {request.resume_from.token_ids!r}")
         if request.sampling.max_tokens == 13:
             raise ValueError("thirteen tokens")
+        trap = self.options.hang_once
+        if trap is not None and Path(trap).exists():
+            Path(trap).unlink()
+            time.sleep(3600)  # not awaited: the worker's event loop stands still
         while self.options.delay_file is not None and Path(self.options.delay_file).exists():
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.options.delay_s)

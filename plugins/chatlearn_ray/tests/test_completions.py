@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from chatlearn_core.types import Completion, SamplingParams, VersionSpan
+from chatlearn_core.types import Completion, LogprobBasis, SamplingParams, VersionSpan
 from chatlearn_ray.completions import CompletionPacker, completion_of
 
 SAMPLING = SamplingParams(8)
@@ -36,7 +37,7 @@ def completion(name: str, length: int, **more: Any) -> Completion:
 
 def packed(completions: list[Completion]) -> tuple[list[Any], dict[str, Any]]:
     packer = CompletionPacker()
-    return [packer.add(one) for one in completions], packer.block()
+    return [packer.add(one, SAMPLING) for one in completions], packer.block()
 
 
 def test_completions_come_back_as_they_were() -> None:
@@ -44,10 +45,11 @@ def test_completions_come_back_as_they_were() -> None:
         completion("a", 4),
         completion("b", 0),
         completion("c", 3, raw_logprobs=np.full(3, -0.5, np.float32), token_data={"experts": np.ones((3, 2), np.int8)}),
+        replace(completion("e", 2), sampling=SamplingParams(9), basis=LogprobBasis(0.5)),
         completion("d", 2, token_data={"experts": np.zeros((2, 4), np.int8)}),
     ]
     facts, arrays = packed(before)
-    after = [completion_of(one, Block(arrays)).fetch() for one in facts]
+    after = [completion_of(one, Block(arrays), SAMPLING).fetch() for one in facts]
     for old, new in zip(before, after, strict=True):
         for name in ("request_id", "basis", "finish_reason", "sampling", "version_spans", "text", "num_cached_tokens"):
             assert getattr(new, name) == getattr(old, name)

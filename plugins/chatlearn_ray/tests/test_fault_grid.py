@@ -149,6 +149,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 async def expected(scene: Scene, ray_session: None) -> dict[str, Any]:
     """The result of a run in which nobody dies; made once."""
     if scene.undisturbed is None:
+        assert not (scene.folder / "undisturbed").exists(), "the undisturbed run failed: see the first error"
         cell = scene.cell("undisturbed")
         watch = await cell.train("none", "")
         scene.undisturbed = cell.run_dir
@@ -168,7 +169,7 @@ def test_every_phase_has_a_trap_and_every_target_a_test() -> None:
 
 @pytest.mark.parametrize(("target", "phase"), list(cells()))
 async def test_nothing_is_lost_when(
-    target: str, phase: str, scene: Scene, expected: dict[str, Any], cluster: Any
+    target: str, phase: str, scene: Scene, expected: dict[str, Any], cluster: Any, leaves_nothing: object
 ) -> None:
     cell = scene.cell(f"{target}-{phase}")
     if target == "driver":

@@ -19,7 +19,11 @@ from .small_run import write_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
-RAGGED = ("sampling.max_tokens=16", "sampling.stop=[a, e, '1']", "algorithm.options.importance_correction=truncate")
+RAGGED = (
+    "sampling.max_tokens=16",
+    "sampling.stop=['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']",
+    "algorithm.options.importance_correction=truncate",
+)
 """Completions of different lengths, and the correction that stale tokens need."""
 
 

@@ -23,7 +23,12 @@ from chatlearn_core.plugins.loader import discover_plugins
 
 from .small_run import STEPS, write_run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("leaves_nothing"),
+]
 CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
 RAY = "runtime.backend=ray"
 

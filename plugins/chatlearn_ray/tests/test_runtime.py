@@ -35,7 +35,7 @@ from chatlearn_core.types import (
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.runtime import RayRuntime
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("ray_session", "leaves_nothing")]
 
 
 @asynccontextmanager
@@ -215,6 +215,26 @@ async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp
         assert fleet.num_restarts == 0
 
 
+async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
+    roles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 0.5)
+    monkeypatch.setattr("chatlearn_ray.generator_fleet._STATUS_S", 0.5)
+    trap = tmp_path / "hang"
+    trap.touch()
+    told: list[str] = []
+    role = roles.role("generator", "generator", "echo", timeout_s=3.0, hang_once=str(trap))
+    async with running(roles.plan(role), max_generator_restarts=1) as runtime:
+        runtime.on_event = lambda event: told.append(event.text)
+        fleet = runtime.generator("generator")
+        answers = await asyncio.gather(*(fleet.generate(request(f"r{i}")) for i in range(3)))
+        assert [a.request_id for a in answers] == ["r0", "r1", "r2"]
+        assert fleet.num_restarts == 1
+    [text] = told
+    assert "had no completion within 3 s" in text
+    assert "time.sleep(3600)" in text, "the stack of what hung"
+
+
 async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2)
     async with running(roles.plan(role), max_trainer_restarts=1) as runtime:
@@ -238,9 +258,13 @@ async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -
 async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2, timeout_s=2.0, hang_rank=1)
     async with running(roles.plan(role)) as runtime:
-        with pytest.raises(BackendTimeoutError) as error:
+        with pytest.raises(TrainerLostError) as error:
             await runtime.trainer("trainer").update(batch(4), loss(1.0))
         text = str(error.value)
+        place = error.value.place
+        assert (place.role, place.worker, place.method) == ("trainer", "rank 1 of 2", "update")
+        assert place.process == runtime.trainer("trainer").workers[1].facts.pid
+        assert "time.sleep(3600)" in error.value.stack
         assert "role 'trainer', rank 1 of 2 (process" in text
         assert "update did not return within 2 s (roles.trainer.timeout_s)" in text
         assert "time.sleep(3600)" in text
@@ -253,7 +277,7 @@ async def test_a_stopped_process_is_reported_by_the_driver(roles: Any, monkeypat
         worker = runtime.trainer("trainer").workers[0]
         os.kill(worker.facts.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(BackendTimeoutError, match=r"rank 0 of 1 .*no answer within 6 s.*does not even say"):
+            with pytest.raises(TrainerLostError, match=r"rank 0 of 1 .*no answer within 6 s.*does not even say"):
                 await runtime.trainer("trainer").update(batch(2), loss(1.0))
         finally:
             os.kill(worker.facts.pid, signal.SIGCONT)

@@ -46,3 +46,10 @@ def test_generators_sit_next_to_their_trainer(happened: dict[str, Any]) -> None:
 
 def test_a_users_reward_works_where_its_directory_is_not(happened: dict[str, Any]) -> None:
     assert happened["scores"] == [28.0]
+
+
+def test_a_job_of_a_cluster_runs_there(happened: dict[str, Any]) -> None:
+    """The process that ``ray job submit`` starts finds its cluster in RAY_ADDRESS."""
+    [line] = happened["job"]
+    assert line["samples/trained"] == 16
+    assert line["perf/driver_bytes"] > 0

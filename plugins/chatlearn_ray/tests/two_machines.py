@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster as RayCluster
+from small_run import write_run  # beside this program
 
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan
@@ -84,6 +86,25 @@ async def score_elsewhere(address: str, folder: Path) -> list[float | None]:
         await runtime.close()
 
 
+def run_as_a_job(address: str, folder: Path) -> list[dict[str, float]]:
+    """Metrics of a run whose process is started as that of a Ray job is: with RAY_ADDRESS, in the job's directory."""
+    folder.mkdir()
+    config = write_run(folder)
+    command = [sys.executable, "-c", "from chatlearn_core.cli.main import main; main()", "run", str(config)]
+    settings = ["runtime.backend=ray", "train.steps=1", "log.rollouts=0", "weight_sync.backend=checkpoint"]
+    done = subprocess.run(
+        [*command, *settings, f"output_dir={folder / 'run'}"],
+        check=False,
+        cwd=folder,
+        env={**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
 async def main(address: str, folder: Path) -> dict[str, Any]:
     pairs = SeatedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
     engine = SeatedRole("engine", "generator", "cuda", 1, 1, devices=2)
@@ -95,6 +116,7 @@ async def main(address: str, folder: Path) -> dict[str, Any]:
         "pairs": await nodes_of_seats(address, [pairs, engine]),
         "neighbours": await nodes_of_seats(address, neighbours),
         "scores": await score_elsewhere(address, folder),
+        "job": run_as_a_job(address, folder / "job"),
     }
 
 

@@ -14,9 +14,9 @@ from chatlearn_core.config.models import RunConfig
 from chatlearn_core.config.problems import KeyPath, Marks, Problem, meant_key, show_path, unknown_key
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
+from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.requirements import installed_here, installed_in
+from chatlearn_core.plugins.requirements import installed_where
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,10 +134,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
 def _select(slot: Slot, registry: PluginRegistry, where: str) -> PluginRecord:
     """The record; the engine it needs is looked up in the interpreter that will host it."""
     record = registry.select(slot.kind, slot.name, where, installed=None)
-    python = slot.options.get("python")
-    elsewhere = isinstance(record, GeneratorSpec) and record.own_interpreter and isinstance(python, str)
-    lookup = installed_in(str(python)) if elsewhere and record.requires else installed_here
-    return registry.select(slot.kind, slot.name, where, installed=lookup)
+    return registry.select(slot.kind, slot.name, where, installed=installed_where(record, slot.options))
 
 
 def validate_options(

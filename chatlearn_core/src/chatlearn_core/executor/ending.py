@@ -5,15 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, CheckpointError, Interrupted
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ChatLearnError,
+    CheckpointError,
+    Interrupted,
+)
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.failure_page import FAILURE_PAGE, FailureFacts, failure_page
 from chatlearn_core.executor.journal import Journal
+from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.saving import Saver
 from chatlearn_core.executor.summary import summary, versions
 from chatlearn_core.plugins.hookspec import RunStatus
 from chatlearn_core.plugins.observers import Observers
+
+_OVERLAPPING = {"generator": Phase.GENERATING, "reward": Phase.SCORING, "trainer": Phase.COMPUTING}
+"""By kind of role: what it does while a step's samples are made."""
 
 
 class Ending:
@@ -41,7 +51,7 @@ class Ending:
 
     async def failed(self, state: RunState, error: Exception) -> None:
         """Keep what is complete, and write down what happened, where, and how to go on."""
-        phase, phase_s, step = self.journal.phase, self.journal.phase_s, self.journal.step  # saving is one, too
+        phase, phase_s, step = self._phase_of(error), self.journal.phase_s, self.journal.step  # saving is one, too
         self.observers.error(error)
         kept = await self._rescue(state, hangs=_is_timeout(error))
         facts = FailureFacts(
@@ -61,6 +71,13 @@ class Ending:
         where = self._write_page(facts)
         self.journal.say(f"the run failed after step {state.step}. {kept}{where}")
         self._record("failed", state, f"{type(error).__name__}: {error}", phase=str(phase), kept=kept)
+
+    def _phase_of(self, error: Exception) -> Phase:
+        """What the run did; of phases that overlap, the one that the role at fault was in."""
+        phase = self.journal.phase
+        place = error.place if isinstance(error, BackendError) else None
+        role = self.assembly.config.roles.get(place.role) if place is not None else None
+        return _OVERLAPPING[role.kind] if role is not None and phase in _OVERLAPPING.values() else phase
 
     def _write_page(self, facts: FailureFacts) -> str:
         try:

@@ -51,8 +51,9 @@ def failure_page(facts: FailureFacts) -> str:
         _headline(facts.error, stack),
         _table(facts, _place(chain)),
         f"## How to go on\n\n{facts.kept}\n\n{_go_on(facts)}",
-        f"## What caused it\n\n{_cause_list(chain, stack)}",
     ]
+    if len(chain) > 1 or getattr(facts.error, "__notes__", ()):
+        parts.append(f"## What caused it\n\n{_cause_list(chain, stack)}")
     if stack:
         parts.append(f"## Where it was, in the worker\n\n```\n{_last_lines(stack)}\n```")
     if not isinstance(facts.error, ChatLearnError):
@@ -93,7 +94,8 @@ def _table(facts: FailureFacts, place: WorkerPlace | None) -> str:
 
 def _go_on(facts: FailureFacts) -> str:
     return (
-        "Remove the cause, then run the same command again. It is this, if the directory is the same:\n\n"
+        "Remove the cause, then run the same command again, or this one from the same directory, with the same "
+        "settings:\n\n"
         f"```\nchatlearn run {facts.run_dir / 'config.yaml'}\n```\n\n"
         "Limits of retries and timeouts (`runtime.options.max_*_restarts`, `roles.*.timeout_s`) may be changed in it."
     )
@@ -148,7 +150,9 @@ def _event(event: Mapping[str, Any]) -> str:
 
 def _without(text: str, stack: str) -> str:
     """A message without the stack, which has a section of its own."""
-    return text.replace(stack.rstrip(), "(see below)") if stack.strip() else text
+    if not stack.strip():
+        return text
+    return text.replace(stack.rstrip(), "").replace("It hangs here:", "Where it hangs stands below.").rstrip()
 
 
 def _short(text: str, limit: int = _MESSAGE_CHARS) -> str:

@@ -14,7 +14,8 @@ from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read
 ResumeMode = Literal["auto", "never"]
 
 MAY_CHANGE = (
-    "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s"
+    "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
+    "rollout.max_retries", "rollout.request_timeout_s",
 )  # fmt: skip
 """Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
 Two of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by

@@ -2,7 +2,8 @@
 
 The interpreter may have nothing of ChatLearn installed. What runs there are packages found by directory and named as
 everywhere else, with empty packages above them in place of the distribution that is not there. Processes that the
-engine spawns import this file as ``__mp_main__`` and find the same packages.
+engine spawns import this file as ``__mp_main__`` and find the same packages; a package that has something to do there
+before the engine's own code runs defines ``in_spawned_process()``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ PACKAGES_VARIABLE = "CHATLEARN_HOSTED_PACKAGES"
 """JSON: name of a package -> its directory."""
 
 
-def load_package(name: str, directory: str) -> None:
+def load_package(name: str, directory: str) -> types.ModuleType:
     """Import a package from its directory alone, under its full name; ``sys.path`` stays as it is."""
     if name in sys.modules:
-        return
+        return sys.modules[name]
     parents = name.split(".")[:-1]
     for depth in range(1, len(parents) + 1):
         parent = ".".join(parents[:depth])
@@ -36,11 +37,14 @@ def load_package(name: str, directory: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
 
 
 if PACKAGES_VARIABLE in os.environ:
     for package, where in json.loads(os.environ[PACKAGES_VARIABLE]).items():
-        load_package(package, where)
+        loaded = load_package(package, where)
+        if __name__ == "__mp_main__" and hasattr(loaded, "in_spawned_process"):
+            loaded.in_spawned_process()
 
 if __name__ == "__main__":
     # Python put this file's folder first, where module names of ours would hide others.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import logging
 import os
 import signal
@@ -15,22 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError
-from chatlearn_core.hosting.bootstrap import PACKAGES_VARIABLE
 from chatlearn_core.hosting.calls import Call, Calls, OnEvent
 from chatlearn_core.hosting.engine_side.server import STACK_SIGNAL
 from chatlearn_core.hosting.engine_side.shared_files import mapped_files
 from chatlearn_core.hosting.engine_side.wire import Message
+from chatlearn_core.hosting.launch import BOOTSTRAP, child_environment, package_directories
 from chatlearn_core.hosting.link import Link
 from chatlearn_core.hosting.process_group import end_group, live_members
 from chatlearn_core.hosting.stack_file import StackFile
 
-OWN_PACKAGE = "chatlearn_core.hosting.engine_side"
-INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""What describes this interpreter and would mislead another one."""
 KEPT_LINES = 200
 SHOWN_LINES = 20
 SHOWN_CHARACTERS = 400
@@ -77,7 +71,7 @@ class HostedProcess:
         self.python = python or sys.executable
         self._factory = factory
         self._arguments = dict(arguments)
-        self._packages = {wanted: _directory(wanted) for wanted in (OWN_PACKAGE, package)}
+        self._packages = package_directories(package)
         self._environment = dict(environment or {})
         self._calls = Calls(name)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -117,13 +111,13 @@ class HostedProcess:
         self._stacks = StackFile()
         try:
             self._process = subprocess.Popen(
-                [self.python, str(Path(__file__).with_name("bootstrap.py")), str(theirs.fileno()), str(self._stacks)],
+                [self.python, str(BOOTSTRAP), str(theirs.fileno()), str(self._stacks)],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
                 pass_fds=(theirs.fileno(), self._stacks.descriptor),
                 start_new_session=True,
-                env=self._child_environment(),
+                env=child_environment(self.python, self._packages, self._environment),
             )
         except OSError as error:
             ours.close()
@@ -223,20 +217,6 @@ class HostedProcess:
             self._reaper.join(END_PATIENCE_S)
             if self._reaper.is_alive():
                 log.error("%s: process %d does not end although it was killed", self.name, self._process.pid)
-
-    def _child_environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
-        if Path(self.python) != Path(sys.executable):
-            for variable in INTERPRETER_VARIABLES:
-                environment.pop(variable, None)
-        environment[PACKAGES_VARIABLE] = json.dumps(self._packages)
-        environment["PYTHONUNBUFFERED"] = "1"
-        for variable, value in self._environment.items():
-            if value is None:
-                environment.pop(variable, None)
-            else:
-                environment[variable] = value
-        return environment
 
     def _send(
         self,
@@ -340,10 +320,3 @@ class HostedProcess:
 def _signal_name(number: int) -> str:
     known = number in {member.value for member in signal.Signals}
     return f"signal {number} ({signal.Signals(number).name})" if known else f"signal {number}"
-
-
-def _directory(package: str) -> str:
-    spec = importlib.util.find_spec(package)
-    assert spec is not None, package
-    assert spec.submodule_search_locations, f"{package} is not a package"
-    return str(Path(spec.submodule_search_locations[0]).resolve())

@@ -66,20 +66,28 @@ class SharedBlock:
 
         A tensor that is larger than the whole block makes an empty block grow.
         """
+        target = self.reserve(name, tensor)
+        if target is None:
+            return False
+        target.copy_(tensor.detach())
+        return True
+
+    def reserve(self, name: str, tensor: Tensor) -> Tensor | None:
+        """As ``add``, but the caller copies: where the tensor is to lie. Let go of it before the block closes."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         stop = start + tensor.nbytes
         if stop > self.num_bytes:
             if self._places:
-                return False
+                return None
             self._resize(stop)
         assert self._map is not None
+        target = torch.empty(0, dtype=tensor.dtype)
         if tensor.numel() > 0:
             target = torch.frombuffer(memoryview(self._map), dtype=tensor.dtype, count=tensor.numel(), offset=start)
-            target.view(tensor.shape).copy_(tensor.detach())
         spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self._places.append(TensorPlace(spec, start))
         self._used = stop
-        return True
+        return target.view(tensor.shape)
 
     def handle(self) -> MemoryHandle:
         """What another process needs to read the tensors added since ``clear``. Valid while the block is kept."""

@@ -103,6 +103,9 @@ def choose_transport(
         transport.name: mismatches(trainer, generator, transport, placement, payload, rolling=rolling)
         for transport in ranked
     }
+    for transport in ranked:
+        if transport.by_name_only is not None and not reasons[transport.name]:
+            reasons[transport.name] = [f"it is taken by name only: {transport.by_name_only}"]
     fitting = [transport for transport in ranked if not reasons[transport.name]]
     ends = f"trainer {trainer.name!r} and generator {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
     if not fitting:

@@ -130,6 +130,8 @@ class WeightSyncSpec(PluginRecord):
     """Can bring a version to some replicas first and to others later, as ``fleet_rule: rolling`` does."""
     speed_rank: int = 100
     """``auto`` prefers the lowest among the transports that fit."""
+    by_name_only: str | None = None
+    """Why ``auto`` never takes it: it needs what no record can tell."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

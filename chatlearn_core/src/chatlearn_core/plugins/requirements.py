@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins.records import Alternatives
+from chatlearn_core.plugins.records import Alternatives, GeneratorSpec, PluginRecord
 
 InstalledVersion = Callable[[str], str | None]
 """Distribution name -> installed version, None if it is not installed."""
@@ -52,6 +53,18 @@ def installed_in(python: str) -> InstalledVersion:
             "  'python' must be the path of a working Python interpreter that holds the engine."
         ) from error
     return lambda distribution: versions.get(canonicalize_name(distribution))
+
+
+def installed_where(record: PluginRecord, options: Mapping[str, Any]) -> InstalledVersion:
+    """A lookup in the environment that will host a backend: the interpreter that its option ``python`` names, if its
+    record lets it run in one, else this one.
+
+    Raises:
+        PluginError: see ``installed_in``.
+    """
+    python = options.get("python")
+    elsewhere = isinstance(record, GeneratorSpec) and record.own_interpreter and isinstance(python, str)
+    return installed_in(str(python)) if elsewhere and record.requires else installed_here
 
 
 def requirement_syntax_problem(requires: object) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from chatlearn_core.exceptions import BackendError, ReplicaLostError, TrainerLostError
+from chatlearn_core.exceptions import BackendError, ReplicaLostError, TrainerLostError, WorkerPlace
 from chatlearn_core.protocols import RuntimeEvent
 
 Tell = Callable[[RuntimeEvent], None]
@@ -47,7 +47,7 @@ class Restarts:
             BackendError: none is left; of the class that the role uses, with ``cause`` as its cause.
         """
         if self.count >= self.limit:
-            place = cause.place if isinstance(cause, BackendError) else None
+            place = (cause.place if isinstance(cause, BackendError) else None) or WorkerPlace(self.role, worker)
             stack = cause.stack if isinstance(cause, BackendError) else ""
             raise self.error(
                 f"role {self.role!r}: {worker} died, and {self.count} restart(s), the limit ({self.setting}), are used "

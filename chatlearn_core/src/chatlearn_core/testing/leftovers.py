@@ -12,6 +12,9 @@ from pathlib import Path
 MARK = "CHATLEARN_TEST_MARK"
 """An environment variable: whoever has it was started by the test, however many parents have died in between."""
 SHARED_MEMORY = Path("/dev/shm")
+MEMORY_NAMES = ("chatlearn", "torch_", "psm_")
+"""How names of ours, torch's and Python's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
+other programs on the machine leave there meanwhile is not the test's affair."""
 WAIT_S = 15.0
 """A process whose parent was killed needs a moment to notice."""
 _LOOK_EVERY_S = 0.1
@@ -26,6 +29,7 @@ class Leftovers:
 
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     wait_s: float = WAIT_S
+    memory_names: tuple[str, ...] = MEMORY_NAMES
     _memory: frozenset[str] = frozenset()
     _ports: frozenset[int] = frozenset()
     _children: frozenset[int] = frozenset()
@@ -60,7 +64,8 @@ class Leftovers:
         started = {pid for pid in processes() if environment(pid).get(MARK) == self.mark}
         started |= set(descendants(os.getpid())) - self._children
         found = [f"process {pid}: {command(pid)}" for pid in sorted(started) if not outlives_tests(command(pid))]
-        found += [f"shared memory {name}" for name in sorted(unheld(shared_memory() - self._memory))]
+        memory = {name for name in shared_memory() - self._memory if name.startswith(self.memory_names)}
+        found += [f"shared memory {name}" for name in sorted(unheld(frozenset(memory)))]
         found += [f"port {port}, listening" for port in sorted(listening_ports() - self._ports)]
         return found
 

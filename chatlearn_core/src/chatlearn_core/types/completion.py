@@ -8,12 +8,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import TokenIds
 
 FinishReason = Literal["stop", "length", "abort"]
 Floats = npt.NDArray[np.float32]
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True)
 class LogprobBasis:
     """Which distribution a logprob is of: the model's logits divided by ``temperature``, then cut to top-k and top-p.
@@ -36,6 +38,7 @@ class LogprobBasis:
 RAW_BASIS = LogprobBasis()
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
     """How to sample one completion.
@@ -78,6 +81,7 @@ class SamplingParams:
         return LogprobBasis(self.temperature, self.top_p, self.top_k)
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True)
 class VersionSpan:
     """Completion tokens [start, stop) were sampled from policy ``version``."""
@@ -87,6 +91,7 @@ class VersionSpan:
     version: int
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class GenerateRequest:
     """One completion to sample.

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from chatlearn_core.types.pickling import pickled_by_position
+
 TokenIds = npt.NDArray[np.int64]
 """[T] token ids."""
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class Prompt:
     """One problem, tokenised once, with what a reward needs to judge an answer.

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from chatlearn_core.types.completion import Completion, Floats
+from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Prompt, TokenIds
 from chatlearn_core.types.stored import joined
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True)
 class RewardResult:
     """The verdict on one sample, or why there is none. Exactly one of ``value`` and ``error`` is set."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from chatlearn_core.types.completion import Completion
+from chatlearn_core.types.pickling import pickled_by_position
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +32,7 @@ class Block(Protocol):
         """Rows [start, stop) of one array, read-only. Blocks until they are here."""
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class Rows:
     """Rows [start, stop) of array ``name`` of a block."""
@@ -61,8 +63,8 @@ class StoredArray(NDArrayOperatorsMixin):
     __slots__ = ("dtype", "pieces", "shape")
 
     def __init__(self, pieces: Iterable[Array | Rows], tail: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        self.pieces = tuple(piece for piece in pieces if len(piece))
-        self.shape = (sum(len(piece) for piece in self.pieces), *tail)
+        self.pieces = tuple(pieces)
+        self.shape = (sum(map(len, self.pieces)), *tail)
         self.dtype = np.dtype(dtype)
 
     def values(self) -> Array:
@@ -205,6 +207,7 @@ def per_sequence(values: Tensor, lengths: Sequence[int]) -> list[Array]:
     return [array[start:stop] for start, stop in pairwise([0, *accumulate(lengths)])]
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class StoredText:
     """A text by reference: UTF-8 bytes of a block."""

@@ -1,12 +1,10 @@
 """What runs in SGLang's interpreter: standard library, torch and SGLang; of ours only ``hosting.engine_side``.
 
 It is imported in every process of the engine before SGLang is, since the engine spawns its processes and these first
-import what their parent ran. On a CPU that is where the stand-ins for GPU packages are put in place, and in the spawned
-processes where the hook is registered that brings requests their seeds.
+import what their parent ran. On a CPU that is where the stand-ins for GPU packages are put in place.
 """
 
 import os
-import sys
 
 from . import cpu_stand_ins
 
@@ -16,7 +14,9 @@ CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 if os.environ.get(CPU_VARIABLE) == "1":
     cpu_stand_ins.install()
 
-if "__mp_main__" in sys.modules:  # a process that the engine spawned
+
+def in_spawned_process() -> None:
+    """Called by ``hosting`` in the processes that the engine spawns: registers the hook that brings seeds."""
     from . import seeds
 
     seeds.register()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from . import seeds
 from .arguments import EngineArgumentError, check_names, compose
 from .outcome import Outcome
-from .requests import answer, engine_request, fresh_tokens
+from .requests import answer, cut_short, engine_request, fresh_tokens
 from .weight_operations import LOADER, encode
 
 RESEND_S = 0.5
@@ -107,19 +107,30 @@ class HostedEngine:
         sampling: Mapping[str, Any],
         emit: Callable[[list[int]], None] | None = None,
     ) -> dict[str, Any]:
-        """Sample one completion; see ``requests.answer``. With ``emit``, tokens are told as they appear."""
+        """Sample one completion; see ``requests.answer``. With ``emit``, tokens are told as they appear.
+
+        SGLang ignores stop tokens together with the end-of-sequence token, so a request that ignores this one alone is
+        watched and ended here.
+        """
         ended = self._open[rid] = asyncio.get_running_loop().create_future()
+        stops = frozenset(sampling["stop_token_ids"] if sampling["ignore_eos"] else ())
         try:
             request = engine_request(rid, input_ids, sampling)
-            if emit is None:
+            if emit is None and not stops:
                 return answer(await self._engine.async_generate(**request))
-            told = 0
+            seen, end = 0, None
             async for chunk in await self._engine.async_generate(**request, stream=True):
-                tokens = fresh_tokens(chunk, told)
-                if tokens:
-                    emit(tokens)
-                    told += len(tokens)
-            return answer(chunk)
+                tokens = fresh_tokens(chunk, seen)
+                if end is None:
+                    at = next((index for index, token in enumerate(tokens) if token in stops), None)
+                    if at is not None:
+                        tokens, end = tokens[: at + 1], seen + at + 1
+                        self._manager.abort_request(rid)
+                    if emit is not None and tokens:
+                        emit(tokens)
+                    seen += len(tokens)
+            reply = answer(chunk)
+            return reply if end is None else cut_short(reply, end)
         finally:
             del self._open[rid]
             ended.set_result(None)

@@ -64,6 +64,17 @@ def answer(output: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def cut_short(reply: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """An answer that a stop token ended after ``count`` tokens, whatever was sampled until the engine noticed."""
+    return {
+        **reply,
+        "token_ids": reply["token_ids"][:count],
+        "logprobs": reply["logprobs"][:count],
+        "finish": {"type": "stop", "matched": reply["token_ids"][count - 1]},
+        "spans": [(start, min(stop, count), version) for start, stop, version in reply["spans"] if start < count],
+    }
+
+
 def fresh_tokens(chunk: Mapping[str, Any], told: int) -> list[int]:
     """Tokens of a streamed chunk, which holds all of the completion so far, beyond those told before."""
     return list(chunk["output_ids"][told:])
@@ -71,7 +82,7 @@ def fresh_tokens(chunk: Mapping[str, Any], told: int) -> list[int]:
 
 @cache
 def _cut_logits() -> str:
-    from .cuts import CutLogits
+    from .logit_processor import CutLogits
 
     serialised: str = CutLogits.to_str()
     return serialised

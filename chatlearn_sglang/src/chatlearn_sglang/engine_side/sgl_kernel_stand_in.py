@@ -88,6 +88,7 @@ assign_extend_cache_locs_cpu = _absent("assign_extend_cache_locs_cpu")
 build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
 verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
 
-_operators = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has none
-_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-_operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+# torch.library has no annotations.
+_operators = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")  # type: ignore[no-untyped-call]
+_operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")  # type: ignore[no-untyped-call]

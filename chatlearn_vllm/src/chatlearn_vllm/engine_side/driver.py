@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from .engine import Engine, Report
+from .process_state import preserved
 
 Event = tuple[str, Any, Any]
 """``("tokens", policy version, reports)``: one step. ``("refused", key, reason)``: the engine did not take a request.
@@ -187,15 +188,8 @@ class EngineDriver:
 
     def _start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> dict[str, Any]:
         engine = Engine(arguments, log_level=log_level, num_threads=num_threads)
-        for key, sampling in enumerate(_WARM_UP):
-            engine.add(
-                {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
-                | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
-                | sampling
-            )
-        while engine.has_work:
-            engine.step()
-        engine.reset_caches()
+        with preserved():
+            _warm_up(engine)
         self._engine = engine
         return engine.facts()
 
@@ -233,3 +227,15 @@ class EngineDriver:
             engine.call_workers("finish_weight_update")
         engine.reset_caches()
         self._version, self._loading = policy_version, False
+
+
+def _warm_up(engine: Engine) -> None:
+    for key, sampling in enumerate(_WARM_UP):
+        engine.add(
+            {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
+            | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
+            | sampling
+        )
+    while engine.has_work:
+        engine.step()
+    engine.reset_caches()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .arguments import UnknownArgumentsError, engine_args
-from .process_state import EngineWords, bind_threads, engine_words, preserved, set_environment
+from .process_groups import make_way_for_groups
+from .process_state import EngineWords, bind_threads, engine_words, imports_quietly, preserved, set_environment
 from .seeded_draws import EXTRA_ARGUMENT
 from .versions import check_version
 from .weight_transfer_name import BACKEND, WORKER_EXTENSION
@@ -68,8 +69,9 @@ class Engine:
         self._adapter: Any = None
 
     def _start(self, arguments: Mapping[str, Any], words: EngineWords) -> None:
-        import vllm
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with imports_quietly():
+            import vllm
+            from vllm.v1.engine.llm_engine import LLMEngine
 
         check_version(vllm.__version__)
         try:
@@ -84,7 +86,7 @@ class Engine:
             )
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind_threads(num_workers))
-            _make_room_for_expert_groups()
+            make_way_for_groups()
             self._engine: Any = LLMEngine.from_engine_args(args)
         except UnknownArgumentsError:
             raise
@@ -268,15 +270,3 @@ class Engine:
         if inner is not None:
             del self._keys[inner]
         self._watchers.pop(key, None)
-
-
-def _make_room_for_expert_groups() -> None:
-    """Let vLLM make its process groups anew if an engine without experts made them.
-
-    All engines of one process share vLLM's groups, which for a single worker hold this process alone and carry nothing.
-    The first engine makes them, and one without experts makes none for experts.
-    """
-    from vllm.distributed import parallel_state
-
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        parallel_state.destroy_model_parallel()

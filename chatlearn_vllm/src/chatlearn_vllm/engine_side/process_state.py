@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,14 @@ def preserved() -> Iterator[None]:
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def imports_quietly() -> Iterator[None]:
+    """No warnings of what vLLM imports about itself: nobody here can act on them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def bind_threads(num_workers: int) -> str:

@@ -53,6 +53,17 @@ def test_many_events_are_cut_and_said(run_dir: Path) -> None:
     assert (events[-1].step, events[-1].text) == ("599", "w599")
 
 
+def test_an_event_shows_its_sentence_and_its_time(run_dir: Path) -> None:
+    files = read_run(run_dir)
+    rebuilt = {"event": "replica_rebuilt", "step": 4, "text": "replica 0 died and is rebuilt", "restart": 1}
+    resumed = {"event": "resume", "note": "resuming after step 2"}
+    files.events = [{"time": "2026-01-01T10:00:07+00:00", **rebuilt}, resumed]
+    first, second = shown_events(files)
+    assert (first.kind, first.step, first.text) == ("replica_rebuilt", "4", "replica 0 died and is rebuilt")
+    assert first.time == "2026-01-01 10:00:07"
+    assert (second.text, second.time) == ("resuming after step 2", "")
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (8.31, 59.99, 252, 11220)] == ["8.3 s", "60.0 s", "4 min 12 s", "3 h 07 min"]
     assert [short_duration(s) for s in (0.0412, 1.25, 75)] == ["41.2 ms", "1.25 s", "1 min 15 s"]

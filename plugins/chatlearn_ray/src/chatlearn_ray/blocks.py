@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from chatlearn_core.exceptions import TrainerLostError
-from chatlearn_core.types import GenerateRequest, Sample, StoredArray, StoredCompletion, StoredText
+from chatlearn_core.types import GenerateRequest, StoredArray, StoredCompletion, StoredText
 from chatlearn_core.types.stored import Array, Rows
-from chatlearn_ray.runs import RunArray
 
 FETCH_TIMEOUT_S = 600.0
 """Longest wait for blocks from other nodes; a lost one is noticed sooner."""
@@ -125,47 +123,6 @@ def blocks_of(arrays: Iterable[Any]) -> list[RayBlock]:
     return list(blocks.values())
 
 
-def travelling_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """The samples as they are sent: what they hold by reference stays one, masks and the like are told in short."""
-    sent: list[Sample] = []
-    for sample in samples:
-        mask = _short(sample.loss_mask)
-        token_data = {name: _short(values) for name, values in sample.token_data.items()}
-        traffic.driver_bytes += sum(map(_bytes_at_hand, (sample.token_ids, mask, *token_data.values())))
-        sent.append(replace(sample, loss_mask=mask, token_data=token_data))
-    return sent
-
-
-def _bytes_at_hand(array: Any) -> int:
-    """What of an array travels with a message."""
-    if isinstance(array, StoredArray):
-        return sum(piece.nbytes for piece in array.pieces if not isinstance(piece, Rows))
-    return int(array.nbytes)
-
-
-def _short(array: Any) -> Any:
-    return array if isinstance(array, StoredArray) else RunArray.of(array) or array
-
-
-def _whole(array: Any) -> Any:
-    return array.array() if isinstance(array, RunArray) else np.asarray(array)
-
-
-def fetched_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples as they were before they travelled, with ordinary arrays. Blocks the thread until they are here."""
-    fetch_blocks(blocks_of(array for sample in samples for array in _arrays_of_sample(sample)))
-    return [
-        replace(
-            sample,
-            token_ids=np.asarray(sample.token_ids),
-            completion=fetched_completion(sample.completion),
-            loss_mask=_whole(sample.loss_mask),
-            token_data={name: _whole(values) for name, values in sample.token_data.items()},
-        )
-        for sample in samples
-    ]
-
-
 def fetched_completion(completion: Any) -> Any:
     """An ordinary completion, or what is none."""
     return completion.fetch() if isinstance(completion, StoredCompletion) else completion
@@ -175,17 +132,12 @@ def fetched_request(request: GenerateRequest) -> GenerateRequest:
     """The request with what it resumes from at hand. Blocks the thread until it is here."""
     if not isinstance(request.resume_from, StoredCompletion):
         return request
-    fetch_blocks(blocks_of(_arrays_of_completion(request.resume_from)))
+    fetch_blocks(blocks_of(arrays_of_completion(request.resume_from)))
     return replace(request, resume_from=request.resume_from.fetch())
 
 
-def _arrays_of_sample(sample: Sample) -> list[Any]:
-    completion = sample.completion
-    parts = _arrays_of_completion(completion) if isinstance(completion, StoredCompletion) else []
-    return [sample.token_ids, *sample.token_data.values(), *parts]
-
-
-def _arrays_of_completion(completion: StoredCompletion) -> list[Any]:
+def arrays_of_completion(completion: StoredCompletion) -> list[Any]:
+    """Whatever of it may be stored."""
     return [
         completion.token_ids,
         completion.logprobs,

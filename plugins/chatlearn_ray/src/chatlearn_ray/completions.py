@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from chatlearn_core.types import Completion, FinishReason, LogprobBasis, SamplingParams, StoredText, VersionSpan
+from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.stored import Array, Block, Rows, StoredArray, StoredCompletion
 
 TEXT = "text"
 
 
-@dataclass(slots=True, frozen=True)
-class Place:
-    """Where one array of a completion lies in the block."""
-
-    key: str
-    start: int
-    stop: int
+Place = tuple[str, int, int]
+"""Which array of the block, and rows [start, stop) of it."""
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True)
 class CompletionFacts:
     """A completion without its arrays. What it takes does not depend on the completion's length."""
 
     request_id: str
-    basis: LogprobBasis
+    basis: LogprobBasis | None
+    """None: that of the request's sampling."""
     finish_reason: FinishReason
-    sampling: SamplingParams
+    sampling: SamplingParams | None
+    """None: the request's."""
     version_spans: tuple[VersionSpan, ...]
     num_cached_tokens: int
     places: Mapping[str, Place]
@@ -44,8 +44,8 @@ class CompletionPacker:
         self._arrays: dict[str, list[Array]] = {}
         self._rows: dict[str, int] = {}
 
-    def add(self, completion: Completion) -> CompletionFacts:
-        """Take one over."""
+    def add(self, completion: Completion, sampling: SamplingParams) -> CompletionFacts:
+        """Take one over, with what was asked for."""
         places = {
             "token_ids": self._put("token_ids", np.asarray(completion.token_ids, dtype=np.int64)),
             "logprobs": self._put("logprobs", np.asarray(completion.logprobs, dtype=np.float32)),
@@ -57,9 +57,9 @@ class CompletionPacker:
             places[f"token_data/{name}"] = self._put(f"token_data/{name}", np.asarray(values))
         return CompletionFacts(
             completion.request_id,
-            completion.basis,
+            None if completion.basis == sampling.basis else completion.basis,
             completion.finish_reason,
-            completion.sampling,
+            None if completion.sampling == sampling else completion.sampling,
             completion.version_spans,
             completion.num_cached_tokens,
             places,
@@ -70,24 +70,28 @@ class CompletionPacker:
         start = self._rows.get(key, 0)
         self._arrays.setdefault(key, []).append(array)
         self._rows[key] = start + len(array)
-        return Place(key, start, start + len(array))
+        return key, start, start + len(array)
 
     def block(self) -> dict[str, Array]:
         """Everything that was added."""
         return {key: np.concatenate(arrays) for key, arrays in self._arrays.items()}
 
 
-def completion_of(facts: CompletionFacts, block: Block) -> Completion:
-    """The completion by reference."""
+def completion_of(facts: CompletionFacts, block: Block, sampling: SamplingParams) -> Completion:
+    """The completion by reference.
+
+    Args:
+        sampling: what was asked for.
+    """
     arrays = {name: _stored(place, block) for name, place in facts.places.items() if name != TEXT}
     text: Any = StoredText(_rows(facts.places[TEXT], block))
     return StoredCompletion(
         request_id=facts.request_id,
         token_ids=arrays["token_ids"],
         logprobs=arrays["logprobs"],
-        basis=facts.basis,
+        basis=facts.basis or sampling.basis,
         finish_reason=facts.finish_reason,
-        sampling=facts.sampling,
+        sampling=facts.sampling or sampling,
         version_spans=facts.version_spans,
         raw_logprobs=arrays.get("raw_logprobs"),
         text=text,
@@ -99,10 +103,17 @@ def completion_of(facts: CompletionFacts, block: Block) -> Completion:
 
 
 def _rows(place: Place, block: Block) -> Rows:
-    return Rows(block, place.key, place.start, place.stop)
+    key, start, stop = place
+    return Rows(block, key, start, stop)
 
 
 def _stored(place: Place, block: Block) -> Any:
-    _, dtype, tail = place.key.split(" ", 2)
-    shape = tuple(int(n) for n in tail.strip("()").split(",") if n.strip())
-    return StoredArray([_rows(place, block)], shape, dtype)
+    tail, dtype = _shape(place[0])
+    return StoredArray([_rows(place, block)], tail, dtype)
+
+
+@cache
+def _shape(key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape of a row and type, of an array with this key; there are a handful of keys."""
+    _, dtype, tail = key.split(" ", 2)
+    return tuple(int(n) for n in tail.strip("()").split(",") if n.strip()), np.dtype(dtype)

@@ -12,7 +12,7 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLea
 from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, PauseMode
 from chatlearn_core.runtime.fleet import replica_index, replica_restarts
 from chatlearn_core.runtime.restarts import Tell
-from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
+from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SamplingParams
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.blocks import RayBlock, Traffic
 from chatlearn_ray.completions import completion_of
@@ -39,7 +39,7 @@ class Replica:
         self._traffic = traffic
         self.state: ReplicaState = "serving"
         self.policy_version = 0
-        self._open: dict[str, asyncio.Future[Completion | Failure]] = {}
+        self._open: dict[str, tuple[SamplingParams, asyncio.Future[Completion | Failure]]] = {}
         self._queue: list[GenerateRequest] = []
         self._dropped: list[str] = []
         self._collector: asyncio.Task[None] | None = None
@@ -51,9 +51,10 @@ class Replica:
         if not self._queue:
             loop.call_soon(self._flush)
         self._queue.append(request)
-        future = self._open[request.id] = loop.create_future()
+        future: asyncio.Future[Completion | Failure] = loop.create_future()
+        self._open[request.id] = request.sampling, future
         try:
-            outcome: Completion | Failure = await future
+            outcome = await future
         except asyncio.CancelledError:
             self._drop(request.id)
             raise
@@ -118,14 +119,16 @@ class Replica:
         self.state, self.policy_version = report.state, report.policy_version
         self._traffic.stored_bytes += report.num_bytes
         for request_id, outcome in report.results:
-            future = self._open.get(request_id)
-            if future is not None and not future.done():
-                future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block))
+            if request_id not in self._open:
+                continue  # nobody waits for it any more
+            sampling, future = self._open[request_id]
+            if not future.done():
+                future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block, sampling))
 
     def lose(self, error: ChatLearnError) -> None:
         """The worker cannot be reached any more: everyone who waits gets to know."""
         self.state = "dead"
-        for future in self._open.values():
+        for _, future in self._open.values():
             if not future.done():
                 future.set_exception(copy.copy(error))
 
@@ -230,7 +233,7 @@ class RayGeneratorFleet:
                 return
             await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
 
-    async def revive(self) -> None:
+    async def rebuild_given_up(self) -> None:
         """Rebuild replicas that were given up, without weights: the next sync brings them. Nothing is counted: it was
         not they who failed.
         """

@@ -51,7 +51,7 @@ class GeneratorWorker(Worker):
         self._generator: Generator | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._ended: list[tuple[str, Completion | Failure]] = []
+        self._ended: list[tuple[GenerateRequest, Completion | Failure]] = []
         self._news = asyncio.Event()
 
     @property
@@ -81,7 +81,7 @@ class GeneratorWorker(Worker):
             outcome = await self.generator.generate(request)
         except Exception as error:
             outcome = Failure.of(error)
-        self._ended.append((request.id, outcome))
+        self._ended.append((request, outcome))
         self._news.set()
 
     async def collect(self) -> tuple[ReplicaReport, dict[str, Array]]:
@@ -95,8 +95,8 @@ class GeneratorWorker(Worker):
         ended, self._ended = self._ended, []
         packer = CompletionPacker()
         results = tuple(
-            (request_id, outcome if isinstance(outcome, Failure) else packer.add(outcome))
-            for request_id, outcome in ended
+            (request.id, outcome if isinstance(outcome, Failure) else packer.add(outcome, request.sampling))
+            for request, outcome in ended
         )
         block = packer.block()
         num_bytes = sum(array.nbytes for array in block.values())

@@ -11,9 +11,10 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.runtime.restarts import Restarts, Tell
 from chatlearn_core.types import RewardResult, Sample
-from chatlearn_ray.blocks import Traffic, travelling_samples
+from chatlearn_ray.blocks import Traffic
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.remote import RemoteWorker, all_or_first_error
+from chatlearn_ray.travelling import travelling_samples
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import RewardResult, Sample
-from chatlearn_ray.blocks import fetched_samples
+from chatlearn_ray.travelling import FreshSample, fetched_samples
 from chatlearn_ray.worker import Worker, WorkerFacts
 from chatlearn_ray.worker_spec import WorkerSpec
 
@@ -30,7 +30,7 @@ class RewardWorker(Worker):
             await self.set_up(reward.setup)
         return self.facts()
 
-    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    async def score(self, samples: Sequence[Sample | FreshSample]) -> list[RewardResult]:
         return await self._group.score(await asyncio.to_thread(fetched_samples, samples))
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from chatlearn_core.types.pickling import pickled_by_position
+
 _MIN_ROWS = 64
 """Shorter arrays are not worth a look."""
 _BYTES_OF_A_LENGTH = 4
 
 
+@pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class RunArray:
     """A one-dimensional array, bit for bit."""

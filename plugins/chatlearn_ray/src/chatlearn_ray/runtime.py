@@ -297,7 +297,7 @@ class RayRuntime:
         if not broken:  # what was lost is not a process but data that it was to train on: no less bounded
             next(iter(self._trainer_restarts.values())).spend("what it was to train on", lost)
         for fleet in self._fleets.values():
-            await fleet.revive()
+            await fleet.rebuild_given_up()
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
         """The GPUs that Ray assigned, once the workers run; slots before, and on the host."""

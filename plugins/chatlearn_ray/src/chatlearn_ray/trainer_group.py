@@ -86,11 +86,12 @@ class RayTrainerGroup:
             return await all_or_first_error([call(worker, args) for worker, args in calls])
         except ChatLearnError as error:
             died = isinstance(error, WorkerDiedError)
-            if died or isinstance(error, BackendTimeoutError) or len(answered) < len(calls):
+            # A transport that waits for somebody else in vain has no stack: its rank answered, and can go on.
+            hangs = isinstance(error, BackendTimeoutError) and bool(error.stack)
+            if died or hangs or len(answered) < len(calls):
                 self._broken = f"it is broken since {method} failed: {str(error).splitlines()[0]}"
-            if died:
-                place = error.place if isinstance(error, BackendError) else None
-                raise TrainerLostError(str(error)).at(place) from error
+            if isinstance(error, BackendError) and (died or hangs):
+                raise TrainerLostError(str(error)).at(error.place, error.stack) from error
             raise
 
     async def _over_slices(

@@ -61,10 +61,11 @@ class RayWeightTransfer:
         Raises:
             WeightSyncError: the manifest does not match a replica's model; nothing was moved to its turn.
         """
-        turns = self._planner.turns(list(indices))
+        receipts = await self._gone(indices, policy_version)
+        gone = {receipt.replica for receipt in receipts}
+        turns = self._planner.turns([index for index in indices if index not in gone])
         if self._planner.sends_ahead:
-            return await self._send_ahead(turns, policy_version)
-        receipts: list[SyncReceipt] = []
+            return receipts + await self._send_ahead(turns, policy_version)
         for turn in turns:
             replicas = {index: self._fleet.replicas[index] for index in turn}
             plan = await self._make_plan(replicas.values(), policy_version)
@@ -74,6 +75,18 @@ class RayWeightTransfer:
                 receipts += self._note(plan, replicas, await self._transfer(shared, plan, replicas))
             finally:
                 await self._release(shared)
+        return receipts
+
+    async def _gone(self, indices: Sequence[int], policy_version: int) -> list[SyncReceipt]:
+        """Open the receivers of replicas that have none yet; receipts of those whose process is gone."""
+        receipts: list[SyncReceipt] = []
+        for index in indices:
+            replica = self._fleet.replicas[index]
+            try:
+                await self._endpoint(replica)
+            except WorkerDiedError as error:
+                replica.state = "dead"
+                receipts.append(SyncReceipt(index, policy_version, "dead", error=str(error)))
         return receipts
 
     async def resync(self, index: int, policy_version: int) -> SyncReceipt:
@@ -166,7 +179,10 @@ class RayWeightTransfer:
         try:
             offers: list[SyncOffer] = await self._trainer.every_rank("offer", self.key, shared)
         except ChatLearnError as error:
-            return await self._give_up(plan, replicas, f"the sender failed: {error}")
+            receipts = await self._give_up(plan, replicas, f"the sender failed: {error}")
+            if self._trainer.is_broken:
+                raise
+            return receipts
         sending = asyncio.create_task(self._send(plan, shared, limit))
         receiving = {
             index: asyncio.create_task(self._receive(plan, shared, offers, index, replica, limit))
@@ -213,6 +229,8 @@ class RayWeightTransfer:
         await asyncio.gather(
             *(replica.worker.call("fail", reason) for replica in replicas.values()), return_exceptions=True
         )
+        for replica in replicas.values():
+            replica.state = "dead"
         return [SyncReceipt(index, plan.policy_version, "dead", error=reason) for index in replicas]
 
 

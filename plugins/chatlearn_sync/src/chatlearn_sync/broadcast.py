@@ -23,7 +23,6 @@ from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-from chatlearn_sync.checksum import checksum
 from chatlearn_sync.control import Address, Hub, Message, listening_host
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
 from chatlearn_sync.options import BroadcastOptions
@@ -153,12 +152,12 @@ class BroadcastSender:
         assert self._buffers is not None
         ordered = wider_first(list(bucket))
         flat = self._buffers.get(slot, num_bytes(bucket))
-        pack(ordered, flat)
+        checksums = pack(ordered, flat, with_checksums=self._options.verify_checksums)
         announcement: Message = {
             "bucket": number,
             "num_bytes": flat.numel(),
             "tensors": [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in ordered],
-            "checksum": checksum(flat) if self._options.verify_checksums and flat.device.type == "cpu" else None,
+            "checksums": checksums,
         }
         hub.say(announcement)
         return flat

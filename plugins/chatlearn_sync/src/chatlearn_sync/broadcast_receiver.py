@@ -13,7 +13,7 @@ from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors
 from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
 from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
 from chatlearn_sync.broadcast import GLANCE_S, NAME, BroadcastOffer
-from chatlearn_sync.checksum import checksum
+from chatlearn_sync.checksum import load_and_verify
 from chatlearn_sync.control import Message, error_text
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
 from chatlearn_sync.intake import Intake, Source, offers_of
@@ -165,29 +165,18 @@ class _FlatIntake(Intake[BroadcastOffer]):
         if self._failure is not None:
             return
         try:
-            await self._verify(source, message, flat)
             async with self._loading:
                 named = tensors_in(flat, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
                 for name, tensor in named:
                     self.check.admit(name, tensor)
-                await self._loader.load_tensors(iter(named))
+                where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
+                load = self._loader.load_tensors(iter(named))
+                await load_and_verify(load, named, message["checksums"], where)
             self.num_bytes += flat.numel()
         except Exception as error:
             self._failure = self._failure or error
             for one in self.sources:
                 one.say({"failed": error_text(error)})
-
-    async def _verify(self, source: Source[BroadcastOffer], message: Message, flat: Tensor) -> None:
-        if message["checksum"] is None:
-            return
-        found = await asyncio.to_thread(checksum, flat)
-        if found != message["checksum"]:
-            names = [name for name, _, _ in message["tensors"]]
-            raise WeightSyncError(
-                f"{self.where}: bucket {message['bucket']} of sender {describe_endpoint(source.sender)} is corrupted: "
-                f"its checksum is {found:#x}, the sender sent {message['checksum']:#x}. It holds {len(names)} tensors, "
-                f"{names[0]!r} to {names[-1]!r}"
-            )
 
 
 class _EngineIntake(Intake[BroadcastOffer]):

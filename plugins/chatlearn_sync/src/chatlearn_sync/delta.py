@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
@@ -137,12 +136,12 @@ class DeltaSender:
             old = held.get(name)
             if old is None or old.shape != new.shape or old.dtype != new.dtype:
                 held[name] = old = new.clone()
-                yield name, {name: old}, tensor_checksum(old)
+                yield name, {name: old}, checksum(old)
                 continue
             parts = changes(name, old, new)
             if parts:
                 old.copy_(new)
-                yield name, parts, tensor_checksum(old)
+                yield name, parts, checksum(old)
 
     def _base(self, plan: SyncPlan, version: VersionDirectory) -> str:
         for directory, index in version.versions():
@@ -152,11 +151,6 @@ class DeltaSender:
             f"{describe(plan, NAME)}: policy version {plan.base_version}, which it builds on, is not in "
             f"{plan.workspace}. Was it removed? The next sync will be a full one"
         )
-
-
-def tensor_checksum(tensor: Tensor) -> int:
-    """Checksum of a contiguous host tensor's bytes."""
-    return checksum(tensor.reshape(-1).view(torch.uint8))
 
 
 def _chain(versions: Sequence[tuple[Path, WeightIndex]]) -> Collection[Path]:

@@ -16,7 +16,8 @@ from chatlearn_core.hosting.shared_block import ALIGNMENT, SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, WeightManifest
 from chatlearn_sync.changes import apply, tensor_of
-from chatlearn_sync.delta import NAME, tensor_checksum
+from chatlearn_sync.checksum import checksum
+from chatlearn_sync.delta import NAME
 from chatlearn_sync.options import DeltaOptions
 from chatlearn_sync.shared_memory import Mapping, view_of
 from chatlearn_sync.stream import describe, describe_endpoint, name_list
@@ -123,7 +124,7 @@ class DeltaReceiver:
                 if target is None:
                     raise WeightSyncError(f"{directory / file}: tensor {name!r} is not in the manifest of this sync")
                 apply(name, parts, target)
-                if self._options.verify_checksums and tensor_checksum(target) != index.results[name]:
+                if self._options.verify_checksums and checksum(target) != index.results[name]:
                     raise WeightSyncError(
                         f"{directory / file}: tensor {name!r} of policy version {index.policy_version} came out "
                         "otherwise than the sender has it; the copy it was applied to is not the version before"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.types import SyncPlan, TensorSpec
+from chatlearn_sync.checksum import copy_with_checksum
 
 IN_FLIGHT = 4
 """Two flat buffers, the tensors being gathered for the next, and the tensor that the stream has just yielded."""
@@ -54,13 +55,22 @@ def wider_first(bucket: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     return sorted(bucket, key=lambda item: -item[1].element_size())
 
 
-def pack(bucket: list[tuple[str, Tensor]], flat: Tensor) -> None:
-    """Copy tensors, ``wider_first``, one behind the other into ``flat``, from whatever device."""
+def pack(bucket: list[tuple[str, Tensor]], flat: Tensor, *, with_checksums: bool) -> list[int] | None:
+    """Copy tensors, ``wider_first``, one behind the other into ``flat``, from whatever device.
+
+    Returns:
+        The tensors' checksums, if they are asked for.
+    """
     offset = 0
+    checksums: list[int] = []
     for _, tensor in bucket:
-        target = flat[offset : offset + tensor.nbytes]
-        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        target = flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if with_checksums:
+            checksums.append(copy_with_checksum(tensor, target))
+        else:
+            target.copy_(tensor)
         offset += tensor.nbytes
+    return checksums if with_checksums else None
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:

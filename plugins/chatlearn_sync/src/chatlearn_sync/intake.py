@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class Intake(ABC, Generic[OfferT]):
         try:
             async with asyncio.timeout(self.plan.timeout_s):
                 if address.family == "unix":
-                    reader, writer = await asyncio.open_unix_connection(f"\0{address.host}")
+                    reader, writer = await _connect_unix(f"\0{address.host}")
                 else:
                     reader, writer = await asyncio.open_connection(address.host, address.port)
         except (OSError, TimeoutError) as error:
@@ -206,3 +207,15 @@ def offers_of(kind: type[OfferT], offers: Sequence[SyncOffer], plan: SyncPlan, t
             )
         contents.append(offer.content)
     return contents
+
+
+async def _connect_unix(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Like ``asyncio.open_unix_connection``, also for abstract names on uvloop, which takes them for files."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return await asyncio.open_unix_connection(sock=connection)

@@ -27,6 +27,19 @@ class SharedMemoryOptions(BaseModel):
     verify_checksums: bool = Field(True, description="Compare a checksum of every block before the generator loads it.")
 
 
+class CudaIpcOptions(BaseModel):
+    """Options of ``cuda_ipc``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    block_mb: int = Field(
+        64,
+        ge=1,
+        description="Size of each of the two blocks on every GPU, MiB, where no tensor is larger; "
+        "weight_sync.bucket_mb / 4 bounds it.",
+    )
+
+
 class BroadcastOptions(BaseModel):
     """Options of ``broadcast``."""
 

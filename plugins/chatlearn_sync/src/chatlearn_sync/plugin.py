@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import WeightSyncSpec
 
 @hookimpl
 def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
-    """``direct`` and ``checkpoint``."""
+    """From the nearest to the farthest."""
     return [
         WeightSyncSpec(
             name="direct",
@@ -22,6 +22,18 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             channels=("tensors",),
             reach="process",
             speed_rank=10,
+        ),
+        WeightSyncSpec(
+            name="cuda_ipc",
+            summary="Blocks of GPU memory that trainer and engine ranks on the same GPUs share; by name only.",
+            sender="chatlearn_sync.cuda_ipc:CudaIpcSender",
+            receiver="chatlearn_sync.cuda_ipc:CudaIpcReceiver",
+            options="chatlearn_sync.options:CudaIpcOptions",
+            needs_export="full_tensors",
+            channels=("memory_handles",),
+            reach="host",
+            by_name_only="it needs trainer and engine ranks on the same GPUs, which is not known before they start",
+            speed_rank=15,
         ),
         WeightSyncSpec(
             name="shared_memory",

@@ -22,7 +22,7 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.shared_block import SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
-from chatlearn_sync.checksum import checksum
+from chatlearn_sync.checksum import copy_with_checksum, load_and_verify
 from chatlearn_sync.control import Address, Hub, Message
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.options import SharedMemoryOptions
@@ -50,15 +50,23 @@ class Slot:
     """Tells it apart from any other block that ever had the same path."""
     bucket: int = -1
     """The bucket it was last sent with."""
-    mapped: Mapping | None = None
-    """This process's own view, for checksums."""
+    checksums: list[int] = field(default_factory=list)
+    """Of the tensors in it; empty where nobody compares them."""
 
-    @property
-    def contents(self) -> Tensor:
-        """All bytes, as receivers see them."""
-        if self.mapped is None or self.mapped.num_bytes != self.block.num_bytes:
-            self.mapped = Mapping(self.block.path, self.block.num_bytes)
-        return self.mapped.contents
+    def add(self, name: str, tensor: Tensor, *, with_checksum: bool) -> bool:
+        """Copy a tensor into the block; False if there is no room."""
+        if not with_checksum:
+            return self.block.add(name, tensor)
+        target = self.block.reserve(name, tensor)
+        if target is None:
+            return False
+        self.checksums.append(copy_with_checksum(tensor, target))
+        return True
+
+    def clear(self) -> None:
+        """Make room."""
+        self.block.clear()
+        self.checksums = []
 
 
 class Mapping:
@@ -144,28 +152,28 @@ class SharedMemorySender:
             self._slots.append(Slot(SharedBlock(size)))
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.bucket = -1
-        turn = 0
+        turn, checks = 0, self._options.verify_checksums
         current = self._emptied(self._slots[turn], hub)
         for name, tensor in tensors:
             hub.check()
             if tensor.nbytes > size:
                 if self._large is None:
                     self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)))
-                self._emptied(self._large, hub).block.add(name, tensor)
+                self._emptied(self._large, hub).add(name, tensor, with_checksum=checks)
                 yield self._large
-            elif not current.block.add(name, tensor):
+            elif not current.add(name, tensor, with_checksum=checks):
                 yield current
                 turn = 1 - turn
                 current = self._emptied(self._slots[turn], hub)
-                current.block.add(name, tensor)
-            del tensor
+                current.add(name, tensor, with_checksum=checks)
+            del tensor  # it may have been gathered for this stream
         if current.block.handle().tensors:
             yield current
 
     def _emptied(self, slot: Slot, hub: Hub) -> Slot:
         if slot.bucket >= 0:
             hub.wait_acknowledged(slot.bucket)
-        slot.block.clear()
+        slot.clear()
         return slot
 
     def _slot_bytes(self, plan: SyncPlan) -> int:
@@ -177,14 +185,13 @@ class SharedMemorySender:
     def _announcement(self, slot: Slot, number: int) -> Message:
         handle = slot.block.handle()
         places = [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.offset] for p in handle.tensors]
-        used = _used_bytes(handle.tensors)
         return {
             "bucket": number,
             "slot": slot.key,
             "path": handle.content,
             "num_bytes": handle.num_bytes,
             "tensors": places,
-            "checksum": checksum(slot.contents[:used]) if self._options.verify_checksums else None,
+            "checksums": slot.checksums if self._options.verify_checksums else None,
         }
 
 
@@ -220,17 +227,19 @@ class _BlockIntake(Intake[SharedMemoryOffer]):
             TensorPlace(TensorSpec(name, tuple(shape), dtype), offset)
             for name, dtype, shape, offset in message["tensors"]
         ]
-        handle = MemoryHandle("file", message["path"], message["num_bytes"], tuple(places))
-        if message["checksum"] is not None:
-            await self._verify(source, message, handle)
+        for place in places:
+            self.check.admit_spec(place.spec)
+        checksums: list[int] | None = message["checksums"]
+        where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
         async with self._loading:
             if self.plan.channel == "memory_handles":
-                for place in places:
-                    self.check.admit_spec(place.spec)
                 assert isinstance(self._loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
-                await self._loader.load_handles(handle)
+                handle = MemoryHandle("file", message["path"], message["num_bytes"], tuple(places))
+                load = self._loader.load_handles(handle)
             else:
-                await _load_views(self._contents(source, message), places, self.check, self._loader)
+                load = self._loader.load_tensors(_views(self._contents(source, message), places))
+            views = _views(self._contents(source, message), places) if checksums is not None else iter(())
+            await load_and_verify(load, views, checksums, where)
         self.num_bytes += sum(place.spec.num_bytes for place in places)
 
     def _contents(self, source: Source[SharedMemoryOffer], message: Message) -> Tensor:
@@ -248,27 +257,10 @@ class _BlockIntake(Intake[SharedMemoryOffer]):
                 ) from error
         return mapping.contents
 
-    async def _verify(self, source: Source[SharedMemoryOffer], message: Message, handle: MemoryHandle) -> None:
-        contents = self._contents(source, message)
-        used = _used_bytes(handle.tensors)
-        found = await asyncio.to_thread(checksum, contents[:used])
-        if found != message["checksum"]:
-            names = [place.spec.name for place in handle.tensors]
-            raise WeightSyncError(
-                f"{self.where}: bucket {message['bucket']} of sender {describe_endpoint(source.sender)} is corrupted: "
-                f"its checksum is {found:#x}, the sender wrote {message['checksum']:#x}. It holds {len(names)} "
-                f"tensors, {names[0]!r} to {names[-1]!r}"
-            )
 
-
-async def _load_views(
-    contents: Tensor, places: Sequence[TensorPlace], check: StreamCheck, loader: WeightLoader
-) -> None:
-    """A function of its own, so that no view outlives the acknowledgement."""
-    views = [(place.spec.name, view_of(contents, place)) for place in places]
-    for name, view in views:
-        check.admit(name, view)
-    await loader.load_tensors(iter(views))
+def _views(contents: Tensor, places: Sequence[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
+    """One after the other, so that no view outlives the acknowledgement."""
+    return ((place.spec.name, view_of(contents, place)) for place in places)
 
 
 def view_of(contents: Tensor, place: TensorPlace) -> Tensor:
@@ -290,10 +282,6 @@ def require_one_host(plan: SyncPlan, sender: Endpoint, transport: str) -> None:
                 f"{describe(plan, transport)}: sender {describe_endpoint(sender)} and receiver "
                 f"{describe_endpoint(receiver)} do not share a host; {REMEDY}"
             )
-
-
-def _used_bytes(places: Sequence[TensorPlace]) -> int:
-    return max(place.offset + place.spec.num_bytes for place in places)
 
 
 def _whole_pages(num_bytes: int) -> int:

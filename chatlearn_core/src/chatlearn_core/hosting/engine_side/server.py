@@ -96,7 +96,7 @@ class Server:
             messages = decoder.feed(data)
             if messages:
                 self._loop.call_soon_threadsafe(self._take, messages)
-        remove(mapped_files(_group_members()))
+        _remove_shared_files()
         os.killpg(0, signal.SIGKILL)
 
     def _take(self, messages: list[Message]) -> None:
@@ -144,16 +144,18 @@ class Server:
         os._exit(0)
 
 
-def _group_members() -> list[int]:
-    """Processes in this one's group."""
-    members = []
+def _remove_shared_files() -> None:
+    """Unlink what this one's group has mapped of shared memory, and nobody else."""
+    members: list[int] = []
+    others: list[int] = []
     for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == os.getpgrp():
-                members.append(int(entry.name))
-        except ProcessLookupError:
-            continue
-    return members
+        if entry.name.isdigit():
+            try:
+                same = os.getpgid(int(entry.name)) == os.getpgrp()
+            except ProcessLookupError:
+                continue
+            (members if same else others).append(int(entry.name))
+    remove(mapped_files(members), spare=others)
 
 
 def error_message(number: int, error: BaseException) -> Message:

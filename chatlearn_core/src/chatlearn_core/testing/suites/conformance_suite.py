@@ -15,6 +15,7 @@ from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_core.testing.guard import suite_violations
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
@@ -26,6 +27,14 @@ code that is not under test; ``parameters()`` holds tied weights once."""
 def installed_plugins() -> PluginRegistry:
     """What is installed, found once a process."""
     return discover_plugins()
+
+
+@cache
+def selected(kind: Kind, name: str, where: str, python: str | None) -> PluginRecord:
+    """An installed plugin whose engine is there, in the interpreter ``python`` if it can run in another one."""
+    plugins = installed_plugins()
+    record = plugins.select(kind, name, where, installed=None)
+    return plugins.select(kind, name, where, installed=installed_where(record, {"python": python}))
 
 
 class ConformanceSuite:
@@ -52,7 +61,7 @@ class ConformanceSuite:
             PluginError: no such plugin is installed.
         """
         if isinstance(cls.backend, str):
-            return installed_plugins().select(cls.kind, cls.backend, f"{cls.__name__}.backend")
+            return selected(cls.kind, cls.backend, f"{cls.__name__}.backend", cls.options.get("python"))
         return cls.backend
 
     @classmethod

@@ -45,6 +45,8 @@ class ShownEvent:
     kind: str
     step: str
     text: str
+    time: str = ""
+    """UTC, to the second."""
 
 
 def overview_of(files: RunFiles) -> Overview:
@@ -135,10 +137,17 @@ def _accuracy(files: RunFiles) -> tuple[float | None, float | None]:
 
 
 def _event(record: Mapping[str, Any]) -> ShownEvent:
-    facts = {name: value for name, value in record.items() if name not in ("event", "step")}
+    facts = {name: value for name, value in record.items() if name not in ("event", "step", "time")}
+    if "text" in facts:  # says what the others say
+        facts = {"text": facts["text"]}
     texts = facts.values() if len(facts) == 1 else (f"{name}: {value}" for name, value in facts.items())
     step = record.get("step")
-    return ShownEvent(str(record.get("event", "note")), "" if step is None else str(step), "\n".join(map(str, texts)))
+    return ShownEvent(
+        str(record.get("event", "note")),
+        "" if step is None else str(step),
+        "\n".join(map(str, texts)),
+        str(record.get("time", "")).removesuffix("+00:00").replace("T", " "),
+    )
 
 
 def _percent(value: float | None) -> str | None:

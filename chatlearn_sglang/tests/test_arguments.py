@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from chatlearn_sglang.engine_side.arguments import CPU_ARGUMENTS, EngineArgumentError, check_names, compose
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(EngineArgumentError) as caught:
+        check_names(["tp_size", "max_running_request", "zzz"], ["tp_size", "max_running_requests"])
+    assert str(caught.value).splitlines() == [
+        "max_running_request: unknown; did you mean 'max_running_requests'?",
+        "zzz: unknown",
+    ]
+    check_names(["tp_size"], ["tp_size"])
+
+
+def test_the_user_overrides_the_device_and_the_adapter_overrides_the_user() -> None:
+    found = compose({"max_total_tokens": 5, "log_level": "info"}, {"dtype": "float32"}, cpu=True)
+    assert found["max_total_tokens"] == 5
+    assert found["log_level"] == "info"
+    assert found["attention_backend"] == CPU_ARGUMENTS["attention_backend"]
+    assert found["sampling_backend"] == "pytorch"
+    assert compose({"a": 1}, {"a": 2}, cpu=False)["a"] == 2
+    assert "attention_backend" not in compose({}, {}, cpu=False)

@@ -1,0 +1,25 @@
+"""The generator ``sglang`` passes the conformance suite, on one real engine that its replicas share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from chatlearn_core.testing.suites import GeneratorConformance
+from chatlearn_sglang.conformance import PYTHON_VARIABLE
+
+
+@pytest.fixture(scope="module")
+def model_directory(model_dir: Callable[..., Path], sglang_python: str, share_engines: None) -> Path:
+    return model_dir()
+
+
+@pytest.mark.engine
+class TestSGLang(GeneratorConformance):
+    backend = "sglang"
+    options: ClassVar[dict[str, Any]] = {"python": os.environ[PYTHON_VARIABLE]}
+    load_reference = "chatlearn_hf.plain_forward:load_plain_model"

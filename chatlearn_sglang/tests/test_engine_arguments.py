@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_sglang.engine_arguments import (
+    OWNED,
+    check_owned,
+    core_shares,
+    environment,
+    interpreter,
+    owned_arguments,
+)
+from chatlearn_sglang.generator import SGLangGenerator
+from chatlearn_sglang.options import SGLangGeneratorOptions
+
+OPTIONS = SGLangGeneratorOptions(python=sys.executable)
+
+
+def test_what_the_adapter_sets_cannot_be_given() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"dtype": "half", "weight_version": "1"}))
+    message = str(caught.value)
+    assert "roles.actor.engine holds arguments" in message
+    assert "dtype: owned by the backend; set options.dtype" in message
+    assert "weight_version: owned by the backend" in message
+    check_owned("actor", {"tp_size": 2})
+
+
+def test_everything_the_adapter_sets_is_listed_as_owned() -> None:
+    context = RoleContext("actor", ModelSource("m", "t"), device="cuda:3", seed=7)
+    owned = owned_arguments(context, OPTIONS, dtype="bfloat16", model_length=100)
+    assert set(owned) <= set(OWNED)
+    assert owned["device"] == "cuda"
+    assert owned["base_gpu_id"] == 3
+    assert owned["context_length"] > 100
+    assert "base_gpu_id" not in owned_arguments(
+        RoleContext("actor", ModelSource("m", "t"), device="cuda"), OPTIONS, dtype="bfloat16", model_length=100
+    )
+
+
+def test_without_sglang_here_an_interpreter_must_be_named(monkeypatch) -> None:
+    monkeypatch.setattr("chatlearn_sglang.engine_arguments.DISTRIBUTION", "no-such-distribution")
+    with pytest.raises(ConfigError, match=r"roles\.actor\.options\.python is not set and SGLang is not installed"):
+        interpreter(SGLangGeneratorOptions(), "actor")
+    assert interpreter(OPTIONS, "actor") == sys.executable
+    monkeypatch.setattr("chatlearn_sglang.engine_arguments.DISTRIBUTION", "torch")
+    assert interpreter(SGLangGeneratorOptions(), "actor") == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shares"),
+    [([0, 1], 2, "0|1"), ([0, 1, 2, 3, 8], 2, "0,1|2,3"), ([5], 2, "5|5"), ([0, 1], 4, "0|1|0|1")],
+)
+def test_tensor_parallel_ranks_share_the_cores(cores, ranks, shares) -> None:
+    assert core_shares(cores, ranks) == shares
+
+
+def test_the_configuration_has_the_last_word_on_variables(monkeypatch) -> None:
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    options = SGLangGeneratorOptions(environment={"TOKENIZERS_PARALLELISM": "true", "X": "1"})
+    found = environment(options, {"tp_size": 2}, cpu=True)
+    assert found["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert found["TOKENIZERS_PARALLELISM"] == "true"
+    assert found["X"] == "1"
+    assert "|" in str(found["SGLANG_CPU_OMP_THREADS_BIND"])
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(options, {}, cpu=False)
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment(options, {"tp_size": 2}, cpu=True)

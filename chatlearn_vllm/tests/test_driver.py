@@ -1,0 +1,228 @@
+"""The engine's thread, with an engine that does what a test says."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from chatlearn_vllm.engine_side import driver as driver_module
+from chatlearn_vllm.engine_side.driver import EngineDriver
+
+PATIENCE_S = 20
+
+
+class ScriptedEngine:
+    """Samples token 7 for every request, as many as it asks for; raises where it is told to."""
+
+    def __init__(self, arguments, *, log_level, num_threads):
+        self.wanted = {}
+        self.log = []
+        self.fail_on = arguments.get("fail_on")
+        self.ahead = arguments.get("ahead", [])
+        self.entered = threading.Event()
+        self.gate = None
+
+    def _do(self, what, *details):
+        self.log.append((what, *details))
+        if what == self.fail_on:
+            raise RuntimeError(f"{what} broke")
+
+    @property
+    def has_work(self):
+        return bool(self.wanted)
+
+    def facts(self):
+        return {"log": self.log}
+
+    def add(self, request):
+        if request["max_tokens"] < 0:
+            raise ValueError("max_tokens must be positive")
+        self.wanted[request["key"]] = request["max_tokens"]
+
+    def step(self):
+        if self.gate is not None:
+            self.entered.set()
+            self.gate.acquire()
+        self._do("step", *self.wanted)
+        reports = []
+        for key in list(self.wanted):
+            self.wanted[key] -= 1
+            done = self.wanted[key] == 0
+            reports.append((key, [7], [-1.0], "length" if done else None, None))
+            if done:
+                del self.wanted[key]
+        return reports
+
+    def drain(self):
+        while self.ahead:
+            yield [(self.ahead.pop(), [9], [-1.0], None, None)]
+
+    def abort(self, keys):
+        self._do("abort", *keys)
+        for key in keys:
+            self.wanted.pop(key, None)
+
+    def reset_caches(self):
+        self._do("reset_caches")
+
+    def call_workers(self, method, argument=None):
+        self._do(method)
+
+    def sleep(self, level):
+        self._do("sleep", level)
+
+    def wake(self, parts):
+        self._do("wake", *parts)
+
+    def close(self):
+        self._do("close")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """``start(**script)``: (driver, queue of its events, log of its engine)"""
+    monkeypatch.setattr(driver_module, "Engine", ScriptedEngine)
+    made = []
+
+    def make(**script):
+        events = queue.Queue()
+        driver = EngineDriver(events.put)
+        made.append(driver)
+        facts = driver.start(script, "error", None).result(PATIENCE_S)
+        return driver, events, facts["log"]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+def ask(key, max_tokens=2):
+    return {"key": key, "max_tokens": max_tokens}
+
+
+def test_requests_are_stepped_together_until_they_end(start):
+    driver, events, _ = start()
+    driver.submit([ask(1), ask(2, 3)])
+    told = [events.get(timeout=PATIENCE_S) for _ in range(3)]
+    assert [(version, [report[0] for report in reports]) for _, version, reports in told] == [
+        (0, [1, 2]),
+        (0, [1, 2]),
+        (0, [2]),
+    ]
+    assert [report[3] for _, _, reports in told for report in reports] == [None, None, "length", None, "length"]
+
+
+def test_what_the_engine_refuses_harms_no_other(start):
+    driver, events, _ = start()
+    driver.submit([ask(1, -1), ask(2, 1)])
+    assert events.get(timeout=PATIENCE_S) == ("refused", 1, "max_tokens must be positive")
+    assert events.get(timeout=PATIENCE_S)[2][0][0] == 2
+
+
+def test_nothing_is_stepped_while_paused_and_all_of_it_afterwards(start):
+    driver, events, log = start()
+    driver.pause().result(PATIENCE_S)
+    driver.submit([ask(1, 1)])
+    driver.abort([]).result(PATIENCE_S)
+    assert events.empty()
+    assert ("step", 1) not in log
+    driver.resume()
+    assert events.get(timeout=PATIENCE_S)[2][0][:2] == (1, [7])
+
+
+def test_steps_that_were_begun_ahead_are_told_before_a_pause_is_done(start):
+    driver, events, _ = start(ahead=[5, 5])
+    driver.pause().result(PATIENCE_S)
+    assert [events.get_nowait()[2][0][0] for _ in range(2)] == [5, 5]
+
+
+def test_a_sync_changes_the_version_of_what_is_sampled_after_it(start):
+    driver, events, log = start()
+    driver.begin_update().result(PATIENCE_S)
+    driver.submit([ask(1, 1)])
+    driver.load("tensors", [], {}).result(PATIENCE_S)
+    assert events.empty()
+    driver.finish_update(3, True).result(PATIENCE_S)
+    assert events.get(timeout=PATIENCE_S)[:2] == ("tokens", 3)
+    order = [entry[0] for entry in log if entry[0] != "step"]
+    assert order[-4:] == ["start_weight_update", "update_weights", "finish_weight_update", "reset_caches"]
+
+
+def test_a_sync_of_an_adapter_leaves_the_base_alone(start):
+    driver, _, log = start()
+    driver.begin_adapter().result(PATIENCE_S)
+    driver.finish_update(1, False).result(PATIENCE_S)
+    assert "finish_weight_update" not in [entry[0] for entry in log]
+
+
+def test_an_error_of_one_call_is_that_calls(start):
+    driver, events, _ = start(fail_on="sleep")
+    with pytest.raises(RuntimeError, match="sleep broke"):
+        driver.sleep(1).result(PATIENCE_S)
+    driver.submit([ask(1, 1)])
+    assert events.get(timeout=PATIENCE_S)[0] == "tokens"
+
+
+def wait_until(holds):
+    """Give the other thread its turns."""
+    for _ in range(PATIENCE_S * 1000):
+        if holds():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came to that")
+
+
+def hold(driver):
+    """(engine, gate): the engine's steps wait at the gate."""
+    engine, gate = driver._engine, threading.Semaphore(0)
+    engine.gate = gate
+    return engine, gate
+
+
+def test_an_engine_that_breaks_while_stepping_fails_all_that_waits_and_comes(start):
+    driver, events, _ = start()
+    engine, gate = hold(driver)
+    engine.fail_on = "step"
+    driver.submit([ask(1)])
+    assert engine.entered.wait(PATIENCE_S)
+    waiting = driver.sleep(1)
+    gate.release()
+    kind, reason, _ = events.get(timeout=PATIENCE_S)
+    assert kind == "dead"
+    assert reason.startswith("RuntimeError: step broke")
+    for future in (waiting, driver.resume()):
+        with pytest.raises(RuntimeError, match="step broke"):
+            future.result(PATIENCE_S)
+
+
+def test_closing_fails_what_waits_and_ends_the_engine(start):
+    driver, events, log = start()
+    engine, gate = hold(driver)
+    driver.submit([ask(1, 100)])
+    assert engine.entered.wait(PATIENCE_S)
+    waiting = driver.sleep(1)
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    wait_until(lambda: driver._closing)
+    gate.release()
+    closing.join(PATIENCE_S)
+    assert log[-1] == ("close",)
+    for future in (waiting, driver.resume()):
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            future.result(PATIENCE_S)
+    driver.close()
+    assert [event for event in events.queue if event[0] == "dead"] == [("dead", "the engine was closed", None)]
+
+
+def test_an_engine_that_does_not_start_tells_its_caller(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(driver_module, "Engine", refuse)
+    driver = EngineDriver(lambda _: None)
+    with pytest.raises(ValueError, match="no such model"):
+        driver.start({}, "error", None).result(PATIENCE_S)
+    driver.close()

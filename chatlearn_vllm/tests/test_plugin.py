@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from packaging.requirements import Requirement
+from pydantic import ValidationError
+
+from chatlearn_vllm.engine_side.versions import SUPPORTED, check_version
+from chatlearn_vllm.options import VLLMGeneratorOptions
+from chatlearn_vllm.plugin import chatlearn_generators
+
+
+def test_the_record_names_what_exists():
+    (record,) = chatlearn_generators()
+    assert record.name == "vllm"
+    for target in (record.factory, record.options):
+        module, attribute = target.split(":")
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_listing_options_and_adapter_do_not_import_the_engine():
+    code = (
+        "import sys, chatlearn_vllm.plugin as p, chatlearn_vllm.options\n"
+        "list(p.chatlearn_generators())\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'vllm'} & set(sys.modules)))\n"
+        "import chatlearn_vllm.generator\n"
+        "print('vllm' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[:2] == ["[]", "False"]
+
+
+@pytest.mark.parametrize("wrong", [{"host": "server"}, {"sleep_level": 3}, {"lora": {"max_rank": 0}}, {"max_seqs": 4}])
+def test_wrong_options_are_errors(wrong):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        VLLMGeneratorOptions(**wrong)
+
+
+def test_the_requirement_is_what_the_engine_side_supports():
+    (record,) = chatlearn_generators()
+    for text in record.requires[0]:
+        for line in SUPPORTED:
+            assert Requirement(text).specifier.contains(f"{line}.0")
+        newest = max(tuple(map(int, line.split("."))) for line in SUPPORTED)
+        assert not Requirement(text).specifier.contains(f"{newest[0]}.{newest[1] + 1}.0")
+
+
+def test_a_version_that_was_not_tested_is_refused():
+    check_version("0.32.1")
+    check_version("0.32.0+cpu")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed, chatlearn-vllm drives 0\.32"):
+        check_version("0.33.0")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.3\.2"):
+        check_version("0.3.2")

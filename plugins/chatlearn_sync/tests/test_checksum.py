@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_sync.checksum import PIECE_BYTES, checksum, copy_with_checksum, load_and_verify, verify
+
+
+def loop_sum(tensor: torch.Tensor) -> int:
+    """The definition, byte by byte."""
+    data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    whole = len(data) // 8 * 8
+    words = sum(int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, whole, 8))
+    return (words + sum(data[whole:])) % 2**64
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(-2.5),
+        torch.zeros(0),
+        torch.randn(7, 3),
+        torch.randn(13).to(torch.bfloat16),
+        torch.randn(64).to(torch.bfloat16)[3:40],
+        torch.tensor([2**62, 2**62, 2**62]),
+    ],
+)
+def test_it_is_the_sum_of_the_words(tensor):
+    assert checksum(tensor) == loop_sum(tensor)
+
+
+def test_any_flipped_bit_changes_it():
+    tensor = torch.randn(101)
+    expected, bits = checksum(tensor), tensor.view(torch.uint8)
+    for position in random.Random(0).sample(range(404 * 8), 200):
+        bits[position // 8] ^= 1 << position % 8
+        assert checksum(tensor) != expected
+        bits[position // 8] ^= 1 << position % 8
+    assert checksum(tensor) == expected
+
+
+@pytest.mark.parametrize("elements", [5, PIECE_BYTES // 4 + 3, 2 * PIECE_BYTES // 4])
+def test_copying_gives_the_same_checksum_and_the_same_bytes(elements):
+    source = torch.randn(elements)
+    target = torch.empty(elements)
+    assert copy_with_checksum(source, target) == checksum(source)
+    assert torch.equal(source, target)
+
+
+def test_a_transposed_tensor_is_summed_as_it_is_copied():
+    source = torch.randn(700, 900).t()
+    target = torch.empty(900, 700)
+    assert copy_with_checksum(source, target) == checksum(target)
+    assert torch.equal(source, target)
+
+
+def test_the_tensor_that_changed_is_named():
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(3))]
+    checksums = [checksum(tensor) for _, tensor in tensors]
+    verify(tensors, checksums, "here")
+    tensors[1][1][0] = 2.0
+    with pytest.raises(WeightSyncError, match=r"here: tensor 'b' is corrupted: its checksum is 0x\w+, the sender has"):
+        verify(tensors, checksums, "here")
+
+
+async def test_loading_and_verifying_end_together():
+    loaded, tensor = [], torch.ones(3)
+
+    async def load():
+        await asyncio.sleep(0)
+        loaded.append(True)
+
+    await load_and_verify(load(), [("a", tensor)], [checksum(tensor)], "here")
+    with pytest.raises(WeightSyncError, match="tensor 'a' is corrupted"):
+        await load_and_verify(load(), [("a", tensor)], [0], "here")
+    await load_and_verify(load(), [("a", tensor)], None, "here")
+    assert loaded == [True] * 3
