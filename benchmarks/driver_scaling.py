@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import math
 import pickle
@@ -25,6 +24,7 @@ from machine import machine_facts
 
 from chatlearn_core.executor.environment import make_slots
 from chatlearn_core.executor.evaluator import evaluation_flow
+from chatlearn_core.executor.garbage import garbage_collected_seldom
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
@@ -108,7 +108,7 @@ class SimulatedWorker:
         def report() -> ReplicaReport:
             packer = CompletionPacker()
             return ReplicaReport(
-                "serving", 1, tuple((r.id, packer.add(self._completion(r), r.sampling)) for r in ended)
+                "serving", 1, tuple((number, packer.add(self._completion(r), r.sampling)) for number, r in ended)
             )
 
         return self._clock.reply(report), bytes(REFERENCE_BYTES)
@@ -154,7 +154,6 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
     runtime: Any = SimulatedRuntime(replicas, worker_time)
     await runtime.start()
     prompts = [Prompt(f"p{i}", np.arange(PROMPT_TOKENS), "") for i in range(num_samples // GROUP_SIZE)]
-    gc.collect()
     clock, parts = time.process_time(), {}
 
     def lap(name: str) -> None:
@@ -222,7 +221,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for replicas in arguments.replicas:
         for samples in arguments.samples:
-            parts = asyncio.run(one_step(samples, replicas))
+            with garbage_collected_seldom():
+                parts = asyncio.run(one_step(samples, replicas))
             total = sum(seconds for name, seconds in parts.items() if name != "message_bytes")
             rows.append({"samples": samples, "replicas": replicas, "driver_s": round(total, 3), **parts})
             print(f"{samples:>7} samples, {replicas:>3} replicas: {total:7.2f} s  {parts}", flush=True)

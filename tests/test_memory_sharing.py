@@ -296,6 +296,7 @@ def on_ray(pool: Mapping[str, Any], **roles: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_session")
 async def test_colocated_processes_take_turns(config: Path, local: Path) -> None:
     everybody = on_ray({"slots": 1}, trainer={}, reference={}, generator={})
@@ -318,6 +319,7 @@ class Killer(Watcher):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_session")
 async def test_partly_shared_processes_take_turns_and_a_lost_trainer_comes_back_to_them(config: Path) -> None:
     """Two generator replicas, one beside the trainer and one beside the reference, which therefore never meet."""

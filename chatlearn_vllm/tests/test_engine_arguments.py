@@ -35,6 +35,13 @@ def test_the_type_follows_the_device(device, dtype):
     assert arguments(device=device, dtype="float16")["dtype"] == "float16"
 
 
+def test_what_the_engine_is_given_wins_over_the_runs_defaults_and_not_over_options():
+    found = arguments({"dtype": "float16", "max_model_len": 64}, max_length=256)
+    assert (found["dtype"], found["max_model_len"]) == ("float16", 64)
+    with pytest.raises(ConfigError, match=r"dtype: 'float16', and options\.dtype is 'float32'; remove one of them"):
+        arguments({"dtype": "float16"}, dtype="float32")
+
+
 def test_defaults_for_a_cpu_can_be_overruled():
     assert arguments()["kv_cache_memory_bytes"] == CPU_KV_CACHE_BYTES
     assert arguments()["enforce_eager"] is True

@@ -45,7 +45,7 @@ def registry() -> PluginRegistry:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Path]:
     """A tiny model whose head is tied to its embedding, and one whose head is not."""
     root = tmp_path_factory.mktemp("models")
-    return {tie: build_tiny_model(root / str(tie), "qwen3", tie=tie) for tie in (True, False)}
+    return {tie: build_tiny_model(root / str(tie), "qwen3", tie=tie, hidden=128) for tie in (True, False)}
 
 
 @pytest.mark.parametrize("bench", PAIRWISE, ids=str)

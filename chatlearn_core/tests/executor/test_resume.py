@@ -26,6 +26,7 @@ CONFIG: dict[str, Any] = {
     "log": {"progress": True},
     "checkpoint": {"every": 1},
     "eval": {"every": 0},
+    "rollout": {"max_retries": 1, "request_timeout_s": None},
     "runtime": {"backend": "local"},
     "weight_sync": {"backend": "auto"},
 }

@@ -282,3 +282,30 @@ async def test_calls_for_all_reach_every_replica(lane: Lane) -> None:
     await fleet.abort(["a"])
     fleet.close()
     assert [g.calls for g in builder.built] == [["setup", "offload", "onload", "abort ['a']", "close"]] * 2
+
+
+async def test_a_replica_that_is_rebuilt_holds_what_the_others_hold_before_it_takes_weights(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2)
+    await fleet.offload({"weights", "kv_cache"})
+    await fleet.onload({"weights"})
+
+    async def resync(index: int) -> None:
+        builder.built[-1].calls.append("resync")
+
+    fleet.resync = resync
+    builder.built[0].die(BackendError("killed"))
+    await fleet.restart(0, fleet.replicas[0], BackendError("killed"))
+    assert builder.built[-1].calls == ["setup", "offload", "resync"]
+    await fleet.onload({"kv_cache"})
+    await fleet.restart(1, fleet.replicas[1], BackendError("killed"))
+    assert builder.built[-1].calls == ["setup", "resync"], "nothing is away any more"
+
+
+async def test_a_dead_replica_moves_nothing_and_is_left_out_of_what_is_told(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2)
+    builder.built[0].die(BackendError("killed"))
+    events = await fleet.offload({"weights"})
+    assert [(event.worker, event.part, event.live_bytes) for event in events] == [(1, "weights", None)]
+    assert "offload" not in builder.built[0].calls

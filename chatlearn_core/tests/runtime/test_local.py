@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, ModelError, ReplicaLostError, WeightSyncError
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
-from chatlearn_core.protocols import RuntimeEvent
+from chatlearn_core.protocols import Device, RuntimeEvent
 from chatlearn_core.runtime.local import LocalRuntime, resolve_device
 from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
@@ -243,3 +243,27 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         resolve_device("cuda:1", "roles.trainer.device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto", "roles.trainer.device") == "cuda"
+
+
+async def test_models_share_the_device_that_they_are_on_and_rewards_none(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, trainer={}, generator={"replicas": 2}, reward={})
+    cpu = frozenset({Device("cpu", is_gpu=False)})
+    assert scene.runtime.devices() == {"trainer": cpu, "generator": cpu}
+
+
+async def test_who_is_up_is_told_before_the_next_is_built(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, trainer={}, generator={"replicas": 2}, reward={})
+
+    async def role_is_up(role: str) -> None:
+        scene.events.append(f"{role} is up")
+
+    await scene.runtime.start(role_is_up)
+    assert scene.events == [
+        "setup trainer0",
+        "trainer is up",
+        "setup generator0",
+        "setup generator1",
+        "generator is up",
+        "setup reward0",
+    ]
+    await scene.runtime.close()

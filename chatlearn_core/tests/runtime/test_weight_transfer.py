@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,10 +103,12 @@ class FakeLoader:
 class Scene:
     """A transfer between one trainer and two replicas."""
 
-    def __init__(self, tmp_path: Path, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, tmp_path: Path, *, timeout_s: float = 30.0, replicas: str = "ab", replayable: bool = False, **rule: Any
+    ) -> None:
         self.events: list[str] = []
         self.sender = FakeSender(self.events)
-        self.loaders = [FakeLoader(name, self.events) for name in ("a", "b")]
+        self.loaders = [FakeLoader(name, self.events) for name in replicas]
         registry = SimpleNamespace(
             load_factory=lambda record, attribute: (
                 (lambda options, endpoint: self.sender)
@@ -117,28 +119,47 @@ class Scene:
         plan = WeightSyncPlan(
             trainer="trainer",
             generator="generator",
-            record=WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O"),
+            record=WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O", replayable=replayable),
             options=Options(),
             why="test",
-            fleet_rule="barrier",
             bucket_bytes=1 << 20,
             timeout_s=timeout_s,
+            **({"fleet_rule": "barrier"} | rule),
         )
-        self.transfer = WeightTransfer(plan, registry, tmp_path, 2)  # type: ignore[arg-type]  # the part that is used
+        self.transfer = WeightTransfer(plan, registry, tmp_path, len(replicas))  # type: ignore[arg-type]  # the part that is used
         self.receivers: list[Any] = list(self.transfer.receivers)
         self.lane = Lane("trainer", 30.0)
 
+        self.trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
+
+    def replica(self, index: int) -> Any:
+        return SimpleNamespace(loader=self.loaders[index])
+
     async def sync(self, version: int = 3) -> Any:
-        replicas: Any = [(i, SimpleNamespace(loader=loader)) for i, loader in enumerate(self.loaders)]
-        trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
-        return await asyncio.wait_for(self.transfer.sync(trainer, self.lane, replicas, version), 30.0)
+        replicas = [(index, self.replica(index)) for index in range(len(self.loaders))]
+        return await asyncio.wait_for(self.transfer.sync(self.trainer, self.lane, replicas, version), 30.0)
+
+    async def resync(self, index: int, version: int = 3) -> Any:
+        resync = self.transfer.resync(self.trainer, self.lane, index, self.replica(index), version)
+        return await asyncio.wait_for(resync, 30.0)
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path)
-    yield scene
-    scene.lane.stop()
+def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def make(**settings: Any) -> Scene:
+        scenes.append(Scene(tmp_path, **settings))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.lane.stop()
+
+
+@pytest.fixture
+def scene(make_scene: Callable[..., Scene]) -> Scene:
+    return make_scene()
 
 
 async def test_every_replica_confirms_the_version_it_serves(scene: Scene) -> None:
@@ -210,6 +231,74 @@ async def test_stopping_the_run_releases_the_sender(scene: Scene) -> None:
         await task
     assert "release" in scene.events
     assert scene.lane.stop(wait_s=30.0), "its thread is free again"
+
+
+def turns_of(events: list[str]) -> list[set[str]]:
+    """Which replicas were between ``begin`` and ``finish`` at the same time, turn by turn."""
+    loading: set[str] = set()
+    turns: list[set[str]] = []
+    for event in events:
+        kind, _, name = event.partition(" ")
+        if kind == "begin":
+            if not loading:
+                turns.append(set())
+            loading.add(name)
+            turns[-1].add(name)
+        elif kind == "finish":
+            loading.remove(name)
+    return turns
+
+
+async def test_a_rolling_fleet_loads_a_few_replicas_at_a_time(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(replicas="abcde", fleet_rule="rolling", max_loading=2)
+    receipts = await scene.sync()
+    assert [(receipt.replica, receipt.state) for receipt in receipts] == [(index, "serving") for index in range(5)]
+    assert turns_of(scene.events) == [{"a", "b"}, {"c", "d"}, {"e"}]
+    assert scene.events.count("offer") == scene.events.count("release") == 3, "each turn is a sync of its own"
+
+
+async def test_a_rolling_fleet_is_sent_to_once_where_the_transport_keeps_the_version(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """No replica stops serving before the trainer has sent everything."""
+    scene = make_scene(replicas="abc", fleet_rule="rolling", replayable=True)
+    receipts = await scene.sync()
+    assert [receipt.state for receipt in receipts] == ["serving"] * 3
+    assert scene.events[:2] == ["offer", "send"]
+    assert turns_of(scene.events) == [{"a"}, {"b"}, {"c"}]
+    assert scene.events.count("send") == 1
+    assert scene.events[-1] == "release"
+
+
+async def test_a_sender_that_fails_ahead_leaves_every_replica_serving(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(replicas="ab", fleet_rule="rolling", replayable=True)
+    scene.sender.fail_in = "send"
+    with pytest.raises(WeightSyncError, match=r"the sender failed before a replica began: .*out of memory"):
+        await scene.sync()
+    assert scene.events == ["offer", "send", "release"]
+    assert [loader.failure for loader in scene.loaders] == [None, None]
+
+
+async def test_a_rebuilt_replica_takes_the_kept_version_without_the_trainer(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(replayable=True)
+    await scene.sync(3)
+    del scene.events[:]
+    receipt = await scene.resync(1, 3)
+    assert receipt.state == "serving"
+    assert scene.events == ["close receiver", "begin b", "receive b", "finish b"]
+
+
+async def test_a_rebuilt_replica_gets_the_weights_once_more_where_nothing_is_kept(scene: Scene) -> None:
+    await scene.sync(3)
+    del scene.events[:]
+    receipt = await scene.resync(0, 3)
+    assert receipt.state == "serving"
+    assert sorted(scene.events) == ["begin a", "close receiver", "finish a", "offer", "receive a", "release", "send"]
+
+
+async def test_a_receipt_tells_what_share_of_the_weights_travelled(scene: Scene) -> None:
+    receipt, _ = await scene.sync()
+    assert (receipt.num_bytes, receipt.weight_bytes) == (24, 2 * 3 * 4)
 
 
 async def test_close_reaches_both_ends(scene: Scene) -> None:

@@ -12,12 +12,10 @@ from chatlearn_vllm.options import VLLMGeneratorOptions
 OWNED: Mapping[str, str] = {
     "data_parallel_size": "one replica is one engine; set roles.<role>.replicas",
     "disable_log_stats": "this backend counts itself",
-    "dtype": "set options.dtype",
     "enable_lora": "set options.lora",
     "logprobs_mode": "set options.logprobs",
     "max_lora_rank": "set options.lora.max_rank",
     "max_loras": "one adapter is served; set options.lora",
-    "max_model_len": "set model.max_length",
     "model": "set model.path",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "tokenizer": "set model.tokenizer",
@@ -44,6 +42,10 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
             f"role {context.role!r} (vllm) has no model; set model.path or roles.{context.role}.model.path"
         )
     problems = [f"{name}: owned by the backend; {OWNED[name]}" for name in context.engine_arguments if name in OWNED]
+    if options.dtype != "auto" and context.engine_arguments.get("dtype", options.dtype) != options.dtype:
+        problems.append(
+            f"dtype: {context.engine_arguments['dtype']!r}, and options.dtype is {options.dtype!r}; remove one of them"
+        )
     if problems:
         raise ConfigError(refused(context.role, problems))
     on_cpu = not context.device.startswith("cuda")
@@ -51,17 +53,20 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         "model": source.path,
         "tokenizer": source.tokenizer_path,
         "trust_remote_code": source.trust_remote_code,
-        "dtype": options.dtype if options.dtype != "auto" else ("float32" if on_cpu else "bfloat16"),
         "logprobs_mode": f"{options.logprobs}_logprobs",
         "seed": context.seed,
     }
-    if source.max_length is not None:
-        ours["max_model_len"] = source.max_length
     if options.lora is not None:
         ours |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora.max_rank}
-    defaults: dict[str, Any] = {"enable_sleep_mode": True}
-    if on_cpu:
-        defaults = {"enforce_eager": True}
+    defaults: dict[str, Any] = {
+        "dtype": options.dtype if options.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
+    }
+    if source.max_length is not None:
+        defaults["max_model_len"] = source.max_length
+    if not on_cpu:
+        defaults["enable_sleep_mode"] = True
+    else:
+        defaults["enforce_eager"] = True
         if "gpu_memory_utilization" not in context.engine_arguments:
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     return defaults | context.engine_arguments | ours

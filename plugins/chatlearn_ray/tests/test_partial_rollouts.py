@@ -67,8 +67,14 @@ async def test_rounds_are_bit_identical_to_those_of_the_local_runtime(
 @pytest.mark.usefixtures("ray_session")
 async def test_kept_requests_outlast_a_sync_in_the_workers(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small.parent)
-    keep = ("rollout.partial=keep", "rollout.in_flight_prompts=6", "train.prompts_per_step=2")
-    output = await train_on_ray(small, "keep", *keep, "roles.generator.replicas=2")
+    # Long enough for the driver to hear of the first and pause the others.
+    keep = (
+        "rollout.partial=keep",
+        "rollout.in_flight_prompts=6",
+        "train.prompts_per_step=2",
+        "sampling.max_tokens=160",
+    )
+    output = await train_on_ray(small, "keep", *keep, "sampling.stop=['7']", "roles.generator.replicas=2")
     metrics = lines(output)
     assert all(line["rollout/prompts"] >= 2 for line in metrics)
     assert max(line["rollout/staleness_max"] for line in metrics) > 0, "tokens of two versions in one completion"

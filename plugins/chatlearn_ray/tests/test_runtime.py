@@ -235,6 +235,24 @@ async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
     assert "time.sleep(3600)" in text, "the stack of what hung"
 
 
+async def test_a_request_that_is_made_again_does_not_get_what_the_first_one_was_given(
+    roles: Any, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    role = roles.role("generator", "generator", "echo", delay_file=str(slow))
+    async with running(roles.plan(role)) as runtime:
+        fleet = runtime.generator("generator")
+        first = asyncio.create_task(fleet.generate(request("same")))
+        await asyncio.sleep(0.3)
+        first.cancel()
+        again = replace(request("same"), prompt_ids=np.arange(5))
+        waiting = asyncio.create_task(fleet.generate(again))
+        await asyncio.sleep(0.3)
+        slow.unlink()  # both come back, the first one first
+        assert (await waiting).token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
 async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2)
     async with running(roles.plan(role), max_trainer_restarts=1) as runtime:
@@ -244,7 +262,7 @@ async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -
             TrainerLostError, match=r"role 'trainer', rank 1 of 2 \(process .*update: the process is"
         ) as lost:
             await trainer.update(batch(4), loss(1.0))
-        with pytest.raises(BackendError, match="role 'trainer' cannot save: it is broken since update failed"):
+        with pytest.raises(TrainerLostError, match="role 'trainer' cannot save: it is broken since update failed"):
             await trainer.save(Path("anywhere"))
         await runtime.recover(lost.value)
         assert (await trainer.update(batch(4), loss(1.0)))["sequences"].value == 4

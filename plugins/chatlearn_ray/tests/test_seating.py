@@ -197,3 +197,33 @@ def test_a_shortage_of_one_kind_of_bundle_is_seen() -> None:
     text = shortage(seat(TRAINER, engine), {name: {"CPU": 8, "GPU": 3} for name in "abc"})
     assert text is not None
     assert "role 'trainer' and 'generator' needs 1 CPU, 4 GPU on one node" in text
+
+
+def devices(seating: Seating, role: str) -> set[tuple[str, bool]]:
+    return {(seat.device.place, seat.device.is_gpu) for seat in seating.of(role)}
+
+
+def test_fractions_of_a_slots_gpu_are_shared_and_whole_gpus_are_not() -> None:
+    generator = SeatedRole("generator", "generator", "cuda", 2, 1)
+    seating = seat(
+        TRAINER,
+        generator,
+        pools={"gpus": {"slots": 4, "gpus": 1}},
+        roles={"trainer": {"pool": "gpus"}, "generator": {"pool": "gpus", "first_slot": 2}},
+    )
+    shared = {("pool 'gpus', slot 2", True), ("pool 'gpus', slot 3", True)}
+    assert devices(seating, "generator") == shared
+    assert devices(seating, "trainer") & devices(seating, "generator") == shared
+    alone = seat(TRAINER, generator)
+    assert not devices(alone, "trainer") & devices(alone, "generator")
+    assert len(devices(alone, "trainer")) == 4
+
+
+def test_on_the_host_roles_of_one_slot_share_its_memory_but_not_with_those_on_its_gpu() -> None:
+    reference = SeatedRole("reference", "trainer", "cpu", 1, 1)
+    critic = SeatedRole("critic", "trainer", "cpu", 1, 1)
+    actor = SeatedRole("trainer", "trainer", "cuda", 1, 1)
+    roles = {name: {"pool": "mixed"} for name in ("reference", "critic", "trainer")}
+    seating = seat(reference, critic, actor, pools={"mixed": {"slots": 1, "gpus": 1}}, roles=roles)
+    assert devices(seating, "reference") == devices(seating, "critic") == {("pool 'mixed', slot 0", False)}
+    assert not devices(seating, "trainer") & devices(seating, "critic")

@@ -59,3 +59,22 @@ def test_offload_frees_device_memory(generator: TransformersGenerator) -> None:
     assert torch.cuda.memory_allocated() < 0.1 * held
     generator.onload({"weights", "kv_cache"})
     assert torch.cuda.memory_allocated() >= 0.9 * held
+
+
+def test_a_part_frees_as_much_as_it_measured(
+    generator: TransformersGenerator,
+    random_prompts: Callable[..., list[np.ndarray]],
+    ask: Callable[..., GenerateRequest],
+) -> None:
+    async def generate() -> None:
+        await asyncio.gather(*(generator.generate(ask(f"r{i}", p)) for i, p in enumerate(random_prompts(8, seed=4))))
+
+    asyncio.run(generate())
+    for part in ("kv_cache", "weights"):
+        measured, allocated = generator.live_bytes(part), torch.cuda.memory_allocated()
+        generator.offload({part})
+        assert generator.live_bytes(part) == 0
+        assert allocated - torch.cuda.memory_allocated() >= measured
+        assert measured > 0 or part == "kv_cache", "the cache is dropped when nothing runs, the weights never are"
+    generator.onload({"weights", "kv_cache"})
+    asyncio.run(generate())

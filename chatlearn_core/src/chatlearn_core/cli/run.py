@@ -45,6 +45,7 @@ def run(
 ) -> None:
     """Train a model as a configuration says."""
     from chatlearn_core.cli.progress_bar import ProgressBar
+    from chatlearn_core.executor.garbage import garbage_collected_seldom
     from chatlearn_core.executor.run import Run
 
     assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)
@@ -55,7 +56,7 @@ def run(
     listener = ProgressBar(show=assembly.config.log.progress)
     training = Run(assembly, listener=listener, observers=registry.observers)
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
-    with listener:
+    with listener, garbage_collected_seldom():
         _until_interrupted(training.train(mode))
 
 

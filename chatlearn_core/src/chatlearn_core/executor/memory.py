@@ -45,8 +45,8 @@ class MemoryTurns:
 
     async def start(self) -> None:
         """Start the runtime. Roles that share devices come up one after the other, each put aside before the next."""
+        self.runtime.lend_weights = self.lend_weights
         if self.sharing.devices:
-            self.runtime.lend_weights = self.lend_weights
             await self.runtime.start(self._put_aside)
         else:
             await self.runtime.start()

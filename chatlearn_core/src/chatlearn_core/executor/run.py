@@ -31,6 +31,7 @@ from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.resume import ResumeMode, find_resume_point, lock_run_directory
 from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.pending import num_samples
 from chatlearn_core.executor.rollouts.saved import load_pending
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.saving import Saver
@@ -299,6 +300,9 @@ class Run:
         return metrics
 
     async def _finish(self) -> dict[str, Any]:
+        if left := num_samples(self.state.pending):
+            text = f"{left} samples were not complete after the last step; they are in its checkpoint, and go on if "
+            self.journal.say(f"{text}train.steps is raised", "unfinished", step=self.state.step, samples=left)
         model = None
         if self.config.checkpoint.export:
             role = next(iter(self.trainer.losses))

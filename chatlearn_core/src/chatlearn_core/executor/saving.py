@@ -79,8 +79,8 @@ class Saver:
             # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.
             await asyncio.to_thread(stack.pop_all().close)
         state.saved_step, state.saved_path = state.step, self.store.path_of(state.step)
-        self.journal.directory.append_trace(state.step, timers, during="checkpoint")
         self.observers.checkpoint_saved(state.step, state.saved_path)
+        self.journal.directory.append_trace(state.step, timers, during="checkpoint")
 
     async def load(self, checkpoint: Checkpoint) -> None:
         """Bring every role that learns to where the checkpoint was taken."""

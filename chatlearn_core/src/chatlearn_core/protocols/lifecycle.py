@@ -66,10 +66,14 @@ class Lifecycle(Protocol):
         """None while the backend can work, otherwise what is wrong."""
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Move these parts out of device memory; parts this backend does not hold are ignored."""
+        """Move these parts out of device memory; parts this backend does not hold are ignored, and so are those that
+        are away. When it returns the memory is free for other processes.
+        """
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Bring these parts back; values are unchanged, except a KV cache, which comes back empty."""
+        """Bring these parts back, those that are away; values are unchanged, except a KV cache, which comes back
+        empty.
+        """
 
     def close(self) -> None:
         """Release everything: processes, shared memory, ports, files. Calling it twice is fine."""

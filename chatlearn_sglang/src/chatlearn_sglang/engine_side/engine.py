@@ -15,6 +15,7 @@ from .weight_operations import LOADER, encode
 RESEND_S = 0.5
 """An abort that overtook its request is sent again after this."""
 SEED_PROBE_TOKENS = 8
+FLUSH_PATIENCE_S = 10.0
 
 
 class EngineFailedError(RuntimeError):
@@ -255,7 +256,8 @@ class HostedEngine:
             self._session = False
 
     async def _flush_cache(self) -> None:
-        reply = await self._manager.flush_cache()
+        # A request is answered a step before the scheduler has let go of it. A paused scheduler would never try again.
+        reply = await self._manager.flush_cache(timeout_s=FLUSH_PATIENCE_S if self._paused is None else None)
         if not reply.success:
             raise EngineFailedError(f"flush_cache: {reply.message or 'requests are still running'}")
 

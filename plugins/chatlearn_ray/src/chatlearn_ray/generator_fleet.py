@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ class Replica:
 
     Requests that are made in one turn of the event loop travel in one call, in their order: the engine batches them
     together, so that what is in a batch does not depend on timing, and the driver pays for one message, not for each.
+    Every one has a number: a step that is made again asks under the same ids, and must not get what was sampled for it
+    the first time, under other weights.
     """
 
     def __init__(self, worker: RemoteWorker, traffic: Traffic) -> None:
@@ -39,8 +42,9 @@ class Replica:
         self._traffic = traffic
         self.state: ReplicaState = "serving"
         self.policy_version = 0
-        self._open: dict[str, tuple[SamplingParams, asyncio.Future[Completion | Failure]]] = {}
-        self._queue: list[GenerateRequest] = []
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[SamplingParams, asyncio.Future[Completion | Failure]]] = {}
+        self._queue: list[tuple[int, GenerateRequest]] = []
         self._dropped: list[str] = []
         self._collector: asyncio.Task[None] | None = None
         self._senders: set[asyncio.Task[None]] = set()
@@ -50,16 +54,17 @@ class Replica:
         loop = asyncio.get_running_loop()
         if not self._queue:
             loop.call_soon(self._flush)
-        self._queue.append(request)
+        number = next(self._numbers)
+        self._queue.append((number, request))
         future: asyncio.Future[Completion | Failure] = loop.create_future()
-        self._open[request.id] = request.sampling, future
+        self._open[number] = request.sampling, future
         try:
             outcome = await future
         except asyncio.CancelledError:
             self._drop(request.id)
             raise
         finally:
-            self._open.pop(request.id, None)
+            self._open.pop(number, None)
         if isinstance(outcome, Failure):
             method = f"generate({request.id})"
             raise outcome.error(self.worker.label, method, self.worker.place(method))
@@ -67,7 +72,7 @@ class Replica:
 
     def _flush(self) -> None:
         requests, self._queue = self._queue, []
-        self._traffic.driver_bytes += sum(request.prompt_ids.nbytes for request in requests)
+        self._traffic.driver_bytes += sum(request.prompt_ids.nbytes for _, request in requests)
         self._send(self._submit(requests))
 
     def _drop(self, request_id: str) -> None:
@@ -91,7 +96,7 @@ class Replica:
         self._senders.add(task)
         task.add_done_callback(self._senders.discard)
 
-    async def _submit(self, requests: list[GenerateRequest]) -> None:
+    async def _submit(self, requests: list[tuple[int, GenerateRequest]]) -> None:
         try:
             await self.worker.call("submit", requests)
         except ChatLearnError as error:
@@ -118,10 +123,10 @@ class Replica:
         """Take over what the replica says of itself, and give answers to those who wait."""
         self.state, self.policy_version = report.state, report.policy_version
         self._traffic.stored_bytes += report.num_bytes
-        for request_id, outcome in report.results:
-            if request_id not in self._open:
+        for number, outcome in report.results:
+            if number not in self._open:
                 continue  # nobody waits for it any more
-            sampling, future = self._open[request_id]
+            sampling, future = self._open[number]
             if not future.done():
                 future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block, sampling))
 

@@ -37,8 +37,8 @@ class ReplicaReport:
 
     state: ReplicaState
     policy_version: int
-    results: tuple[tuple[str, CompletionFacts | Failure], ...] = ()
-    """(request id, outcome) of requests that ended."""
+    results: tuple[tuple[int, CompletionFacts | Failure], ...] = ()
+    """(number, outcome) of requests that ended."""
     num_bytes: int = 0
     """Of the completions' arrays, which are in a block."""
 
@@ -51,7 +51,7 @@ class GeneratorWorker(Worker):
         self._generator: Generator | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._ended: list[tuple[GenerateRequest, Completion | Failure]] = []
+        self._ended: list[tuple[int, GenerateRequest, Completion | Failure]] = []
         self._news = asyncio.Event()
 
     @property
@@ -66,22 +66,24 @@ class GeneratorWorker(Worker):
         await self.set_up(self.generator.setup)
         return self.facts()
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Start requests, in order and in one turn of the event loop, so that a batch does not depend on timing."""
-        if any(request.resume_from is not None for request in requests):
-            requests = await asyncio.to_thread(lambda: [fetched_request(request) for request in requests])
-        for request in requests:
-            task = asyncio.create_task(self._generate(request))
+    async def submit(self, requests: Sequence[tuple[int, GenerateRequest]]) -> None:
+        """Start numbered requests, in order and in one turn of the event loop, so that a batch does not depend on
+        timing.
+        """
+        if any(request.resume_from is not None for _, request in requests):
+            requests = await asyncio.to_thread(lambda: [(number, fetched_request(r)) for number, r in requests])
+        for number, request in requests:
+            task = asyncio.create_task(self._generate(number, request))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _generate(self, request: GenerateRequest) -> None:
+    async def _generate(self, number: int, request: GenerateRequest) -> None:
         outcome: Completion | Failure
         try:
             outcome = await self.generator.generate(request)
         except Exception as error:
             outcome = Failure.of(error)
-        self._ended.append((request, outcome))
+        self._ended.append((number, request, outcome))
         self._news.set()
 
     async def collect(self) -> tuple[ReplicaReport, dict[str, Array]]:
@@ -95,8 +97,8 @@ class GeneratorWorker(Worker):
         ended, self._ended = self._ended, []
         packer = CompletionPacker()
         results = tuple(
-            (request.id, outcome if isinstance(outcome, Failure) else packer.add(outcome, request.sampling))
-            for request, outcome in ended
+            (number, outcome if isinstance(outcome, Failure) else packer.add(outcome, request.sampling))
+            for number, request, outcome in ended
         )
         block = packer.block()
         num_bytes = sum(array.nbytes for array in block.values())

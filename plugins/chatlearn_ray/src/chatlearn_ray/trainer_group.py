@@ -30,6 +30,9 @@ class RayTrainerGroup:
         self.name = name
         self.workers: list[RemoteWorker] = []
         self._broken: str | None = None
+        self._broken_by: type[BackendError] = BackendError
+        """What a call on a broken group is: a loss, which a restart may mend, or the error of one rank, which comes
+        again."""
         self._slices: list[int] = []
         self._traffic = traffic or Traffic()
 
@@ -72,7 +75,7 @@ class RayTrainerGroup:
         for_block: bool = False,
     ) -> list[Any]:
         if self._broken is not None:
-            raise BackendError(f"role {self.name!r} cannot {method}: {self._broken}")
+            raise self._broken_by(f"role {self.name!r} cannot {method}: {self._broken}")
         answered: list[RemoteWorker] = []
 
         async def call(worker: RemoteWorker, args: tuple[Any, ...]) -> Any:
@@ -89,6 +92,7 @@ class RayTrainerGroup:
             # A transport that waits for somebody else in vain has no stack: its rank answered, and can go on.
             hangs = isinstance(error, BackendTimeoutError) and bool(error.stack)
             if died or hangs or len(answered) < len(calls):
+                self._broken_by = TrainerLostError if died or hangs else BackendError
                 self._broken = f"it is broken since {method} failed: {str(error).splitlines()[0]}"
             if isinstance(error, BackendError) and (died or hangs):
                 raise TrainerLostError(str(error)).at(error.place, error.stack) from error

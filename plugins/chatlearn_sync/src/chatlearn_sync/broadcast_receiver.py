@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
 from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
-from chatlearn_sync.broadcast import GLANCE_S, NAME, BroadcastOffer
+from chatlearn_sync.broadcast import GLANCE_S, LAST_BUCKET_S, NAME, BroadcastOffer
 from chatlearn_sync.checksum import load_and_verify
 from chatlearn_sync.control import Message, error_text
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
@@ -146,8 +147,11 @@ class _FlatIntake(Intake[BroadcastOffer]):
 
     async def _arrival(self, work: Work, source: Source[BroadcastOffer], message: Message) -> None:
         """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up."""
+        gone_at: float | None = None
         while not work.is_completed():
-            if source.reader.at_eof():
+            if gone_at is None and source.reader.at_eof():
+                gone_at = time.monotonic()  # what it sent before may still be on its way
+            if gone_at is not None and time.monotonic() > gone_at + LAST_BUCKET_S:
                 raise WeightSyncError(
                     f"{self.where}: sender {describe_endpoint(source.sender)} went away while it broadcast bucket "
                     f"{message['bucket']}: its process has ended"

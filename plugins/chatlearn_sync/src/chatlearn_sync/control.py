@@ -218,10 +218,12 @@ class Hub:
             if self._closed:
                 return
             self._closed = True
+        if cause is not None:
+            for peer in self._peers.values():
+                self._tell(peer, error_text(cause))
+            self._hear_out()
         for peer in self._peers.values():
             if peer.connection is not None:
-                if cause is not None:
-                    self._tell(peer, error_text(cause))
                 peer.connection.close()
                 peer.connection = None
         for key in list(self._selector.get_map().values()):
@@ -235,6 +237,18 @@ class Hub:
             peer.connection.settimeout(TELL_S)
             with contextlib.suppress(OSError):
                 peer.connection.sendall(encode({"failed": reason}))
+
+    def _hear_out(self) -> None:
+        """Let receivers close first: closing on what they just said would take back what they were told."""
+        deadline = time.monotonic() + TELL_S
+        for peer in self._peers.values():
+            if peer.connection is None:
+                continue
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
+                peer.connection.settimeout(max(0.001, deadline - time.monotonic()))
+                while peer.connection.recv(READ_BYTES) and time.monotonic() < deadline:
+                    pass
 
     def _wait(self, done: Callable[[Peer], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout_s

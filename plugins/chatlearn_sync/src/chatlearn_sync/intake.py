@@ -163,15 +163,16 @@ class Intake(ABC, Generic[OfferT]):
 
     async def _require_alive(self, source: Source[OfferT], error: Exception) -> None:
         """A bucket that broke off is most often the doing of its sender, which may have said why."""
+        message: Message = {}
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                message = await self._next(source)
+                while "failed" not in message:
+                    message = await self._next(source)
         except (TimeoutError, WeightSyncError):
             return
-        if "failed" in message:
-            raise WeightSyncError(
-                f"{self.where}: sender {describe_endpoint(source.sender)} failed: {message['failed']}"
-            ) from error
+        raise WeightSyncError(
+            f"{self.where}: sender {describe_endpoint(source.sender)} failed: {message['failed']}"
+        ) from error
 
     def _waited_for(self) -> list[int]:
         return sorted(source.sender.rank for source in self.sources if not source.ended)

@@ -1,0 +1,147 @@
+"""The driver's part of a sync, over stand-ins for the workers: who is asked for what, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from pydantic import BaseModel
+
+from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.plugins.records import WeightSyncSpec
+from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.types import Endpoint, SyncReceipt, TensorSpec, WeightManifest
+from chatlearn_ray import weight_transfer
+from chatlearn_ray.weight_transfer import RayWeightTransfer
+
+MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
+
+
+class Options(BaseModel):
+    """None."""
+
+
+class FakeTrainerGroup:
+    """Two ranks; writes down what all of them are asked for."""
+
+    def __init__(self, events):
+        self.events = events
+        self.is_broken = False
+        self.fail_in = ""
+
+    async def every_rank(self, method, *args, timeout_s=None):
+        self.events.append(method)
+        await asyncio.sleep(0)
+        if method == self.fail_in:
+            raise BackendError("rank 1: out of memory")
+        if method == "open_transport":
+            return [Endpoint("trainer", 0, rank, "host", "cpu", rank) for rank in range(2)]
+        return [MANIFEST, MANIFEST] if method == "manifest" else [None, None]
+
+
+class FakeReplica:
+    """A replica with a worker that takes everything."""
+
+    def __init__(self, index, events):
+        self.index, self.events = index, events
+        self.state, self.policy_version = "serving", 0
+        self.worker = SimpleNamespace(call=self.call)
+
+    async def call(self, method, *args, timeout_s=None):
+        if method != "open_transport":
+            self.events.append(f"{method} {self.index}")
+        await asyncio.sleep(0)
+        if method == "open_transport":
+            return Endpoint("generator", self.index, 0, "host", "cpu", 10 + self.index)
+        if method == "receive":
+            plan, offers = args[1:]
+            self.events.append(f"received {self.index}" + ("" if offers else " kept"))
+            return SyncReceipt(self.index, plan.policy_version, "serving", 24)
+        return None
+
+
+@pytest.fixture
+def make_transfer(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_transfer.ray, "put", lambda plan: plan)
+
+    async def make(num_replicas=3, replayable=False, **rule):
+        events = []
+        record = WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O", replayable=replayable)
+        settings = {"fleet_rule": "barrier"} | rule
+        plan = WeightSyncPlan(
+            "trainer", "generator", record, Options(), "test", bucket_bytes=1 << 20, timeout_s=30.0, **settings
+        )
+        fleet = SimpleNamespace(replicas=[FakeReplica(index, events) for index in range(num_replicas)])
+        transfer = RayWeightTransfer(plan, None, tmp_path, FakeTrainerGroup(events), fleet)
+        await transfer.open_senders()
+        del events[:]
+        return transfer, events
+
+    return make
+
+
+def phases(events):
+    """What happened between one ``begin`` after a ``received`` and the next."""
+    turns = []
+    for event in events:
+        kind, _, replica = event.partition(" ")
+        if kind == "begin":
+            if not turns or turns[-1][1]:
+                turns.append((set(), set()))
+            turns[-1][0].add(int(replica))
+        elif kind == "received":
+            turns[-1][1].add(int(replica.split()[0]))
+    return turns
+
+
+async def test_all_replicas_change_together(make_transfer):
+    transfer, events = await make_transfer()
+    receipts = await transfer.sync(range(3), 1)
+    assert [receipt.state for receipt in receipts] == ["serving"] * 3
+    assert phases(events) == [({0, 1, 2}, {0, 1, 2})]
+    assert (events[0], events[-1]) == ("manifest", "release")
+
+
+async def test_a_rolling_fleet_loads_a_few_replicas_at_a_time(make_transfer):
+    transfer, events = await make_transfer(fleet_rule="rolling", max_loading=2)
+    receipts = await transfer.sync(range(3), 1)
+    assert [receipt.replica for receipt in receipts] == [0, 1, 2]
+    assert phases(events) == [({0, 1}, {0, 1}), ({2}, {2})]
+    assert events.count("send") == 2
+
+
+async def test_a_rolling_fleet_is_sent_to_once_where_the_transport_keeps_the_version(make_transfer):
+    transfer, events = await make_transfer(fleet_rule="rolling", replayable=True)
+    await transfer.sync(range(3), 1)
+    assert phases(events) == [({0}, {0}), ({1}, {1}), ({2}, {2})]
+    assert events[:3] == ["manifest", "offer", "send"], "nobody stops serving before everything was sent"
+    assert events.count("send") == events.count("release") == 1
+
+
+async def test_senders_that_fail_ahead_leave_every_replica_serving(make_transfer):
+    transfer, events = await make_transfer(fleet_rule="rolling", replayable=True)
+    transfer._trainer.fail_in = "send"
+    with pytest.raises(WeightSyncError, match=r"senders failed before a replica began: rank 1: out of memory"):
+        await transfer.sync(range(3), 1)
+    assert events == ["manifest", "offer", "send", "release"]
+
+
+async def test_a_rebuilt_replica_takes_the_kept_version_without_the_trainer(make_transfer):
+    transfer, events = await make_transfer(replayable=True)
+    await transfer.sync(range(3), 4)
+    transfer._fleet.replicas[1] = FakeReplica(1, events)
+    del events[:]
+    receipt = await transfer.resync(1, 4)
+    assert (receipt.state, receipt.policy_version) == ("serving", 4)
+    assert events == ["begin 1", "receive 1", "received 1 kept"]
+
+
+async def test_a_rebuilt_replica_gets_the_weights_once_more_where_nothing_is_kept(make_transfer):
+    transfer, events = await make_transfer()
+    await transfer.sync(range(3), 4)
+    transfer._fleet.replicas[1] = FakeReplica(1, events)
+    del events[:]
+    await transfer.resync(1, 4)
+    assert "send" in events
+    assert [event for event in events if event.endswith(("0", "2"))] == [], "the others serve on"

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
+from chatlearn_sync import broadcast, flat_buffers
+from chatlearn_sync.broadcast import BroadcastSender, backend_of
+from chatlearn_sync.broadcast_receiver import BroadcastReceiver
+from chatlearn_sync.options import BroadcastOptions
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def pieces():
+    """Six tensors of a kibibyte."""
+    return {f"t{i}": torch.full((256,), float(i)) for i in range(6)}
+
+
+@pytest.fixture
+def ends(endpoint):
+    made = []
+
+    def make(num_senders=1, num_receivers=1, **options):
+        chosen = BroadcastOptions(**options)
+        senders = [BroadcastSender(chosen, endpoint("trainer", rank=r)) for r in range(num_senders)]
+        receivers = [BroadcastReceiver(chosen, endpoint("generator", replica=r)) for r in range(num_receivers)]
+        made.extend([*senders, *receivers])
+        return senders, receivers
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def plan_for(make_plan, endpoint):
+    def make(tensors, number=1, ranks=1, replicas=(0,), channel="tensors", **changes):
+        return make_plan(
+            tensors,
+            sync_id=f"sync-{number}",
+            policy_version=number,
+            channel=channel,
+            senders=tuple(endpoint("trainer", rank=rank) for rank in range(ranks)),
+            receivers=tuple(endpoint("generator", replica=replica) for replica in replicas),
+            **{"bucket_bytes": 4 * KIB} | changes,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("channel", ["tensors", "process_group"])
+async def test_a_group_outlives_a_sync(pieces, plan_for, run_sync, ends, channel):
+    senders, receivers = ends()
+    loader, groups = KeepingLoader(), []
+    for number in (1, 2, 3):
+        loader.loaded.clear()
+        tensors = {name: tensor + number for name, tensor in pieces.items()}
+        plan = plan_for(tensors, number, channel=channel)
+        results = await run_sync(plan, senders, [StreamingTrainer(tensors)], receivers, [loader])
+        assert results == [6 * KIB, 6 * KIB]
+        assert all(torch.equal(loader.loaded[name], tensors[name]) for name in tensors)
+        groups.append(senders[0]._member.group.name)
+    assert len(set(groups)) == 1
+
+
+async def test_a_group_is_formed_anew_when_a_replica_was_rebuilt(pieces, plan_for, run_sync, ends, endpoint):
+    senders, receivers = ends(num_receivers=2)
+    loaders = [KeepingLoader(), KeepingLoader()]
+    await run_sync(plan_for(pieces, 1, replicas=(0, 1)), senders, [StreamingTrainer(pieces)], receivers, loaders)
+    first = senders[0]._member.group.name
+    rebuilt = dataclasses.replace(endpoint("generator", replica=1), incarnation=1)
+    plan = plan_for(pieces, 2, replicas=(0, 1))
+    plan = dataclasses.replace(plan, receivers=(plan.receivers[0], rebuilt))
+    new = BroadcastReceiver(BroadcastOptions(), rebuilt)
+    loaders = [KeepingLoader(), KeepingLoader()]
+    results = await run_sync(plan, senders, [StreamingTrainer(pieces)], [receivers[0], new], loaders)
+    assert results == [6 * KIB] * 3
+    assert senders[0]._member.group.name != first
+    assert [group.name for group in receivers[0]._groups.values()] == [senders[0]._member.group.name]
+    new.close()
+
+
+async def test_after_a_failure_the_next_sync_works(pieces, plan_for, run_sync, ends):
+    def fail(name):
+        if name == "t4":
+            raise RuntimeError("gather failed")
+
+    senders, receivers = ends()
+    broken = StreamingTrainer(pieces, before=fail)
+    sent, received = await run_sync(plan_for(pieces, 1), senders, [broken], receivers, [KeepingLoader()])
+    assert isinstance(sent, RuntimeError)
+    assert "gather failed" in str(received)
+    loader = KeepingLoader()
+    results = await run_sync(plan_for(pieces, 2), senders, [StreamingTrainer(pieces)], receivers, [loader])
+    assert results == [6 * KIB, 6 * KIB]
+    assert loader.loaded.keys() == pieces.keys()
+
+
+async def test_each_rank_that_owns_weights_has_a_group(pieces, plan_for, run_sync, ends):
+    """Three ranks, the last of which owns nothing: it forms no group and holds nobody up."""
+    senders, receivers = ends(num_senders=3)
+
+    class TwoOwners(StreamingTrainer):
+        def weights(self, *arguments, **keywords):
+            for shard in super().weights(*arguments, **keywords):
+                yield dataclasses.replace(shard, owner_rank=shard.owner_rank % 2)
+
+    trainers = [TwoOwners(pieces, rank, 4) for rank in range(3)]
+    loader = KeepingLoader()
+    results = await run_sync(plan_for(pieces, ranks=3), senders, trainers, receivers, [loader])
+    assert results == [3 * KIB, 3 * KIB, 0, 6 * KIB]
+    assert [sender._member is not None for sender in senders] == [True, True, False]
+    assert sorted(receivers[0]._groups) == [0, 1]
+
+
+async def test_the_next_bucket_is_gathered_while_one_is_loaded(pieces, plan_for, run_sync, ends):
+    gathered, events = threading.Event(), []
+
+    def before_gather(name):
+        events.append(f"gather {name}")
+        if name == "t2":
+            gathered.set()
+
+    class Patient(KeepingLoader):
+        async def load_tensors(self, tensors):
+            assert await asyncio.to_thread(gathered.wait, 10), "nothing is gathered while a bucket is loaded"
+            tensors = list(tensors)
+            events.extend(f"load {name}" for name, _ in tensors)
+            await super().load_tensors(tensors)
+
+    senders, receivers = ends()
+    trainer, loader = StreamingTrainer(pieces, before=before_gather), Patient()
+    await run_sync(plan_for(pieces), senders, [trainer], receivers, [loader])
+    assert loader.loaded.keys() == pieces.keys()
+    assert events.index("gather t2") < events.index("load t0")
+
+
+async def test_memory_stays_under_the_bucket_bytes(pieces, plan_for, run_sync, ends):
+    senders, receivers = ends(slot_mb=1)
+    await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    assert senders[0]._buffers.held_bytes == 2 * KIB, "two flat buffers, of the four parts of the bucket bytes"
+    assert receivers[0]._buffers[0].held_bytes == 2 * KIB
+
+
+async def test_a_corrupted_bucket_is_noticed(pieces, plan_for, run_sync, ends, monkeypatch):
+    pack = flat_buffers.copy_with_checksum
+
+    def corrupt(source, target):
+        found = pack(source, target)
+        if float(source[0]) == 3.0:
+            target.view(torch.uint8)[9] ^= 1
+        return found
+
+    monkeypatch.setattr(flat_buffers, "copy_with_checksum", corrupt)
+    senders, receivers = ends()
+    _, received = await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    assert isinstance(received, WeightSyncError)
+    assert "tensor 't3' is corrupted" in str(received)
+
+
+async def test_an_engine_that_breaks_in_a_group_fails_the_sync_and_is_named(pieces, plan_for, run_sync, ends):
+    class Broken(KeepingLoader):
+        async def load_broadcast(self, group, tensors):
+            if tensors[0].name == "t2":
+                raise BackendError("engine is gone")
+            await super().load_broadcast(group, tensors)
+
+    senders, receivers = ends()
+    plan = plan_for(pieces, channel="process_group")
+    sent, received = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [Broken()])
+    assert "engine is gone" in str(received)
+    assert "role 'generator' replica 0" in str(sent)
+    assert receivers[0]._joined == {}, "the engine has left its groups"
+
+
+@pytest.mark.parametrize(
+    ("devices", "option", "backend"),
+    [
+        (("cuda:0", "cuda:1"), "auto", "nccl"),
+        (("cuda:0", "cpu"), "auto", "gloo"),
+        (("cuda:0", "cuda:1"), "gloo", "gloo"),
+    ],
+)
+def test_nccl_needs_every_end_on_a_gpu(pieces, plan_for, devices, option, backend):
+    plan = plan_for(pieces)
+    plan = dataclasses.replace(
+        plan,
+        senders=(dataclasses.replace(plan.senders[0], device=devices[0]),),
+        receivers=(dataclasses.replace(plan.receivers[0], device=devices[1]),),
+    )
+    assert backend_of(plan, BroadcastOptions(backend=option)) == backend
+
+
+async def test_a_receiver_that_does_not_join_is_named(pieces, plan_for, run_sync, ends, monkeypatch):
+    async def stay_away(self, source, message):
+        await asyncio.sleep(3)
+
+    monkeypatch.setattr("chatlearn_sync.broadcast_receiver._FlatIntake._join", stay_away)
+    senders, receivers = ends()
+    plan = plan_for(pieces, timeout_s=1.0)
+    sent, _ = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    assert isinstance(sent, BackendError)
+    assert "role 'generator' replica 0" in str(sent)
+
+
+def test_only_one_host_is_needed_for_the_control_path(pieces, plan_for, ends, monkeypatch):
+    monkeypatch.setattr(broadcast, "listening_host", lambda plan, sender, host: "127.0.0.1")
+    (sender,), _ = ends()
+    plan = plan_for(pieces)
+    offer = sender.offer(plan)
+    assert (offer.content.address.family, offer.content.address.host) == ("tcp", "127.0.0.1")
+    sender.release(plan)
