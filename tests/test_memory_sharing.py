@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,24 @@ async def test_while_the_trainer_updates_no_tensor_of_the_others_has_a_size(conf
     assert all(trainer > 0 and reference == generator == 0 for trainer, reference, generator in seen)
 
 
+async def test_trainers_that_share_nothing_compute_at_the_same_time(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits in its first computation until the other is there too."""
+    compute, both = FSDPTrainer.compute, threading.Barrier(2)
+
+    def meet_and_compute(self: FSDPTrainer, batch: Any, request: Any) -> Any:
+        both.wait(timeout=60)
+        return compute(self, batch, request)
+
+    monkeypatch.setattr(FSDPTrainer, "compute", meet_and_compute)
+    run_dir = await train(config, "together", NEVER, "train.steps=1")
+    calls = {entry["role"]: entry for entry in trace_of(run_dir, 1) if entry["action"] == "logprobs"}
+    assert {entry["level"] for entry in calls.values()} == {1}
+    assert calls["reference"]["start_s"] < calls["trainer"]["stop_s"]
+    assert calls["trainer"]["start_s"] < calls["reference"]["stop_s"]
+
+
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
@@ -333,12 +352,8 @@ async def test_partly_shared_processes_take_turns_and_a_lost_trainer_comes_back_
     assert result_of(partly) == result_of(expected)
     check_nobody_is_in_the_way(partly, {"trainer", "generator"}, {"reference", "generator"})
     step = trace_of(partly, 1)
-    calls = {(entry["role"], entry["action"]): entry for entry in step if "calls" in entry}
     assert told(entry for entry in step if entry["role"] == "reference") == [
         ("onload", "reference", {"weights"}),
         ("logprobs", "reference", None),
         ("offload", "reference", {"weights"}),
     ], "it leaves when the generator wakes for the sync"
-    start, stop = calls["reference", "logprobs"]["start_s"], calls["reference", "logprobs"]["stop_s"]
-    assert start < calls["trainer", "logprobs"]["stop_s"]
-    assert calls["trainer", "logprobs"]["start_s"] < stop, "they share nothing, and are on one level of the flow"

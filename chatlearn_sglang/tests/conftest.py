@@ -134,7 +134,7 @@ class LeasedProcess:
             files = [(str(self._model / "model.safetensors"), [(name, name) for name in names])]
             process.call("abort", None, timeout_s=60)
             process.call("begin_weights", timeout_s=60)
-            process.call("load", "checkpoint", {"files": files}, timeout_s=60)
+            process.call("load", "checkpoint", {"files": files, "copies": {}}, timeout_s=60)
             process.call("finish_weights", self._version, False, timeout_s=60)
         return process
 

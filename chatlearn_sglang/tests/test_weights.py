@@ -64,8 +64,8 @@ def test_a_rank_that_fails_says_why_and_lives(engine, directory, assert_serves) 
     with SharedBlock(1 << 16) as block:
         block.add("model.norm.weight", torch.zeros(3))
         with pytest.raises(HostedCallError, match=r"rank 0: (Assertion|Runtime|Value)Error"):
-            process.call("load", "block", handle_content(block.handle()), timeout_s=60)
-    content = {"group": "nowhere", "backend": "gloo", "tensors": []}
+            process.call("load", "block", handle_content(block.handle()) | {"copies": {}}, timeout_s=60)
+    content = {"group": "nowhere", "backend": "gloo", "tensors": [], "copies": {}}
     with pytest.raises(HostedCallError, match="rank 0: KeyError: 'nowhere'"):
         process.call("load", "broadcast", content, timeout_s=60)
     assert_serves(engine, directory)

@@ -59,6 +59,9 @@ def test_parallel_and_other_arguments_pass_as_they_are():
         "quantization": "fp8",
     }
     assert arguments(given).items() >= given.items()
+    assert arguments(given)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in arguments()
+    assert arguments(given | {"distributed_executor_backend": "ray"})["distributed_executor_backend"] == "ray"
 
 
 def test_every_argument_of_the_backends_own_is_named_with_the_remedy():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.compatibility import choose_transport, mismatches
+from chatlearn_core.plugins.compatibility import choose_transport, mismatches, shared_channel
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 
@@ -95,3 +95,32 @@ def test_no_fit_names_every_transport_and_why() -> None:
 def test_no_transport_at_all() -> None:
     with pytest.raises(PluginIncompatibleError, match="No weight sync is installed"):
         choose_transport(TRAINER, GENERATOR, (), "process")
+
+
+def test_the_first_channel_that_the_generator_takes_is_used() -> None:
+    sync = transport("any", channels=("memory_handles", "tensors"))
+    assert shared_channel(sync, GENERATOR) == "tensors"
+    assert shared_channel(sync, replace(GENERATOR, channels=frozenset({"tensors", "memory_handles"}))) == (
+        "memory_handles"
+    )
+    assert shared_channel(sync, replace(GENERATOR, channels=frozenset({"checkpoint"}))) is None
+    [reason] = mismatches(TRAINER, replace(GENERATOR, channels=frozenset({"checkpoint"})), sync, "process")
+    assert reason.startswith("transport 'any' delivers by channel 'memory_handles' or 'tensors' between hosts; ")
+
+
+def test_a_collective_does_not_roll() -> None:
+    collective = transport("collective", per_replica=False, speed_rank=1)
+    [reason] = mismatches(TRAINER, GENERATOR, collective, "process", rolling=True)
+    assert "moves the weights to all replicas in one collective" in reason
+    chosen, why = choose_transport(TRAINER, GENERATOR, (collective, CHECKPOINT), "anywhere", rolling=True)
+    assert chosen.name == "checkpoint"
+    assert "collective does not fit (transport 'collective' moves the weights to all" in why
+    assert choose_transport(TRAINER, GENERATOR, (collective, CHECKPOINT), "anywhere")[0].name == "collective"
+
+
+def test_auto_leaves_out_what_must_be_named() -> None:
+    special = transport("special", by_name_only="it needs a moon", speed_rank=1)
+    assert mismatches(TRAINER, GENERATOR, special, "process") == []
+    chosen, why = choose_transport(TRAINER, GENERATOR, (special, CHECKPOINT), "process")
+    assert chosen.name == "checkpoint"
+    assert "special does not fit (it is taken by name only: it needs a moon)" in why

@@ -47,7 +47,7 @@ def test_good_records_have_no_problem() -> None:
         (replace(SYNC, channels=("carrier_pigeon",)), "channels holds 'carrier_pigeon': known are tensors, boxes,"),
         (replace(SYNC, channels=()), "channels=a tuple: (): must be a tuple with at least one of tensors, boxes,"),
         (replace(SYNC, channels=frozenset({"tensors"})), "channels=a frozenset: frozenset({'tensors'}): must be a"),
-        (replace(SYNC, channels=("tensors", "tensors")), "channels=a tuple: ('tensors', 'tensors'): holds a value twice"),
+        (replace(SYNC, channels=("boxes", "boxes")), "channels=a tuple: ('boxes', 'boxes'): holds a value twice"),
         (
             RewardSpec(name="r", factory="a:F", options="a:O", unit="batch"),
             "unit='batch': must be one of sample, group",

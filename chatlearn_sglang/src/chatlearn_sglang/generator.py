@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import (
@@ -101,7 +102,7 @@ class SGLangGenerator:
             if isinstance(error, HostedCallError) and error.type_name == "EngineArgumentError":
                 raise ConfigError(refused(self._context.role, error.text.splitlines())) from error
             raise
-        self._loader = SGLangWeightLoader(
+        loader = SGLangWeightLoader(
             self,
             self._process,
             expected_manifest(source.path, _torch_dtype(dtype)),
@@ -109,6 +110,10 @@ class SGLangGenerator:
             bucket_bytes=self._options.bucket_mb << 20,
             facts=facts,
         )
+        directory = Path(source.path).expanduser()
+        if directory.is_dir():
+            loader.load_tied(directory, self._options.start_timeout_s)
+        self._loader = loader
         self._state, self._problem = "serving", None
 
     def health(self) -> str | None:

@@ -67,6 +67,10 @@ class SGLangWeightLoader:
         self._bucket_bytes = bucket_bytes
         self._facts = facts
         self._groups: dict[str, GroupRendezvous] = {}
+        self._copies: dict[str, list[str]] = {}
+        """Name -> names tied to it."""
+        for alias, name in expected.aliases.items():
+            self._copies.setdefault(name, []).append(alias)
 
     def expected_manifest(self) -> WeightManifest:
         """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
@@ -215,7 +219,20 @@ class SGLangWeightLoader:
         await self._die(reason)
 
     async def _load(self, operation: str, content: Mapping[str, Any]) -> None:
-        await self._process.acall("load", operation, dict(content))
+        await self._process.acall("load", operation, {**content, "copies": self._copies})
+
+    def load_tied(self, directory: Path, timeout_s: float) -> None:
+        """Load tied tensors from the model directory under their second names, which SGLang may not do when it starts.
+
+        Blocks; part of ``setup``.
+        """
+        files = []
+        for file, specs in _headers(directory) if self._copies else ():
+            pairs = [(spec.name, alias) for spec in specs for alias in self._copies.get(spec.name, ())]
+            if pairs:
+                files.append((str(file), pairs))
+        if files:
+            self._process.call("load", "checkpoint", {"files": files, "copies": {}}, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def _or_die(self, what: str) -> AsyncIterator[None]:

@@ -63,6 +63,9 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
     }
     if source.max_length is not None:
         defaults["max_model_len"] = source.max_length
+    if num_workers(context.engine_arguments) > 1:
+        # Inside a Ray worker vLLM would ask Ray for places, which the runtime has given already.
+        defaults["distributed_executor_backend"] = "mp"
     if not on_cpu:
         defaults["enable_sleep_mode"] = True
     else:
@@ -70,6 +73,11 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         if "gpu_memory_utilization" not in context.engine_arguments:
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     return defaults | context.engine_arguments | ours
+
+
+def num_workers(engine: Mapping[str, Any]) -> int:
+    """Worker processes that these engine arguments ask for."""
+    return int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
 
 
 def refused(role: str, problems: list[str]) -> str:

@@ -102,7 +102,10 @@ def users_directory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ray_session", "users_directory")
 async def test_one_rank_on_ray_is_bit_identical_to_local(small: Path, local: Path) -> None:
-    output = await train(small, "ray", RAY)
+    output = await train(small, "ray", RAY, "memory.offload=always")
+    trace = [json.loads(line) for line in (output / "trace.jsonl").read_text().splitlines()]
+    assert trace
+    assert not any("live_bytes" in entry for entry in trace), "each has a place of its own, so nothing is moved"
     assert max(abs(loss) for loss in losses(local)) > 1e-4, "losses of zero would prove nothing"
     assert losses(output) == losses(local)
     assert model_bytes(output) == model_bytes(local)

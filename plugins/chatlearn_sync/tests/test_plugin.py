@@ -6,6 +6,8 @@ from importlib import import_module
 
 import pytest
 
+from chatlearn_core.plugins.compatibility import choose_transport
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 from chatlearn_sync.plugin import chatlearn_weight_syncs
 
 RECORDS = {record.name: record for record in chatlearn_weight_syncs()}
@@ -16,6 +18,23 @@ def test_both_transports_are_registered_with_what_they_need():
     assert (direct.reach, direct.channels, direct.needs_export) == ("process", ("tensors",), "full_tensors")
     assert (checkpoint.reach, checkpoint.channels, checkpoint.replayable) == ("anywhere", ("checkpoint",), True)
     assert direct.speed_rank < checkpoint.speed_rank
+
+
+@pytest.mark.parametrize(
+    ("placement", "rolling", "name"),
+    [
+        ("process", False, "direct"),
+        ("host", False, "shared_memory"),
+        ("host", True, "shared_memory"),
+        ("anywhere", False, "broadcast"),
+        ("anywhere", True, "delta"),
+    ],
+)
+def test_auto_takes_the_nearest_that_reaches(placement, rolling, name):
+    trainer = TrainerSpec(name="t", factory="m:T", options="m:O")
+    generator = GeneratorSpec(name="g", factory="m:G", options="m:O", channels=frozenset({"tensors", "checkpoint"}))
+    chosen, _ = choose_transport(trainer, generator, list(RECORDS.values()), placement, rolling=rolling)
+    assert chosen.name == name
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))

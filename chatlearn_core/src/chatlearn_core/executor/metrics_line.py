@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chatlearn_core.data import Sampler
-from chatlearn_core.types import Metrics
+from chatlearn_core.types import Metric, Metrics, SyncReceipt
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -24,3 +26,14 @@ def epochs(sampler: Sampler) -> dict[str, float]:
     if len(counts) == 1:
         return {"training/epoch": next(iter(counts.values()))}
     return {f"training/epoch/{name}": value for name, value in counts.items()}
+
+
+def sync_metrics(receipts: Sequence[SyncReceipt]) -> Metrics:
+    """What one weight sync moved to a replica, which part of the weights that was, and how long the slowest took."""
+    num_bytes = max(receipt.num_bytes for receipt in receipts)
+    weight_bytes = max(receipt.weight_bytes for receipt in receipts)
+    return {
+        "sync/bytes": Metric(num_bytes, reducer="sum"),
+        "sync/payload_share": Metric(num_bytes / weight_bytes if weight_bytes else 1.0),
+        "sync/slowest_replica_s": Metric(max(receipt.seconds for receipt in receipts), reducer="max"),
+    }

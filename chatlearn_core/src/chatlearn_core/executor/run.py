@@ -26,7 +26,7 @@ from chatlearn_core.executor.environment import Experience
 from chatlearn_core.executor.failure_page import FAILURE_PAGE
 from chatlearn_core.executor.journal import Journal
 from chatlearn_core.executor.loggers import build_loggers
-from chatlearn_core.executor.metrics_line import epochs, throughput, values
+from chatlearn_core.executor.metrics_line import epochs, sync_metrics, throughput, values
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.resume import ResumeMode, find_resume_point, lock_run_directory
@@ -39,7 +39,7 @@ from chatlearn_core.executor.sharing import Use, sync_uses
 from chatlearn_core.flow import to_svg
 from chatlearn_core.metrics import RunDirectory, Timers
 from chatlearn_core.plugins.observers import Observers
-from chatlearn_core.types import Metric, Metrics, merge_metrics
+from chatlearn_core.types import Metrics, merge_metrics
 
 
 class Run:
@@ -95,6 +95,9 @@ class Run:
                 self.loggers.start(self._settings)
                 self.journal.enter(Phase.STARTING, self.state.step)
                 await self.memory.start()
+                for sync in self.assembly.plan.weight_syncs:
+                    flow = {"trainer": sync.trainer, "generator": sync.generator, "channel": sync.channel}
+                    self.journal.record("weight_sync", backend=sync.record.name, why=sync.why, **flow)
                 self.listener.started(self.directory.path, self.config.train.steps, self.state.step + 1)
                 return await self._train_through_losses(point.checkpoint)
             except asyncio.CancelledError:
@@ -294,8 +297,7 @@ class Run:
                     facts["to"] = sync.generator
                     receipts = await self.runtime.sync_weights(sync.trainer, sync.generator, version)
             self.observers.weights_synced(version, receipts)
-            num_bytes = max(receipt.num_bytes for receipt in receipts)
-            metrics = merge_metrics(metrics, {"sync/bytes": Metric(num_bytes, reducer="sum")})
+            metrics = merge_metrics(metrics, sync_metrics(receipts))
         await self.environment.weights_changed()
         return metrics
 

@@ -156,8 +156,6 @@ class Play:
             *(turn.completion("generator", slot) for slot in turn.slots), return_exceptions=True
         )
         await playing
-        self.pending, metrics = self.partial.finish(turn)
-        self.metrics = {name: metric.value for name, metric in metrics.items()}
         ended: dict[str, Completion | BackendError] = {}
         for slot, answer in zip(turn.slots, answers, strict=True):
             if isinstance(answer, BaseException) and (
@@ -166,6 +164,8 @@ class Play:
                 raise answer
             if answer is not None:
                 ended[slot.sample_id] = answer
+        self.pending, metrics = self.partial.finish(turn)
+        self.metrics = {name: metric.value for name, metric in metrics.items()}
         return ended
 
 

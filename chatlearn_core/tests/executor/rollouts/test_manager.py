@@ -171,9 +171,13 @@ async def test_requests_made_later_join_what_is_open(requests: Any, held_fleet: 
     second = submit(manager, requests.make("c", tokens=5))
     await fleet.settled()
     assert fleet.started == [(0, "a"), (1, "b"), (1, "c")], "the replica with 2 tokens open, not the one with 9"
-    for name in "abc":
+    await fleet.end("a")
+    third = submit(manager, requests.make("d", tokens=1))
+    await fleet.settled()
+    assert fleet.started[3:] == [(0, "d")], "what has ended is no work any more"
+    for name in "bcd":
         await fleet.end(name)
-    await asyncio.gather(*first, *second)
+    await asyncio.gather(*first, *second, *third)
 
 
 async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_fleet: Any) -> None:

@@ -106,9 +106,14 @@ async def test_a_lost_generator_reaches_everyone_who_waits_and_changes_nothing(
     steps = play(rounds_for(engine), max_tokens=10)
     await steps.step(1, prompts[:2])
     before = [progress.num_tokens for progress in steps.pending[0].progress]
+    assert before == [4, 4]
 
     class Lost:
         async def generate(self, request: Any) -> Any:
+            if request.id == "p0@1#0":
+                return await engine.generate(request)
+            for _ in range(9):
+                await asyncio.sleep(0)  # the other has ended by then
             raise ReplicaLostError("replica 0 died")
 
     steps.partial = rounds_for(Lost())

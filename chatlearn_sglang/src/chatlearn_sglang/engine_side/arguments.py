@@ -42,4 +42,7 @@ def compose(user: Mapping[str, Any], owned: Mapping[str, Any], *, cpu: bool) -> 
     device = CPU_ARGUMENTS if cpu else {}
     # Sampling by torch takes a seed a request; SGLang's default on GPUs, flashinfer, takes none.
     common = {"sampling_backend": "pytorch", "log_level": "error", "skip_server_warmup": True}
+    if user.get("enable_memory_saver"):
+        # Without a copy on the host, weights that were released come back as garbage.
+        common["enable_weights_cpu_backup"] = True
     return {**common, **device, **user, **owned}

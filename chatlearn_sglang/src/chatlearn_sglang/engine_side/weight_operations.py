@@ -3,6 +3,9 @@
 The request comes as a uint8 tensor, since SGLang hands tensors to a loader and nothing else. What it says, each rank
 reads by itself: a block of shared memory, a checkpoint, a broadcast. A loader that raises ends SGLang's scheduler, so
 the outcome is written to a file that the caller gave, one line a rank.
+
+Tied tensors are loaded under both of their names (``copies``): some models of SGLang 0.5.23 keep a head of their own
+although it is tied (Qwen3-MoE), which otherwise stays what it was, without an error; the others skip the second name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,19 +65,19 @@ def apply(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> No
 def load_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in shared memory, read where they lie."""
     with MappedBlock(content) as block:
-        model.load_weights(block.tensors())
+        model.load_weights(_with_copies(block.tensors(), content["copies"]))
 
 
 def load_cuda_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in the memory of this rank's GPU, shared by the process that owns them."""
-    model.load_weights(open_cuda_block(content, torch.cuda.current_device()))
+    model.load_weights(_with_copies(open_cuda_block(content, torch.cuda.current_device()), content["copies"]))
     # The owner reuses the block as soon as it is told that this is done.
     torch.cuda.synchronize()
 
 
 def load_checkpoint(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in safetensors files: (file, [(name in it, name to load it by)])."""
-    model.load_weights(_from_files(content["files"]))
+    model.load_weights(_with_copies(_from_files(content["files"]), content["copies"]))
 
 
 def join_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
@@ -99,7 +102,8 @@ def load_broadcast(model: Any, content: Mapping[str, Any], rank: int) -> None:
     num_bytes = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in specs)
     flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     group.broadcast(flat).wait()
-    model.load_weights((name, tensor) for name, tensor in tensors_in(flat, specs) if name)
+    wanted = ((name, tensor) for name, tensor in tensors_in(flat, specs) if name)
+    model.load_weights(_with_copies(wanted, content["copies"]))
 
 
 def leave_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
@@ -117,6 +121,16 @@ OPERATIONS: Mapping[str, Callable[[Any, Mapping[str, Any], int], None]] = {
     "broadcast": load_broadcast,
     "leave": leave_group,
 }
+
+
+def _with_copies(
+    tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor under its name, and under the names that are tied to it."""
+    for name, tensor in tensors:
+        yield name, tensor
+        for alias in copies.get(name, ()):
+            yield alias, tensor
 
 
 def _from_files(files: list[tuple[str, list[tuple[str, str]]]]) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 _MAX_WORDS = 40
+_MAX_CHARACTERS = 300
+"""Of one message: vLLM logs its whole configuration in one."""
 
 
 @contextmanager
@@ -79,7 +81,7 @@ class EngineWords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep and pass on."""
-        self._kept.append(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._kept.append(f"{record.levelname.lower()}: {record.getMessage()}"[:_MAX_CHARACTERS])
         if record.levelno >= self.pass_level:
             root = logging.getLogger()
             (root if root.handlers else _LAST_RESORT).handle(record)

@@ -1,1 +1,1 @@
-"""Weight transports: ``direct`` (same process) and ``checkpoint`` (safetensors on a shared disk)."""
+"""Weight transports, by reach: direct, cuda_ipc, shared_memory, broadcast, delta, checkpoint."""
