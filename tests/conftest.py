@@ -375,7 +375,7 @@ def recipe(tmp_path: Path, tiny_model: Path, sums: Path) -> Recipe:
     return recipe
 
 
-TIMED = ("timing_s/", "perf/throughput", "perf/replica_idle")
+TIMED = ("timing_s/", "perf/throughput", "perf/replica_idle", "sync/slowest_replica_s")
 """Metrics that are measured with a clock."""
 
 

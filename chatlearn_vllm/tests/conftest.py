@@ -57,10 +57,11 @@ def make_request() -> Callable[..., GenerateRequest]:
 def make_replica() -> Callable[..., Any]:
     """``make_replica(directory, engine={...}, **options)``: set up, on an event loop of its own."""
 
-    def make(directory: Path, *, engine: dict[str, Any] | None = None, **options: Any) -> Replica:
+    def make(directory: Path, *, engine: dict[str, Any] | None = None, device: str = "cpu", **options: Any) -> Replica:
         context = RoleContext(
             "generator",
             ModelSource(str(directory), str(directory)),
+            device=device,
             engine_arguments=ENGINE_ARGUMENTS | (engine or {}),
         )
         generator = VLLMGenerator(VLLMGeneratorOptions(dtype="float32", **options), context)

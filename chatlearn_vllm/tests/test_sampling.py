@@ -41,9 +41,14 @@ def test_a_prompt_that_is_computed_in_parts_draws_the_same(replica, narrow):
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_requests_that_are_preempted_draw_the_same(replica, model_dir, make_replica, make_request):
+def test_requests_that_are_preempted_draw_the_same(replica, model_dir, make_replica, make_request, monkeypatch):
     """The cache holds seven blocks, and four sequences need twelve."""
     short = make_replica(model_dir(max_length=512), engine={"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 8})
+    scheduler, preempted = short.generator._host._driver._engine._core.scheduler, []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda request, *rest: preempted.append(request) or preempt(request, *rest)
+    )
     try:
         requests = [
             make_request(PROMPT[index:], f"r{index}", temperature=1.0, seed=index, max_tokens=300) for index in range(4)
@@ -54,6 +59,7 @@ def test_requests_that_are_preempted_draw_the_same(replica, model_dir, make_repl
 
         expected = replica.run(together(replica.generator))
         found = short.run(together(short.generator))
+        assert preempted
         for want, have in zip(expected, found, strict=True):
             assert have.token_ids.tolist() == want.token_ids.tolist()
     finally:

@@ -250,7 +250,7 @@ def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
             arguments = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
             return {}, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
         case "sglang":
-            return {"python": sglang_python()}, {"tp_size": bench.tensor_parallel, "dtype": "float32"}
+            return {"python": sglang_python(), "dtype": "float32"}, {"tp_size": bench.tensor_parallel}
         case _:
             return {}, {}
 

@@ -74,8 +74,8 @@ class PolicyLoss:
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``, [T].
 
-        Looks at no logprobs: on a cluster they are kept where they were computed, and would have to travel. What is made
-        of them needs whole sequences only, and is computed with the loss.
+        Looks at no logprobs: on a cluster they are kept where they were computed, and would have to travel. What is
+        made of them needs whole sequences only, and is computed with the loss.
 
         Raises:
             FlowError: a per-token array that the loss reads is missing.

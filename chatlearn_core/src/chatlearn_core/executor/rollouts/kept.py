@@ -11,7 +11,7 @@ from dataclasses import replace
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.rollouts.pending import Group, Progress, groups_of, num_samples
 from chatlearn_core.executor.rollouts.rounds import Generate, progressed
-from chatlearn_core.executor.rollouts.turn import Turn
+from chatlearn_core.executor.rollouts.turn import RolloutTurn
 from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.protocols import GeneratorFleet
 from chatlearn_core.types import Completion, Metric, Metrics
@@ -55,11 +55,11 @@ class KeptRollouts:
         """See ``PartialRollouts``."""
         return max(0, self.in_flight_prompts - len(pending))
 
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> Turn:
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
         """See ``PartialRollouts``."""
-        return Turn([*(group.copy() for group in pending), *groups_of(new, step)])
+        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
 
-    async def play(self, turn: Turn) -> None:
+    async def play(self, turn: RolloutTurn) -> None:
         """Sample until enough groups are complete, then pause. Errors reach those who wait for the completions."""
         await turn.wanted.wait()
         turn.num_rounds = 1
@@ -79,7 +79,7 @@ class KeptRollouts:
         else:
             turn.end()
 
-    def finish(self, turn: Turn) -> tuple[tuple[Group, ...], Metrics]:
+    def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
         unfinished = turn.unfinished
         for group in unfinished:
@@ -108,14 +108,14 @@ class KeptRollouts:
             task.cancel()
         await asyncio.gather(*running.values(), return_exceptions=True)
 
-    def _start(self, turn: Turn) -> None:
+    def _start(self, turn: RolloutTurn) -> None:
         for group in turn.groups:
             for slot, progress in zip(group.slots, group.progress, strict=True):
                 if not progress.ended and slot.sample_id not in self._running:
                     assert slot.request is not None, "partial rollouts are of prompts"
                     self._running[slot.sample_id] = asyncio.ensure_future(self._generate(slot.request))
 
-    def _collect(self, turn: Turn) -> None:
+    def _collect(self, turn: RolloutTurn) -> None:
         """Take what has ended. Raises: ReplicaLostError, and whatever else is no failure of one request."""
         for group in turn.groups:
             for index, slot in enumerate(group.slots):
@@ -135,7 +135,7 @@ class KeptRollouts:
                     group.progress[index] = progressed(completion, slot.request, rounds, last=True)
             turn.tell(group)
 
-    def _enough(self, turn: Turn) -> bool:
+    def _enough(self, turn: RolloutTurn) -> bool:
         unfinished = turn.unfinished
         due = any(
             not progress.ended and progress.rounds + 1 >= self.max_rounds

@@ -10,7 +10,7 @@ from chatlearn_core.executor.rollouts.kept import KeptRollouts
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.executor.rollouts.rounds import RoundRollouts
-from chatlearn_core.executor.rollouts.turn import Turn
+from chatlearn_core.executor.rollouts.turn import RolloutTurn
 from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.types import Metrics
 
@@ -25,15 +25,15 @@ class PartialRollouts(Protocol):
     def num_prompts(self, pending: Sequence[Group]) -> int:
         """New prompts that a step takes beside what is pending."""
 
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> Turn:
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
         """The turn of a step."""
 
-    async def play(self, turn: Turn) -> None:
+    async def play(self, turn: RolloutTurn) -> None:
         """Sample until the turn has enough complete groups, at least one; then end it. Errors reach those who wait for
         the turn's completions.
         """
 
-    def finish(self, turn: Turn) -> tuple[tuple[Group, ...], Metrics]:
+    def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
         """What is pending after the turn, and metrics of it."""
 
     async def weights_changed(self) -> None:

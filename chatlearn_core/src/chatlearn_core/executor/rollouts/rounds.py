@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand, groups_of, num_samples
-from chatlearn_core.executor.rollouts.turn import Turn
+from chatlearn_core.executor.rollouts.turn import RolloutTurn
 from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
 
@@ -44,11 +44,11 @@ class RoundRollouts:
         """See ``PartialRollouts``."""
         return max(0, self.in_flight_prompts - len(pending))
 
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> Turn:
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
         """See ``PartialRollouts``."""
-        return Turn([*(group.copy() for group in pending), *groups_of(new, step)])
+        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
 
-    async def play(self, turn: Turn) -> None:
+    async def play(self, turn: RolloutTurn) -> None:
         """Make rounds until a group is complete. Errors reach those who wait for the turn's completions."""
         await turn.wanted.wait()
         try:
@@ -61,7 +61,7 @@ class RoundRollouts:
         else:
             turn.end()
 
-    def finish(self, turn: Turn) -> tuple[tuple[Group, ...], Metrics]:
+    def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
         unfinished = turn.unfinished
         carried = sum(not progress.ended for group in unfinished for progress in group.progress)
@@ -79,7 +79,7 @@ class RoundRollouts:
     async def weights_changed(self) -> None:
         """Nothing waits for them."""
 
-    async def _round(self, turn: Turn) -> None:
+    async def _round(self, turn: RolloutTurn) -> None:
         turn.num_rounds += 1
         async with asyncio.TaskGroup() as tasks:
             for group in turn.groups:
@@ -87,7 +87,7 @@ class RoundRollouts:
                     if not progress.ended:
                         tasks.create_task(self._advance(turn, group, index))
 
-    async def _advance(self, turn: Turn, group: Group, index: int) -> None:
+    async def _advance(self, turn: RolloutTurn, group: Group, index: int) -> None:
         progress, request = group.progress[index], group.slots[index].request
         assert request is not None, "partial rollouts are of prompts"
         rounds = progress.rounds + 1

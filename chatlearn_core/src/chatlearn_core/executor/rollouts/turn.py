@@ -10,7 +10,7 @@ from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.types import Completion
 
 
-class Turn:
+class RolloutTurn:
     """The groups that a step works on: those in flight, oldest first, then new ones.
 
     A ``CompletionSource``: the flow's calls on the generator wait here for their group. A group that is complete goes

@@ -1,0 +1,95 @@
+"""What only a GPU can show: memory that sleep really gives back, and weights read from another process's GPU memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_core.types import MemoryHandle, TensorPlace
+
+pytestmark = [pytest.mark.engine, pytest.mark.gpu]
+
+PROMPT = [5, 9, 3]
+CACHE_BYTES = 1 << 30
+SLACK_BYTES = 64 << 20
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.fixture
+def replica(model_dir, make_replica):
+    replica = make_replica(
+        model_dir(max_length=512), device="cuda", engine={"kv_cache_memory_bytes": CACHE_BYTES, "enforce_eager": True}
+    )
+    yield replica
+    replica.close()
+
+
+def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica):
+    before = replica.generate(PROMPT)
+    used = free_bytes()
+
+    async def pause():
+        await replica.generator.pause("keep")
+
+    async def resume():
+        await replica.generator.resume()
+
+    replica.run(pause())
+    replica.generator.offload({"weights", "kv_cache"})
+    asleep = free_bytes()
+    assert asleep - used >= CACHE_BYTES - SLACK_BYTES
+    replica.generator.onload({"weights"})
+    assert asleep - free_bytes() < CACHE_BYTES // 2, "the KV cache came back with the weights"
+    replica.generator.onload({"kv_cache"})
+    assert abs(free_bytes() - used) < SLACK_BYTES
+    replica.run(resume())
+    assert replica.generate(PROMPT).token_ids.tolist() == before.token_ids.tolist()
+
+
+def share(model, handle_queue, done):
+    """A trainer's part: one flat block on the GPU, and how to open it."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    tensors = read_checkpoint(model)
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]).cuda()
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    places, offset = [], 0
+    for name, spec in manifest_of(tensors).tensors.items():
+        places.append(TensorPlace(spec, offset))
+        offset += tensors[name].nbytes
+    handle_queue.put(MemoryHandle("cuda_ipc", {uuid: reduce_tensor(flat)}, flat.numel(), tuple(places)))
+    done.wait(120)
+
+
+def test_weights_are_read_from_another_processs_gpu_memory(replica, model_dir, load_model, tmp_path):
+    directory = model_dir(max_length=512)
+    other = copy_with_weights(directory, perturbed(read_checkpoint(directory), seed=1), tmp_path / "other")
+    context = multiprocessing.get_context("spawn")
+    handles, done = context.Queue(), context.Event()
+    trainer = context.Process(target=share, args=(other, handles, done))
+    trainer.start()
+    try:
+        handle = handles.get(timeout=120)
+
+        async def load():
+            loader = replica.loader
+            manifest = manifest_of(read_checkpoint(other), loader.expected_manifest().aliases)
+            await loader.begin(1, manifest)
+            await loader.load_handles(handle)
+            assert await loader.finish() == 1
+
+        replica.run(load())
+    finally:
+        done.set()
+        trainer.join()
+    expected = load_model(other).generate(
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=None
+    )
+    assert replica.generate(PROMPT).token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
