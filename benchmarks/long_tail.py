@@ -162,7 +162,7 @@ def real(directory: Path, name: str, num_steps: int, quick: bool) -> dict[str, f
         def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
             lines.append(metrics)
 
-    prompts, group_size, longest = (4, 2, 32) if quick else (16, 8, 384)
+    prompts, group_size, longest = (4, 2, 32) if quick else (32, 4, 384)
     warm_up = 1 if name == "manager" else 3
     workload = Workload(name, hidden=32 if quick else 128, layers=2, prompts=2 * prompts, group_size=group_size)
     folder = directory / name
@@ -172,10 +172,10 @@ def real(directory: Path, name: str, num_steps: int, quick: bool) -> dict[str, f
     content = configuration(str(made.model), str(made.data), str(folder / "run"), settings)
     content["algorithm"]["options"]["importance_correction"] = "truncate"
     content["roles"]["generator"]["replicas"] = 2
-    content["sampling"]["stop"] = ["e"]  # a letter that some tokens hold: completions end by chance
+    content["sampling"]["stop"] = ["z", "7"]  # in some tokens: completions end by chance
     content["train"] = {"steps": num_steps + warm_up, "prompts_per_step": prompts}
     if name == "resume":
-        rounds = {"partial": "resume", "round_tokens": longest // 6, "in_flight_prompts": prompts * 3 // 2}
+        rounds = {"partial": "resume", "round_tokens": longest // 8, "max_rounds": 8, "in_flight_prompts": 2 * prompts}
         content["rollout"] = rounds
     elif name == "keep":
         content["rollout"] = {"partial": "keep"}

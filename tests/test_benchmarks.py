@@ -47,6 +47,17 @@ def test_plugin_listing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
+def test_weight_sync() -> None:
+    result = run_benchmark("weight_sync", "--quick")
+    [row] = result["rows"]
+    assert row["transfer"].keys() == {"shared_memory", "broadcast", "delta", "checkpoint"}
+    assert row["engine"]["transformers"].keys() == row["transfer"].keys()
+    assert 0.0 < row["delta"]["changed_share"] < row["delta"]["payload_share"] < 1.0
+    assert row["engine"]["transformers"]["shared_memory"]["from_memory_s"] > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_step_overhead() -> None:
     result = run_benchmark("step_overhead", "--quick")
     [measured] = result["workloads"].values()

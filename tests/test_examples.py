@@ -38,12 +38,30 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+SGLANG = os.environ.get("CHATLEARN_SGLANG_PYTHON", str(EXAMPLES.parent / ".venv-sglang" / "bin" / "python"))
+ENGINES = {
+    "transformers": ["roles.generator.backend=transformers"],
+    "vllm": [
+        "roles.generator.backend=vllm",
+        "roles.generator.engine={max_model_len: 1024, max_num_seqs: 16, kv_cache_memory_bytes: 67108864}",
+    ],
+    "sglang": ["roles.generator.backend=sglang", f"roles.generator.options.python={SGLANG}"],
+}
+
+
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gsm8k", "math"])
-async def test_grpo_on_real_data(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "generator"),
+    [("gsm8k", "transformers"), ("math", "transformers"), ("gsm8k", "vllm"), ("gsm8k", "sglang")],
+)
+async def test_grpo_on_real_data(
+    name: str, generator: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHATLEARN_DATA", str(data))
-    model = build_tiny_model(tmp_path / "model", "qwen3", max_length=1024)
+    model = build_tiny_model(
+        tmp_path / "model", "qwen3", hidden=128, max_length=1024
+    )  # vLLM wants heads of 32 on a CPU
     registry = discover_plugins()
     settings = [
         f"model.path={model}",
@@ -54,6 +72,7 @@ async def test_grpo_on_real_data(name: str, data: Path, tmp_path: Path, monkeypa
         "data.max_prompt_tokens=600",
         "sampling.max_tokens=16",
         "roles.trainer.options.num_threads=1",
+        *ENGINES[generator],
     ]
     loaded = load_config(EXAMPLES / f"{name}_grpo.yaml", settings, registry)
     summary = await Run(assemble(loaded, registry)).train()
@@ -63,3 +82,7 @@ async def test_grpo_on_real_data(name: str, data: Path, tmp_path: Path, monkeypa
     assert summary["eval/samples"]["after"] > 0
     assert {"before", "after"} == summary["eval/accuracy"].keys()
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [line["mismatch/logprob_diff_max"] for line in lines if "mismatch/logprob_diff_max" in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-4, "the generator holds the trainer's weights, in float32"

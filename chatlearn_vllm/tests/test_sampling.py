@@ -46,9 +46,12 @@ def test_requests_that_are_preempted_draw_the_same(replica, model_dir, make_repl
     short = make_replica(model_dir(max_length=512), engine={"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 8})
     scheduler, preempted = short.generator._host._driver._engine._core.scheduler, []
     preempt = scheduler._preempt_request
-    monkeypatch.setattr(
-        scheduler, "_preempt_request", lambda request, *rest: preempted.append(request) or preempt(request, *rest)
-    )
+
+    def counted(request, *rest, **named):
+        preempted.append(request)
+        preempt(request, *rest, **named)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
     try:
         requests = [
             make_request(PROMPT[index:], f"r{index}", temperature=1.0, seed=index, max_tokens=300) for index in range(4)

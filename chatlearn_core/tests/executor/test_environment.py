@@ -28,6 +28,7 @@ from chatlearn_core.types import (
     Prompt,
     Sample,
     SamplingParams,
+    VersionSpan,
     sample_from_completion,
 )
 
@@ -111,6 +112,16 @@ def test_the_mismatch_is_measured_where_both_logprobs_are_of_one_distribution() 
     metrics = mismatch([sample], SAMPLING)
     difference = abs(torch.tensor([-1.0, -1.5]).exp() - torch.tensor([-1.0, -1.0]).exp()).mean()
     assert metrics["mismatch/prob_diff_mean"].value == pytest.approx(float(difference), rel=1e-6)
+
+
+def test_tokens_that_older_weights_sampled_are_no_mismatch() -> None:
+    sample = finished("a", 2)
+    assert sample.completion is not None
+    sample.completion = replace(sample.completion, version_spans=(VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)))
+    sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -9.0, -1.0], np.float32)
+    metrics = generator_mismatch(both_logprobs([sample], SAMPLING))
+    assert metrics["mismatch/logprob_diff_max"].value == 0.0, "the first token's weights are not the trainer's"
+    assert sample.loss_mask.sum() == 2, "it is still trained on"
 
 
 def test_no_mismatch_is_claimed_between_different_distributions() -> None:

@@ -260,6 +260,17 @@ def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
     Path(shared).unlink()
 
 
+def test_an_engine_that_dies_while_it_starts_leaves_no_names(make, monkeypatch) -> None:
+    monkeypatch.setattr("chatlearn_core.hosting.process.NOTE_S", 0.02)
+    process = make("map_and_die", seconds=1.0)
+    with pytest.raises(HostedProcessLostError, match="exited with code 5") as caught:
+        process.start(timeout_s=60)
+    name = str(caught.value).rpartition("| mapped ")[2].split()[0]
+    process._reaper.join()
+    assert name.startswith("/dev/shm/")
+    assert not Path(name).exists()
+
+
 def test_a_closed_process_lets_its_object_close_first(make, tmp_path) -> None:
     process = make("Polite", path=str(tmp_path / "log"))
     process.start(timeout_s=60)

@@ -5,9 +5,11 @@ import sys
 import pytest
 
 from chatlearn_core.exceptions import PluginError
+from chatlearn_core.plugins.records import GeneratorSpec
 from chatlearn_core.plugins.requirements import (
     installed_here,
     installed_in,
+    installed_where,
     missing_requirements,
     requirement_syntax_problem,
 )
@@ -73,3 +75,14 @@ def test_an_interpreter_that_does_not_work_is_named(python: str) -> None:
     with pytest.raises(PluginError, match="must be the path of a working Python interpreter") as caught:
         installed_in(python)
     assert repr(python) in str(caught.value)
+
+
+def test_an_engine_is_looked_up_where_its_backend_will_run() -> None:
+    needs = (("pytest",),)
+    fields = {"name": "x", "factory": "x:y", "options": "x:y", "requires": needs}
+    elsewhere, here = GeneratorSpec(**fields, own_interpreter=True), GeneratorSpec(**fields)
+    assert installed_where(elsewhere, {"python": sys.executable})("pytest") is not None
+    with pytest.raises(PluginError, match="'/no/python' does not list its distributions"):
+        installed_where(elsewhere, {"python": "/no/python"})
+    for record, options in ((elsewhere, {}), (elsewhere, {"python": None}), (here, {"python": "/no/python"})):
+        assert installed_where(record, options) is installed_here

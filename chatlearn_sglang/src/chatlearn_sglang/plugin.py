@@ -15,7 +15,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
         GeneratorSpec(
             name="sglang",
             summary="SGLang in a process of its own, usually under another interpreter; tensor parallel; CPU or GPUs.",
-            requires=(("sglang>=0.5.23,<0.6",),),
+            requires=(("sglang>=0.5.23,<0.5.24",),),
             factory="chatlearn_sglang.generator:SGLangGenerator",
             options="chatlearn_sglang.options:SGLangGeneratorOptions",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
@@ -26,6 +26,6 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             resumable=True,
             seeded=True,
             own_interpreter=True,
-            device_arguments=(("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")),
+            device_arguments=(("tp_size",), ("pp_size",)),
         )
     ]

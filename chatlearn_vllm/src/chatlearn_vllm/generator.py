@@ -19,6 +19,7 @@ from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_vllm.engine_arguments import engine_arguments, refused
 from chatlearn_vllm.engine_side.driver import Event
+from chatlearn_vllm.engine_memory import EngineMemory
 from chatlearn_vllm.hosts import ChildHost, EngineHost, InProcessHost
 from chatlearn_vllm.options import VLLMGeneratorOptions
 from chatlearn_vllm.requests import Ticket, basis_of, check_request
@@ -55,11 +56,7 @@ class VLLMGenerator:
         self._paused = False
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._offloaded: set[str] = set()
-        """Parts somebody asked to offload."""
-        self._asleep: set[str] = set()
-        """Parts whose memory the engine has given back."""
-        self._weights_dropped = False
+        self._memory = EngineMemory(self._move, options.sleep_level)
 
     # Life cycle
 
@@ -77,7 +74,9 @@ class VLLMGenerator:
             host.close()
             if error.type_name == "UnknownArgumentsError":
                 raise ConfigError(refused(self._context.role, error.text.splitlines())) from error
-            raise BackendError(f"{self.name}: the engine does not start: {error.text}") from error
+            known = error.type_name == "StartError"  # its message names what it was, and vLLM's last words
+            reason = error.text if known else f"{error.type_name}: {error.text}"
+            raise BackendError(f"{self.name}: the engine does not start: {reason}") from error
         except BaseException:
             host.close()
             raise
@@ -112,24 +111,11 @@ class VLLMGenerator:
             return
         if self._tickets and not self._paused and self._state == "serving":
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
-        self._offloaded |= wanted
-        if "weights" in wanted and "weights" not in self._asleep:
-            if self._asleep:
-                self._move("wake", sorted(self._asleep))
-            self._move("sleep", self._options.sleep_level)
-            self._asleep = {"weights", "kv_cache"}
-            self._weights_dropped = self._options.sleep_level == 2
-        elif "kv_cache" in wanted and not self._asleep:
-            self._move("sleep", 0)
-            self._asleep = {"kv_cache"}
+        self._memory.offload(wanted)
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         """See ``Lifecycle``. Weights that sleep level 2 dropped come with the next sync."""
-        self._offloaded -= set(parts)
-        back = self._asleep - self._offloaded
-        if back:
-            self._move("wake", sorted(back))
-            self._asleep -= back
+        self._memory.onload(parts)
 
     def close(self) -> None:
         """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
@@ -233,7 +219,7 @@ class VLLMGenerator:
     @property
     def weights_are_offloaded(self) -> bool:
         """Whether the engine has given back the memory of its weights."""
-        return "weights" in self._asleep
+        return "weights" in self._memory.asleep
 
     async def stop_serving(self) -> None:
         """State ``loading``; what runs is kept."""
@@ -246,7 +232,7 @@ class VLLMGenerator:
         if self._state != "loading":
             raise BackendError(f"{self.name} cannot serve version {policy_version}: {self._problem}")
         self._version, self._state, self._problem = policy_version, "serving", None
-        self._weights_dropped = False
+        self._memory.weights_dropped = False
 
     async def die(self, reason: str, cause: BaseException | None = None) -> None:
         """State ``dead``: every request fails."""
@@ -399,13 +385,9 @@ class VLLMGenerator:
             self._check_onloaded()
 
     def _check_onloaded(self) -> None:
-        if self._offloaded:
-            part = sorted(self._offloaded)[-1]
-            raise BackendError(f"{self.name} has {part!r} offloaded; onload it before generating")
-        if self._weights_dropped:
-            raise BackendError(
-                f"{self.name} dropped its weights when it slept (sleep_level: 2); sync weights before generating"
-            )
+        problem = self._memory.problem()
+        if problem is not None:
+            raise BackendError(f"{self.name} {problem}")
 
     def _set_dead(self, reason: str, cause: BaseException | None = None) -> None:
         """Answer every open request with an error."""

@@ -122,7 +122,7 @@ async def test_a_corrupted_byte_is_noticed(pages, make_plan, trainer, run_sync, 
         return found
 
     monkeypatch.setattr(shared_memory, "copy_with_checksum", corrupt)
-    senders, receivers = ends()
+    senders, receivers = ends(verify_checksums=True)
     sent, received = await run_sync(
         make_plan(pages, channel=channel), senders, [trainer(pages)], receivers, [KeepingLoader()]
     )
@@ -132,9 +132,11 @@ async def test_a_corrupted_byte_is_noticed(pages, make_plan, trainer, run_sync, 
     assert "tensor 't5' is corrupted" in str(sent)
 
 
-async def test_checksums_may_be_left_out(pages, make_plan, trainer, loader, run_sync, ends, monkeypatch):
+async def test_checksums_are_not_made_unless_they_are_asked_for(
+    pages, make_plan, trainer, loader, run_sync, ends, monkeypatch
+):
     monkeypatch.setattr(shared_memory, "copy_with_checksum", None)
-    senders, receivers = ends(verify_checksums=False)
+    senders, receivers = ends()
     load = loader()
     await run_sync(make_plan(pages), senders, [trainer(pages)], receivers, [load])
     assert all(torch.equal(load.loaded[name], pages[name]) for name in pages)

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError
@@ -34,6 +36,8 @@ TERM_GRACE_S = 2.0
 END_GRACE_S = 2.0
 """How long a process may live on after it closed its connection."""
 END_PATIENCE_S = 15.0
+NOTE_S = 2.0
+"""Between two looks at what a starting engine maps of shared memory."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,7 @@ class HostedProcess:
         self._reaper: threading.Thread | None = None
         self._lost: str | None = None
         self._shared_files: set[str] = set()
-        """What the engine had mapped of shared memory when it stood; whoever is killed removes nothing."""
+        """What the engine was seen to map of shared memory; whoever is killed removes nothing."""
         self._closing = threading.Lock()
 
     @property
@@ -141,11 +145,10 @@ class HostedProcess:
         )
         self._reaper.start()
         try:
-            self._wait(self._send("start", "build", self._factory, self._arguments), timeout_s)
+            self._wait_for_build(timeout_s)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self._shared_files = mapped_files(live_members(self._process.pid))
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Call a method of the child's object and block until it returns.
@@ -208,7 +211,7 @@ class HostedProcess:
                 return
             if not self._ended.is_set():
                 assert self._link is not None
-                self._shared_files |= mapped_files(live_members(self._process.pid))
+                self._note_shared_files()
                 if grace_s > 0 and self._greeted:
                     self._link.send(("stop",))
                     self._ended.wait(grace_s)
@@ -246,6 +249,20 @@ class HostedProcess:
             raise self._timeout_error(call.method, timeout_s) from None
         finally:
             self._give_up(call)
+
+    def _wait_for_build(self, timeout_s: float) -> None:
+        """Wait until the child has built its object, and note now and then what it maps of shared memory."""
+        call = self._send("start", "build", self._factory, self._arguments)
+        assert not isinstance(call.future, asyncio.Future)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and not call.future.done():
+            wait([call.future], min(left, NOTE_S))
+            self._note_shared_files()
+        self._wait(call, max(deadline - time.monotonic(), 0.0))
+
+    def _note_shared_files(self) -> None:
+        assert self._process is not None
+        self._shared_files |= mapped_files(live_members(self._process.pid))
 
     def _give_up(self, call: Call) -> None:
         if self._calls.drop(call) and self._lost is None and self._link is not None:

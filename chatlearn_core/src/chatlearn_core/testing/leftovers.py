@@ -12,8 +12,8 @@ from pathlib import Path
 MARK = "CHATLEARN_TEST_MARK"
 """An environment variable: whoever has it was started by the test, however many parents have died in between."""
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY_NAMES = ("chatlearn", "torch_", "psm_")
-"""How names of ours, torch's and Python's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
+MEMORY_NAMES = ("chatlearn", "torch_")
+"""How names of ours and torch's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
 other programs on the machine leave there meanwhile is not the test's affair."""
 WAIT_S = 15.0
 """A process whose parent was killed needs a moment to notice."""

@@ -23,7 +23,7 @@ from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-from chatlearn_sync.control import Address, Hub, Message, listening_host
+from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message, listening_host
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
 from chatlearn_sync.options import BroadcastOptions
 from chatlearn_sync.stream import (
@@ -143,7 +143,7 @@ class BroadcastSender:
         """Leave the group and close every control path."""
         while self._hubs:
             _, (hub, _) = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"))
+            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
         self._leave()
         self._buffers = None
 

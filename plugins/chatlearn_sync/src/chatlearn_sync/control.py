@@ -28,6 +28,8 @@ from chatlearn_sync.stream import describe, describe_endpoint
 Message = dict[str, Any]
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
+LAST_STEP_S = 10.0
+"""How long a send that was ended may take to step out of what it does."""
 TELL_S = 1.0
 """How long a receiver that does not read may hold up the news that the sync failed."""
 MOST_TEXT = 20_000
@@ -200,14 +202,18 @@ class Hub:
                 raise
             self._close(None)
 
-    def release(self, cause: BaseException) -> None:
-        """End the sync, from any thread: a send that is still at it raises, and receivers hear why. Twice is fine."""
+    def release(self, cause: BaseException, *, wait_s: float = 0.0) -> None:
+        """End the sync, from any thread: a send that is still at it raises, and receivers hear why. Twice is fine.
+
+        Args:
+            wait_s: how long to wait for that send, for a caller that takes away what it works with.
+        """
         with self._lock:
             if self._closed:
                 return
             self._failure = self._failure or cause
             self._wake.send(b"x")
-        if self._busy.acquire(blocking=False):  # nobody sends: then nobody else would close
+        if self._busy.acquire(blocking=wait_s > 0.0, timeout=wait_s or -1):  # nobody sends: nobody else would close
             try:
                 self._close(self._failure)
             finally:

@@ -23,7 +23,7 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.shared_block import ALIGNMENT
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
-from chatlearn_sync.control import Address, Hub, Message
+from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message
 from chatlearn_sync.flat_buffers import IN_FLIGHT, spec_of
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.options import CudaIpcOptions
@@ -129,7 +129,7 @@ class CudaIpcSender:
         """Close every control path."""
         while self._hubs:
             _, hub = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"))
+            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
 
     def _filled(self, plan: SyncPlan, trainer: Trainer, check: StreamCheck, hub: Hub) -> Iterator[Block]:
         """Blocks as they get full; which tensors share one depends on the plan alone, so that all ranks agree."""

@@ -23,7 +23,7 @@ from chatlearn_core.hosting.shared_block import SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
 from chatlearn_sync.checksum import copy_with_checksum, load_and_verify
-from chatlearn_sync.control import Address, Hub, Message
+from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.options import SharedMemoryOptions
 from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, stream
@@ -136,7 +136,7 @@ class SharedMemorySender:
         """Close every control path and give the memory back."""
         while self._hubs:
             _, hub = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"))
+            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.block.close()
         self._slots, self._large = [], None
