@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from pydantic import ValidationError
 
+from chatlearn_vllm import engine_side
 from chatlearn_vllm.engine_side.versions import SUPPORTED, check_version
 from chatlearn_vllm.options import VLLMGeneratorOptions
 from chatlearn_vllm.plugin import chatlearn_generators
@@ -55,3 +58,18 @@ def test_a_version_that_was_not_tested_is_refused():
         check_version("0.33.0")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.3\.2"):
         check_version("0.3.2")
+
+
+def test_what_runs_beside_the_engine_needs_nothing_of_ours_but_the_hosted_side():
+    """The interpreter that ``python`` names has no distribution of this repository."""
+    imported = set()
+    for file in Path(engine_side.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(str(node.module))
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+    outside = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
+    ours = {name for name in outside if name.startswith("chatlearn")}
+    assert all(name.startswith("chatlearn_core.hosting.engine_side.") for name in ours), ours
+    assert {name.partition(".")[0] for name in outside - ours} == {"numpy", "safetensors", "torch", "vllm"}

@@ -90,7 +90,10 @@ def all_benches() -> Iterator[Bench]:
 
 def fitting_transports(registry: PluginRegistry, bench: Bench) -> list[WeightSyncSpec]:
     """Transports of this repository that carry weights between these two, as far apart as the runtime puts them."""
-    trainer, generator = registry.select("trainer", TRAINER), registry.select("generator", bench.generator)
+    trainer, generator = (
+        registry.select("trainer", TRAINER),
+        registry.select("generator", bench.generator, installed=None),
+    )
     assert isinstance(trainer, TrainerSpec)
     assert isinstance(generator, GeneratorSpec)
     placement = "process" if bench.runtime == "local" else "host"
@@ -166,7 +169,7 @@ class Stand:
         options: Mapping[str, Any],
         engine: Mapping[str, Any] | None = None,
     ) -> RolePlan:
-        record: Any = self.registry.select(kind, backend)
+        record: Any = self.registry.select(kind, backend, installed=None)
         return RolePlan(
             name=name,
             kind=kind,
@@ -224,7 +227,7 @@ class Stand:
         assert replica.policy_version == self.version, where
 
     def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightSyncPlan:
-        generator = self.registry.select("generator", self.bench.generator)
+        generator = self.registry.select("generator", self.bench.generator, installed=None)
         assert isinstance(generator, GeneratorSpec)
         return WeightSyncPlan(
             trainer=trainer,

@@ -66,3 +66,20 @@ def test_parts_that_do_not_fit_are_refused():
         apply("w", parts, torch.ones(3))
     with pytest.raises(WeightSyncError, match="its shape or dtype is not that"):
         apply("w", {"w": torch.ones(2)}, torch.ones(3))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 1.0])
+def test_tensors_are_compared_piece_by_piece(monkeypatch, share):
+    """Pieces of 16 elements, of which the last is not full: the same parts as in one piece."""
+    generator = torch.Generator().manual_seed(3)
+    old = torch.randn(3, 335, generator=generator)
+    new = torch.where(torch.rand(old.shape, generator=generator) < share, old + 1, old)
+    at_once = changes("w", old, new)
+    monkeypatch.setattr("chatlearn_sync.changes.PIECE", 16)
+    in_pieces = changes("w", old, new)
+    assert at_once.keys() == in_pieces.keys()
+    assert all(torch.equal(at_once[name], in_pieces[name]) for name in at_once)
+    target = old.clone()
+    if in_pieces:
+        apply("w", in_pieces, target)
+    assert torch.equal(target, new)

@@ -13,6 +13,8 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.1,
     "max_total_tokens": 32768,
     "max_running_requests": 64,
+    # Otherwise a scheduler without work spins, on a core that the trainer could use.
+    "sleep_on_idle": True,
 }
 """What SGLang 0.5.23 needs to run on a CPU without kernels of its own; all of it may be overridden."""
 

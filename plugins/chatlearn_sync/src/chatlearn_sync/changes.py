@@ -7,6 +7,8 @@ and a NaN is not lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ INDICES, MASK, VALUES = "#indices", "#mask", "#values"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> a type that is compared bit by bit."""
 INDEX_BYTES = 4
+PIECE = 1 << 19
+"""Elements that are compared at a time: a multiple of 8, and few enough to stay in the cache."""
 MOST_INDEXED = 2**31
 """Elements that a four-byte index tells apart; larger tensors use a mask."""
 
@@ -34,19 +38,41 @@ def changes(name: str, old: Tensor, new: Tensor) -> dict[str, Tensor]:
         old, new: contiguous host tensors of one shape and dtype.
     """
     before, after = as_bits(old), as_bits(new)
-    differs = before != after
-    count = int(differs.sum())
-    if count == 0:
-        return {}
     elements, size = after.numel(), new.element_size()
-    by_index = count * (INDEX_BYTES + size) if elements <= MOST_INDEXED else elements * size
-    by_mask = -(-elements // 8) + count * size
-    if min(by_index, by_mask) >= new.nbytes:
+    mask_bytes = -(-elements // 8)
+    positions: list[Tensor] = []
+    count = 0
+    for start, differs in _differences(before, after):
+        found = differs.nonzero().reshape(-1)
+        if found.numel():
+            count += found.numel()
+            positions.append((found + start).to(torch.int32))
+        if count * INDEX_BYTES > mask_bytes or elements > MOST_INDEXED:
+            break
+    else:
+        if not count:
+            return {}
+        indices = torch.cat(positions)
+        if count * (INDEX_BYTES + size) < new.nbytes:
+            return {name + INDICES: indices, name + VALUES: after[indices.to(torch.int64)]}
         return {name: new}
-    values = after[differs]
-    if by_index <= by_mask:
-        return {name + INDICES: differs.nonzero().reshape(-1).to(torch.int32), name + VALUES: values}
-    return {name + MASK: torch.from_numpy(np.packbits(differs.numpy())), name + VALUES: values}
+    values: list[Tensor] = []
+    packed: list[Tensor] = []
+    for start, differs in _differences(before, after):
+        values.append(after[start : start + differs.numel()][differs])
+        packed.append(torch.from_numpy(np.packbits(differs.numpy())))
+    count = sum(part.numel() for part in values)
+    if mask_bytes + count * size >= new.nbytes:
+        return {name: new}
+    return {name + MASK: torch.cat(packed), name + VALUES: torch.cat(values)}
+
+
+def _differences(before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(start, which elements differ) of piece after piece, in memory that is used again."""
+    scratch = torch.empty(min(PIECE, after.numel()), dtype=torch.bool)
+    for start in range(0, after.numel(), PIECE):
+        stop = min(start + PIECE, after.numel())
+        yield start, torch.ne(before[start:stop], after[start:stop], out=scratch[: stop - start])
 
 
 def apply(name: str, parts: dict[str, Tensor], target: Tensor) -> None:
