@@ -26,6 +26,7 @@ from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSy
 from chatlearn_core.types import (
     Completion,
     GenerateRequest,
+    Payload,
     Prompt,
     Sample,
     SamplingParams,
@@ -56,10 +57,13 @@ class Bench:
     tensor_parallel: int
     tied: bool
     replicas: int = 1
+    payload: Payload = "full"
+    """``adapter``: the trainers train LoRA adapters, and only those travel."""
 
     def __str__(self) -> str:
         tying = "tied" if self.tied else "untied"
-        return f"{self.generator}-tp{self.tensor_parallel}-{tying}-{self.runtime}"
+        adapter = "-adapter" if self.payload == "adapter" else ""
+        return f"{self.generator}-tp{self.tensor_parallel}-{tying}-{self.runtime}{adapter}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -102,7 +106,7 @@ def fitting_transports(registry: PluginRegistry, bench: Bench) -> list[WeightSyn
         for transport in registry.records("weight_sync")
         if isinstance(transport, WeightSyncSpec)
         and transport.name in FIRST_PARTY
-        and not mismatches(trainer, generator, transport, placement)
+        and not mismatches(trainer, generator, transport, placement, bench.payload)
     ]
 
 
@@ -139,9 +143,11 @@ class Stand:
         self._loop.close()
 
     def _build(self) -> Any:
+        learning: dict[str, Any] = {"learning_rate": 0.02}
+        if self.bench.payload == "adapter":
+            learning["lora"] = {"rank": 4}
         trainers = [
-            self._role(_trainer(ranks), "trainer", TRAINER, ranks=ranks, options={"learning_rate": 0.02})
-            for ranks in self.bench.ranks
+            self._role(_trainer(ranks), "trainer", TRAINER, ranks=ranks, options=learning) for ranks in self.bench.ranks
         ]
         options, engine = _engine(self.bench)
         generator = self._role(
@@ -239,6 +245,7 @@ class Stand:
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=120.0,
             channel=next(channel for channel in transport.channels if channel in generator.channels),
+            payload=self.bench.payload,
         )
 
 
@@ -251,7 +258,8 @@ def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
     match bench.generator:
         case "vllm":
             arguments = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
-            return {}, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
+            lora = {"lora": {"max_rank": 8}} if bench.payload == "adapter" else {}
+            return lora, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
         case "sglang":
             return {"python": sglang_python(), "dtype": "float32"}, {"tp_size": bench.tensor_parallel}
         case _:

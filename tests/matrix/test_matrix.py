@@ -60,6 +60,16 @@ def test_every_replica_generates_what_the_trainer_would(
                 stand.check(ranks, transport)
 
 
+def test_adapters_travel_alone(registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path) -> None:
+    """The base model stays as it is in the engine, and the exported model has the adapters merged in."""
+    bench = Bench("ray", "vllm", 1, tied=True, payload="adapter")
+    transports = fitting_transports(registry, bench)
+    assert len(transports) >= 2
+    with Stand(registry, bench, models[bench.tied], tmp_path) as stand:
+        for ranks, transport in zip((1, 2), transports, strict=False):
+            stand.check(ranks, transport)
+
+
 def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
     def pairs(benches: Iterator[Bench]) -> set[tuple[str, str]]:
         found: set[tuple[str, str]] = set()

@@ -15,6 +15,7 @@ from chatlearn_core import __version__ as core_version
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_core.protocols import RoleContext
 
 
@@ -44,7 +45,8 @@ class PluginChoice:
             PluginIncompatibleError: it has another version than the driver.
         """
         where = f"{self.key}, on {worker_place()}"
-        record = registry.select(self.kind, self.name, where)
+        declared = registry.select(self.kind, self.name, where, installed=None)
+        record = registry.select(self.kind, self.name, where, installed=installed_where(declared, self.options))
         entry = next(e for e in registry.entries if e.record is record)
         if (entry.distribution, entry.version) != (self.distribution, self.version):
             raise PluginIncompatibleError(
