@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from chatlearn_algorithms.sft import SFTLoss
-from chatlearn_core.plugins.compatibility import mismatches
+from chatlearn_core.plugins.compatibility import mismatches, shared_channel
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
@@ -235,6 +235,8 @@ class Stand:
     def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightSyncPlan:
         generator = self.registry.select("generator", self.bench.generator, installed=None)
         assert isinstance(generator, GeneratorSpec)
+        channel = shared_channel(transport, generator, self.bench.payload)
+        assert channel is not None
         return WeightSyncPlan(
             trainer=trainer,
             generator="generator",
@@ -244,7 +246,7 @@ class Stand:
             fleet_rule="barrier",
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=120.0,
-            channel=next(channel for channel in transport.channels if channel in generator.channels),
+            channel=channel,
             payload=self.bench.payload,
         )
 

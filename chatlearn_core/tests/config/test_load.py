@@ -239,7 +239,7 @@ def test_engine_is_looked_up_where_it_will_run(
         asked.append(python)
         return lambda name: "9.1" if name == "acme-engine" else None
 
-    monkeypatch.setattr("chatlearn_core.config.choices.installed_in", installed_in)
+    monkeypatch.setattr("chatlearn_core.plugins.requirements.installed_in", installed_in)
     (problem,) = told(text, registry, "roles.generator.options.python=other/python")
     assert asked == ["other/python"]
     assert "roles.generator.options.python: unknown key" in problem  # the fake's options have no such key

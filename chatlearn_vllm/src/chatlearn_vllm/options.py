@@ -49,3 +49,8 @@ class VLLMGeneratorOptions(BaseModel):
         "error", description="What of vLLM's own log is passed on; errors of ours quote its last lines anyway."
     )
     start_timeout_s: float = Field(1800.0, gt=0, description="Longest time the engine may take to start.")
+
+    @property
+    def payloads(self) -> frozenset[str]:
+        """What an engine with these options takes: adapters beside a base that stays, or whole models."""
+        return frozenset({"full"} if self.lora is None else {"adapter"})

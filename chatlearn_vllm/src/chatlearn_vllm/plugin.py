@@ -20,6 +20,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             options="chatlearn_vllm.options:VLLMGeneratorOptions",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
             payloads=frozenset({"full", "adapter"}),
+            adapter_channels=frozenset({"tensors", "memory_handles"}),
             pause_modes=frozenset({"keep", "abort", "wait"}),
             bases=frozenset({"raw", "processed"}),
             streaming=True,

@@ -29,7 +29,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext, Loss, ModelSource
 from chatlearn_core.protocols.model_family import ModelFamily
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
-from chatlearn_core.types import OutputName, SamplingParams
+from chatlearn_core.types import OutputName, Payload, SamplingParams
 
 _MIB = 1 << 20
 
@@ -336,6 +336,7 @@ def _weight_syncs(
         trainer_record, generator_record = policy.backend.record, generator.backend.record
         assert isinstance(trainer_record, TrainerSpec)
         assert isinstance(generator_record, GeneratorSpec)
+        _check_payload(config.weight_sync.payload, policy, generator)
         choice = loaded.chosen("weight_sync")
         if choice is None:
             record, why = choose_transport(
@@ -350,7 +351,7 @@ def _weight_syncs(
         else:
             assert isinstance(choice.record, WeightSyncSpec)
             record, options, why = choice.record, choice.options, "weight_sync.backend names it"
-        channel = shared_channel(record, generator_record)
+        channel = shared_channel(record, generator_record, config.weight_sync.payload)
         assert channel is not None, "cross-checks refuse a transport that the generator has no channel for"
         syncs.append(
             WeightSyncPlan(
@@ -368,6 +369,20 @@ def _weight_syncs(
             )
         )
     return syncs
+
+
+def _check_payload(payload: Payload, *ends: RolePlan) -> None:
+    """Both ends take the payload with the options they have; which payloads their plugins know was checked before."""
+    for role in ends:
+        payloads: frozenset[str] | None = getattr(role.backend.options, "payloads", None)
+        if payloads is not None and payload not in payloads:
+            does = "sends" if role.kind == "trainer" else "takes"
+            raise ConfigError(
+                f"weight_sync.payload is {payload!r}, but role {role.name!r} ({role.backend.record.name}) {does} "
+                f"{', '.join(map(repr, sorted(payloads)))} with the options it has. Set roles.{role.name}.options for "
+                "adapters on both ends (lora) and payload: adapter, or on neither and payload: full; a trainer with "
+                "adapters may also send the merged model (full)"
+            )
 
 
 def _group_rewards(loaded: LoadedConfig) -> frozenset[str]:

@@ -52,7 +52,7 @@ def failure_page(facts: FailureFacts) -> str:
         _table(facts, _place(chain)),
         f"## How to go on\n\n{facts.kept}\n\n{_go_on(facts)}",
     ]
-    if len(chain) > 1 or getattr(facts.error, "__notes__", ()):
+    if len(chain) > 1 or getattr(facts.error, "__notes__", None):
         parts.append(f"## What caused it\n\n{_cause_list(chain, stack)}")
     if stack:
         parts.append(f"## Where it was, in the worker\n\n```\n{_last_lines(stack)}\n```")

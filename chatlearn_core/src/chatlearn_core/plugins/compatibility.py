@@ -34,9 +34,14 @@ def placement_of(runtime: RuntimeSpec, options: object) -> Reach:
     return placement
 
 
-def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec) -> Channel | None:
-    """The transport's first choice among the channels that the generator takes; None if there is none."""
-    return next((channel for channel in transport.channels if channel in generator.channels), None)
+def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec, payload: Payload = "full") -> Channel | None:
+    """The transport's first choice among the channels by which the generator takes the payload, if there is one."""
+    return next((channel for channel in transport.channels if channel in channels_for(generator, payload)), None)
+
+
+def channels_for(generator: GeneratorSpec, payload: Payload) -> frozenset[Channel]:
+    """The channels by which a generator takes a payload."""
+    return (generator.adapter_channels if payload == "adapter" else frozenset()) or generator.channels
 
 
 def mismatches(
@@ -66,8 +71,9 @@ def mismatches(
             f"transport {transport.name!r} needs export {transport.needs_export!r}; "
             f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
         )
-    if shared_channel(transport, generator) is None:
-        reasons.append(f"{delivery}; generator {generator.name!r} takes channels {quoted(generator.channels)}")
+    if shared_channel(transport, generator, payload) is None:
+        takes = f"takes {'adapters by ' if payload == 'adapter' else ''}channels"
+        reasons.append(f"{delivery}; generator {generator.name!r} {takes} {quoted(channels_for(generator, payload))}")
     if DISTANCE[transport.reach] < DISTANCE[placement]:
         reasons.append(
             f"{delivery}; trainer {trainer.name!r} and generator {generator.name!r} {PLACEMENT_TEXT[placement]}"

@@ -71,6 +71,7 @@ class TrainerSpec(BackendRecord):
     """Names of ``types.OutputName`` it can compute."""
     exports: frozenset[Export] = frozenset({"full_tensors"})
     payloads: frozenset[Payload] = frozenset({"full"})
+    """What it can send. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
     max_ranks: int | None = None
     """None: any number of ranks."""
     node_options: tuple[str, ...] = ()
@@ -85,6 +86,9 @@ class GeneratorSpec(BackendRecord):
     kind: ClassVar[Kind] = "generator"
     channels: frozenset[Channel] = frozenset({"tensors"})
     payloads: frozenset[Payload] = frozenset({"full"})
+    """What its loader takes. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
+    adapter_channels: frozenset[Channel] = frozenset()
+    """The channels by which it takes adapters; empty: all of them."""
     pause_modes: frozenset[str] = frozenset({"wait"})
     bases: frozenset[str] = frozenset({"raw", "processed"})
     """Which logprobs it can return."""

@@ -101,7 +101,7 @@ def record_text(entry: PluginEntry) -> str:
 def field_text(value: Any) -> str:
     """A field's value in a line."""
     if isinstance(value, list):
-        return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value)
+        return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value) or "none"
     return "any" if value is None else str(value)
 
 

@@ -77,7 +77,10 @@ class MemoryHandleLoader(WeightLoader, Protocol):
 
 @runtime_checkable
 class ProcessGroupLoader(WeightLoader, Protocol):
-    """A loader of channel ``process_group``: the engine's own processes receive from the senders' broadcasts."""
+    """A loader of channel ``process_group``: the engine's own processes receive from the senders' broadcasts.
+
+    A generator that declares it takes ``tensors``, too: several replicas and several senders at a time are served so.
+    """
 
     @property
     def num_group_ranks(self) -> int:

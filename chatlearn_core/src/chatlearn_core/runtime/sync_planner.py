@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from chatlearn_core.plugins.records import Channel
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.types import Endpoint, SyncPlan, SyncReceipt, WeightManifest
 
@@ -35,7 +36,7 @@ class SyncPlanner:
             policy_version=policy_version,
             base_version=None,
             payload=flow.payload,
-            channel=flow.channel,
+            channel=self._channel(senders, receivers),
             manifest=manifest,
             senders=tuple(senders),
             receivers=tuple(receivers),
@@ -48,6 +49,14 @@ class SyncPlanner:
         if base is not None and self._can_build_on(base, plan):
             return replace(plan, payload="delta", base_version=base.policy_version)
         return plan
+
+    def _channel(self, senders: Sequence[Endpoint], receivers: Sequence[Endpoint]) -> Channel:
+        """Engines take one collective after the other. Two that are offered several could take them in different orders
+        and wait for each other for ever: then the receivers, which take all at the same time, join in their place.
+        """
+        if self.flow.channel == "process_group" and len(senders) > 1 and len(receivers) > 1:
+            return "tensors"
+        return self.flow.channel
 
     def _can_build_on(self, base: SyncPlan, plan: SyncPlan) -> bool:
         return (

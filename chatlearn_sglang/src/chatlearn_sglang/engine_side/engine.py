@@ -48,7 +48,7 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
 
 
 class HostedEngine:
-    """Methods are called by the adapter, one at a time except ``generate`` and ``abort``."""
+    """Methods are called by the adapter, one at a time except ``generate``, ``abort`` and ``load``."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -57,6 +57,8 @@ class HostedEngine:
         self._paused: Literal["in_place", "retract"] | None = None
         self._session = False
         self._outcome = Outcome()
+        self._loading = asyncio.Lock()
+        """Several senders' buckets may come at a time; SGLang takes one operation after the other, in one session."""
 
     async def prepared(self) -> HostedEngine:
         """Sample a little: the first batch is slow, and seeds must decide.
@@ -195,21 +197,22 @@ class HostedEngine:
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        alone = self._paused is None
-        if alone:
-            await self._pause("in_place")
-        await self._open_session()
-        ranks = self._engine.server_args.tp_size
-        payload = encode(operation, content, self._outcome.path)
-        self._outcome.clear()
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * ranks, load_format=LOADER, flush_cache=False
-        )
-        _require(await self._manager.update_weights_from_tensor(request, None), operation)
-        errors = self._outcome.errors()
-        if alone:
-            await self._close_session()
-            await self.resume()
+        async with self._loading:
+            alone = self._paused is None
+            if alone:
+                await self._pause("in_place")
+            await self._open_session()
+            ranks = self._engine.server_args.tp_size
+            payload = encode(operation, content, self._outcome.path)
+            self._outcome.clear()
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload] * ranks, load_format=LOADER, flush_cache=False
+            )
+            _require(await self._manager.update_weights_from_tensor(request, None), operation)
+            errors = self._outcome.errors()
+            if alone:
+                await self._close_session()
+                await self.resume()
         if errors:
             raise EngineFailedError("; ".join(errors))
 

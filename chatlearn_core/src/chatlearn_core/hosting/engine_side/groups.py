@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 """The device type under which torch puts the keys of a backend."""
@@ -20,21 +21,19 @@ FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 class SenderGroup:
     """One process's membership in a group. Rank 0 sends."""
 
-    def __init__(
-        self, store: dist.Store, name: str, backend: str, world_size: int, rank: int, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, name: str, backend: str, world_size: int, rank: int, timeout_s: float) -> None:
         """Meet the others; returns when all are there.
 
         Raises:
             RuntimeError: they did not come in time.
         """
         limit = timedelta(seconds=timeout_s)
-        nested = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        keys = dist.PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
+        nested = PrefixStore(f"{name}/", PrefixStore(name, store))
+        keys = PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
         self.name = name
         self._group: Any
         if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(keys, rank, world_size, timeout=limit)  # type: ignore[call-arg]  # torch's stub lacks it
+            self._group = dist.ProcessGroupGloo(keys, rank, world_size, timeout=limit)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
@@ -69,7 +68,7 @@ def join(address: str, name: str, backend: str, world_size: int, rank: int, time
         RuntimeError: the sender or another receiver did not come in time.
     """
     host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     return SenderGroup(store, name, backend, world_size, rank, timeout_s)
 
 
