@@ -86,6 +86,7 @@ def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(5400)
 def test_the_whole_matrix(registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path) -> None:
     """All benches, one after the other, each with all its trainers and transports; then the record."""
     seen: dict[tuple[str, str], list[str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class LoraOptions(BaseModel):
@@ -49,6 +49,14 @@ class VLLMGeneratorOptions(BaseModel):
         "error", description="What of vLLM's own log is passed on; errors of ours quote its last lines anyway."
     )
     start_timeout_s: float = Field(1800.0, gt=0, description="Longest time the engine may take to start.")
+
+    @model_validator(mode="after")
+    def _adapters_need_their_base(self) -> VLLMGeneratorOptions:
+        if self.lora is not None and self.sleep_level == 2:
+            raise ValueError(
+                "sleep_level 2 drops the base weights, which syncs of adapters never bring back; set sleep_level: 1"
+            )
+        return self
 
     @property
     def payloads(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
@@ -126,14 +127,23 @@ class LocalFleet:
             await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
 
     async def _rebuild(self, index: int) -> None:
-        await self.lane.run("close", self.replicas[index].close)
+        with contextlib.suppress(BackendError):  # what is dead may not be able to close; it is replaced all the same
+            await self.lane.run("close", self.replicas[index].close)
         replica = self._build(index)
-        await self.lane.run("setup", replica.setup)
-        if self._away:  # others may be using the memory that it was made without
-            await self.lane.run("offload", replica.offload, frozenset(self._away))
+        try:
+            await self.lane.run("setup", replica.setup)
+            if self._away:  # others may be using the memory that it was made without
+                await self.lane.run("offload", replica.offload, frozenset(self._away))
+        except BaseException:
+            replica.close()
+            raise
         self.replicas[index] = replica
         if self.resync is not None:
-            await self.resync(index)
+            try:
+                await self.resync(index)
+            except BaseException as error:  # it holds the weights of the model directory
+                await replica.loader.fail(f"it did not get the current weights: {error}")
+                raise
 
     async def revive(self) -> None:
         """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""

@@ -167,7 +167,7 @@ class WeightTransfer:
         try:
             async with asyncio.timeout(plan.timeout_s + _GRACE_S):
                 num_bytes = await self.receivers[index].receive(plan, offers, replica.loader)
-            version = await replica.loader.finish()
+                version = await replica.loader.finish()
         except Exception as error:
             reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
             await replica.loader.fail(reason)

@@ -193,3 +193,20 @@ async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_
     assert fleets["one"].started == []
     assert rollouts.of("two") is rollouts.of("two")
     assert rollouts.metrics() == {}
+
+
+async def test_a_step_that_is_cancelled_with_requests_in_the_queue_gives_every_place_back(
+    requests: Any, held_fleet: Any
+) -> None:
+    fleet = held_fleet(1)
+    manager = manager_for(fleet, max_concurrent=2)
+    tasks = submit(manager, *(requests.make(f"r{index}") for index in range(6)))
+    await fleet.settled()
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    after = submit(manager, requests.make("first"), requests.make("second"))
+    await fleet.end("first")
+    await fleet.end("second")
+    assert [(await task).request_id for task in after] == ["first", "second"]

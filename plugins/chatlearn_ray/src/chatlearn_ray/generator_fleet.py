@@ -88,8 +88,10 @@ class Replica:
     async def _abort(self, request_ids: tuple[str, ...]) -> None:
         try:
             await self.worker.call("abort", request_ids)
-        except ChatLearnError as error:
+        except (WorkerDiedError, BackendTimeoutError) as error:
             self.lose(error)
+        except ChatLearnError:
+            pass  # the engine lives and had nothing to end; nobody waits for these requests
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(sending)
@@ -250,14 +252,20 @@ class RayGeneratorFleet:
                     await self._restarts.start(f"replica {index}", partial(self._rebuild, index))
 
     async def _rebuild(self, index: int) -> None:
-        self.replicas[index].stop()
-        self.replicas[index].worker.kill()
+        dead = self.replicas[index]
+        dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # whoever still waits for its answers
+        dead.stop()
+        dead.worker.kill()
         worker = await self._launch(index)
         if self._away:  # others may be using the memory that it was made without
             await worker.call("move", "offload", tuple(self._away))
-        self.replicas[index] = Replica(worker, self._traffic)
+        replica = self.replicas[index] = Replica(worker, self._traffic)
         if self.resync is not None:
-            await self.resync(index)
+            try:
+                await self.resync(index)
+            except BaseException:
+                replica.state = "dead"  # it holds the weights of the model directory
+                raise
 
     async def _timed_out(self, replica: Replica, request: GenerateRequest) -> BackendTimeoutError:
         """What to say of a request without a completion; a worker that does not even say how it is, is given up."""
@@ -275,14 +283,26 @@ class RayGeneratorFleet:
 
     async def revive(self) -> None:
         """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
+        await asyncio.gather(*(self._look(replica) for replica in self.replicas if replica.state != "dead"))
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
                 await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
 
+    async def _look(self, replica: Replica) -> None:
+        """Ask a replica how it is: while no request is open nothing else tells that its engine has died."""
+        try:
+            report: ReplicaReport = await replica.worker.call("status", timeout_s=_STATUS_S)
+        except (WorkerDiedError, BackendTimeoutError) as error:
+            replica.lose(error)
+            return
+        if report.state == "dead":
+            replica.lose(BackendError(f"{replica.worker.label}: its engine is dead"))
+
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
         ids = None if request_ids is None else tuple(request_ids)
-        await all_or_first_error([replica.worker.call("abort", ids) for replica in self.replicas])
+        living = [replica for replica in self.replicas if replica.state != "dead"]
+        await all_or_first_error([replica.worker.call("abort", ids) for replica in living])
 
     async def pause(self, mode: PauseMode) -> None:
         """See ``GeneratorFleet``."""
@@ -300,8 +320,10 @@ class RayGeneratorFleet:
             return
         try:
             await replica.worker.call(method, *arguments)
-        except WorkerDiedError as error:
-            replica.lose(error)
+        except BackendError:
+            await self._look(replica)
+            if replica.state != "dead":
+                raise
 
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """See ``ModelGroup``."""
@@ -325,7 +347,10 @@ class RayGeneratorFleet:
         """A replica whose process is gone holds nothing; it is rebuilt when it is used next."""
         try:
             events: list[MemoryEvent] = await replica.worker.call("move", action, tuple(parts))
-        except WorkerDiedError as error:
-            replica.lose(error)
+        except BackendError:
+            await self._look(replica)
+            if replica.state != "dead":
+                raise
+            replica.worker.kill()  # what is left of it may hold memory that others need
             return []
         return events

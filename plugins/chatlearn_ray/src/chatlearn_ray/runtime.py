@@ -203,6 +203,8 @@ class RayRuntime:
 
     async def _launch(self, role: RolePlan, index: int) -> RemoteWorker:
         """Start the process of one worker and let it find its plugins."""
+        if (left := self._workers.pop((role.name, index), None)) is not None:
+            left.kill()  # one that did not come up keeps its place for as long as it lives
         seat = self._seating.of(role.name)[index]
         host: Any = ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)  # type: ignore[call-overload]  # Ray's stub lacks it
         options = self.cluster.actor_options(seat)

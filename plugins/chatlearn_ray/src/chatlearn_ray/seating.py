@@ -204,6 +204,8 @@ def _moved_next_to(
     host = next((group for group in groups if any(s.role == near and s.group == group.name for s in seats)), None)
     if host is None or any(pools.values()) or host.name in own:
         return groups, seats
+    if wanted.near is None and host.strategy != "PACK":
+        return groups, seats  # near is a wish: it must not make a rule of the other role's one for both
     reason = role.near_why if wanted.near is None else f"runtime.options.roles.{role.name}.near"
     moved = [group for group in groups if group.name in own]
     first = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from chatlearn_core.exceptions import ChatLearnError, WeightSyncError
+from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, WeightSyncError
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.runtime.sync_planner import SyncPlanner
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
@@ -235,4 +235,4 @@ class RayWeightTransfer:
 
 
 def _is_gone(error: BaseException) -> bool:
-    return isinstance(error, WorkerDiedError)
+    return isinstance(error, WorkerDiedError | BackendTimeoutError)

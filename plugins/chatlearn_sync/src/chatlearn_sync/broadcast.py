@@ -152,7 +152,10 @@ class BroadcastSender:
         assert self._buffers is not None
         ordered = wider_first(list(bucket))
         flat = self._buffers.get(slot, num_bytes(bucket))
-        checksums = pack(ordered, flat, with_checksums=self._options.verify_checksums)
+        assert self._member is not None, "the group was formed before the first bucket"
+        channel, _ = self._member.terms
+        verifies = self._options.verify_checksums and channel == "tensors"
+        checksums = pack(ordered, flat, with_checksums=verifies)
         announcement: Message = {
             "bucket": number,
             "num_bytes": flat.numel(),

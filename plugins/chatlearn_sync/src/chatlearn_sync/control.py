@@ -28,6 +28,8 @@ from chatlearn_sync.stream import describe, describe_endpoint
 Message = dict[str, Any]
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
+MOST_HELLO_BYTES = 1 << 17
+"""A connection that has said more than this without saying who it is, is closed."""
 LAST_STEP_S = 10.0
 """How long a send that was ended may take to step out of what it does."""
 TELL_S = 1.0
@@ -58,6 +60,11 @@ class Decoder:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of a message that is not complete."""
+        return len(self._bytes)
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that are complete now."""
@@ -313,6 +320,8 @@ class Hub:
         """Take what a connection has to say; ``owner`` holds its receiver once that said hello."""
         try:
             data = connection.recv(READ_BYTES)
+            if not owner and decoder.num_waiting + len(data) > MOST_HELLO_BYTES:
+                raise ValueError("whoever this is has not said who it is")
             messages = decoder.feed(data)
         except (OSError, ValueError):
             data, messages = b"", []
@@ -330,9 +339,12 @@ class Hub:
                     self._lose(owner[0], "went away: its process ended, or it gave up")
 
     def _admit(self, connection: socket.socket, message: Message, owner: list[Peer]) -> bool:
-        token, key = str(message.get("token", "")), tuple(message.get("receiver", ()))
-        peer = self._peers.get(key)
-        if peer is None or peer.connection is not None or not hmac.compare_digest(token, self.address.token):
+        try:
+            token, key = str(message.get("token", "")).encode(), tuple(message.get("receiver", ()))
+            peer = self._peers.get(key)
+        except (AttributeError, TypeError):  # no hello of ours
+            return False
+        if peer is None or peer.connection is not None or not hmac.compare_digest(token, self.address.token.encode()):
             return False
         peer.connection, peer.hello = connection, message
         owner.append(peer)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
@@ -71,6 +73,8 @@ class DirectSender:
         sent = 0
         try:
             for bucket in buckets(stream(plan, trainer), self._endpoint.rank, check, bucket_limit(plan)):
+                for device in {tensor.device for _, tensor in bucket if tensor.is_cuda}:
+                    torch.cuda.synchronize(device)  # the engine may read on a stream of its own
                 channel.put(bucket)
                 sent += num_bytes(bucket)
                 del bucket  # the channel holds it until it is acknowledged, and nobody after that

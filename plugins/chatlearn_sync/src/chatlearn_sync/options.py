@@ -61,7 +61,9 @@ class BroadcastOptions(BaseModel):
         description="Size of each flat buffer, MiB, where no tensor is larger; weight_sync.bucket_mb / 4 bounds it.",
     )
     verify_checksums: bool = Field(
-        True, description="Compare a checksum of every bucket before the generator loads it."
+        True,
+        description="Compare a checksum of every tensor while it is loaded; where the engine's own processes receive "
+        "(channel process_group), nothing is compared.",
     )
 
 

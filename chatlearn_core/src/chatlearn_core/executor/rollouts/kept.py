@@ -73,7 +73,9 @@ class KeptRollouts:
                 self._paused = True
                 await self._fleet().pause("keep")
         except BaseException as error:
-            turn.end(error)
+            # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
+            excludes = isinstance(error, BackendError) and not isinstance(error, RoleLostError)
+            turn.end(ExceptionGroup("rollouts", [error]) if excludes else error)
             if not isinstance(error, Exception):
                 raise
         else:
@@ -142,4 +144,4 @@ class KeptRollouts:
             for group in unfinished
             for progress in group.progress
         )
-        return not unfinished or (not due and len(turn.complete) >= self.prompts_per_step)
+        return not unfinished or (not due and sum(g.has_completion for g in turn.complete) >= self.prompts_per_step)

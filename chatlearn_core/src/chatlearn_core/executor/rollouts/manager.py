@@ -122,6 +122,9 @@ class RolloutManager:
         queue = self._queues[replica]
         while queue and (limit is None or self._num_open[replica] < limit):
             entry = queue.pop(0)
+            if entry.turn.done():  # cancelled, and about to withdraw
+                self._routing.done(entry.request, replica)
+                continue
             self._num_open[replica] += 1
             self._occupancy.opened(replica)
             entry.turn.set_result(None)
@@ -155,7 +158,7 @@ class RolloutManager:
             self._arrived.remove(entry)
         elif entry.turn.done() and not entry.turn.cancelled():
             self._release(entry)  # it was just let in
-        elif entry.replica >= 0:
+        elif entry.replica >= 0 and entry in self._queues[entry.replica]:
             self._queues[entry.replica].remove(entry)
             self._routing.done(entry.request, entry.replica)
 
@@ -198,6 +201,8 @@ class RolloutManager:
         except TimeoutError:
             if not limit.expired():
                 raise
+        except BackendError:
+            pass  # an engine that cannot end it is found out by whatever it is asked next
 
 
 class Rollouts:

@@ -58,6 +58,11 @@ class Group:
     def is_complete(self) -> bool:
         return all(progress.ended for progress in self.progress)
 
+    @property
+    def has_completion(self) -> bool:
+        """Whether something was sampled: a group of failures alone gives a step nothing to train on."""
+        return any(progress.completion is not None for progress in self.progress)
+
     def copy(self) -> Group:
         """With progress and slots of its own."""
         slots = [Slot(slot.sample_id, slot.group_id, slot.prompt, slot.request) for slot in self.slots]

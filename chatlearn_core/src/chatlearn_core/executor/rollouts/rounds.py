@@ -49,10 +49,10 @@ class RoundRollouts:
         return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
 
     async def play(self, turn: RolloutTurn) -> None:
-        """Make rounds until a group is complete. Errors reach those who wait for the turn's completions."""
+        """Make rounds until a group is complete and has a completion. Errors reach those who wait for the turn."""
         await turn.wanted.wait()
         try:
-            while turn.groups and not turn.complete:
+            while turn.unfinished and not any(group.has_completion for group in turn.complete):
                 await self._round(turn)
         except BaseException as error:
             turn.end(error)

@@ -96,8 +96,10 @@ class Server:
             messages = decoder.feed(data)
             if messages:
                 self._loop.call_soon_threadsafe(self._take, messages)
-        _remove_shared_files()
-        os.killpg(0, signal.SIGKILL)
+        try:
+            _remove_shared_files()
+        finally:
+            os.killpg(0, signal.SIGKILL)
 
     def _take(self, messages: list[Message]) -> None:
         for kind, *content in messages:

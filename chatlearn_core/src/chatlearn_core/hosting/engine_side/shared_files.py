@@ -39,7 +39,8 @@ def remove(files: set[str], *, spare: Iterable[int] = ()) -> None:
     """Unlink files, except those that the processes in ``spare`` map. A mapping stays valid without its name."""
     if files:
         for file in files - mapped_files(spare):
-            Path(file).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                Path(file).unlink()
 
 
 def _names_by_inode() -> dict[str, str]:
