@@ -283,20 +283,22 @@ class RayGeneratorFleet:
 
     async def revive(self) -> None:
         """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
-        await asyncio.gather(*(self._look(replica) for replica in self.replicas if replica.state != "dead"))
+        await asyncio.gather(*(self._lives(replica) for replica in self.replicas if replica.state != "dead"))
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
                 await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
 
-    async def _look(self, replica: Replica) -> None:
+    async def _lives(self, replica: Replica) -> bool:
         """Ask a replica how it is: while no request is open nothing else tells that its engine has died."""
         try:
             report: ReplicaReport = await replica.worker.call("status", timeout_s=_STATUS_S)
         except (WorkerDiedError, BackendTimeoutError) as error:
             replica.lose(error)
-            return
+            return False
         if report.state == "dead":
             replica.lose(BackendError(f"{replica.worker.label}: its engine is dead"))
+            return False
+        return True
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
@@ -321,8 +323,7 @@ class RayGeneratorFleet:
         try:
             await replica.worker.call(method, *arguments)
         except BackendError:
-            await self._look(replica)
-            if replica.state != "dead":
+            if await self._lives(replica):
                 raise
 
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
@@ -348,8 +349,7 @@ class RayGeneratorFleet:
         try:
             events: list[MemoryEvent] = await replica.worker.call("move", action, tuple(parts))
         except BackendError:
-            await self._look(replica)
-            if replica.state != "dead":
+            if await self._lives(replica):
                 raise
             replica.worker.kill()  # what is left of it may hold memory that others need
             return []

@@ -74,8 +74,10 @@ class KeptRollouts:
                 await self._fleet().pause("keep")
         except BaseException as error:
             # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
-            excludes = isinstance(error, BackendError) and not isinstance(error, RoleLostError)
-            turn.end(ExceptionGroup("rollouts", [error]) if excludes else error)
+            if isinstance(error, BackendError) and not isinstance(error, RoleLostError):
+                turn.end(ExceptionGroup("rollouts", [error]))
+            else:
+                turn.end(error)
             if not isinstance(error, Exception):
                 raise
         else:
