@@ -23,6 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+ENGINE_TIMEOUT_S = 900
+"""The first test of an engine waits for its start, which takes minutes on a machine that is busy."""
 OPT_IN = ("grid", "matrix")
 """Markers of tests that take too long for every change: they run when `-m` names them."""
 
@@ -35,6 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
