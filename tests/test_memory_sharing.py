@@ -137,7 +137,11 @@ def told(entries: Iterable[Entry]) -> list[tuple[str, str, set[str] | None]]:
 def result_of(run_dir: Path) -> tuple[bytes, list[dict[str, float]]]:
     """The trained model and the numbers of every step, without times."""
     steps = [
-        {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/"))}
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("timing_s/", "perf/", "sync/slowest_replica_s"))
+        }
         for line in lines(run_dir / "metrics.jsonl")
     ]
     return (run_dir / "model" / "model.safetensors").read_bytes(), steps
@@ -303,6 +307,7 @@ def test_a_dry_run_says_what_moves_when(config: Path) -> None:
 def ray_session() -> Iterator[None]:
     import ray
 
+    ray.shutdown()  # one that a test before left in this process
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()

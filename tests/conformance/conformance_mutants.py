@@ -264,13 +264,13 @@ class _LoaderMutant(TransformersGenerator):
 
 class _AcceptingLoader(TransformersWeightLoader):
     async def begin(self, policy_version, manifest):
-        await super().begin(policy_version, self._expected)
+        await super().begin(policy_version, self._incoming.expected)
 
-    def _checked(self, tensors):
-        return super()._checked((n, t) for n, t in tensors if n in self._expected.tensors)
+    async def load_tensors(self, tensors):
+        await super().load_tensors((n, t) for n, t in tensors if n in self._incoming.expected.tensors)
 
     async def finish(self):
-        self._arrived = set(self._expected.tensors)
+        self._incoming._arrived = set(self._incoming.expected.tensors)
         return await super().finish()
 
 
@@ -281,11 +281,15 @@ class AcceptedUnknownNames(_LoaderMutant):
 
 
 class _SwappingLoader(TransformersWeightLoader):
-    def _checked(self, tensors):
+    async def load_tensors(self, tensors):
         swapped = {"q_norm": "k_norm", "k_norm": "q_norm"}
-        for name, tensor in tensors:
-            part = next((p for p in swapped if f"layers.0.self_attn.{p}" in name), None)
-            yield from super()._checked([(name.replace(part, swapped[part]) if part else name, tensor)])
+
+        def under_wrong_names():
+            for name, tensor in tensors:
+                part = next((p for p in swapped if f"layers.0.self_attn.{p}" in name), None)
+                yield (name.replace(part, swapped[part]) if part else name), tensor
+
+        await super().load_tensors(under_wrong_names())
 
 
 class WrongName(_LoaderMutant):
@@ -296,7 +300,7 @@ class WrongName(_LoaderMutant):
 
 class _IgnoringLoader(TransformersWeightLoader):
     async def load_tensors(self, tensors):
-        self._arrived |= {name for name, _ in tensors}
+        self._incoming._arrived |= {name for name, _ in tensors}
 
 
 class NeverLoaded(_LoaderMutant):

@@ -175,6 +175,8 @@ class HostedEngine:
 
         if self._paused == "in_place":
             await self._pause("retract")
+        if self._paused is None:
+            await self._flush_cache()  # a scheduler that still holds an answered request would die of the release
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(parts)))
 
     async def reclaim(self, parts: Sequence[str]) -> None:
