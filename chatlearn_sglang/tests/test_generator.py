@@ -104,7 +104,7 @@ def test_the_engine_is_launched_with_what_the_role_says(make) -> None:
 
 def test_an_unknown_engine_argument_is_an_error_of_the_configuration(make) -> None:
     error = HostedCallError("start failed")
-    error.type_name, error.text = "EngineArgumentError", "tp_sise: unknown; did you mean 'tp_size'?"
+    error.type_name, error.text = "UnknownArgumentsError", "tp_sise: unknown; did you mean 'tp_size'?"
     with pytest.raises(ConfigError, match=r"roles\.actor\.engine holds arguments(.|\n)*tp_sise: unknown; did you mean"):
         make(error)
 

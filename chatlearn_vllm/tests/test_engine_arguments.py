@@ -8,7 +8,7 @@ import pytest
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
 from chatlearn_vllm.engine_arguments import CPU_KV_CACHE_BYTES, OWNED, engine_arguments
-from chatlearn_vllm.engine_side.arguments import UnknownArgumentsError, check_names, engine_args
+from chatlearn_vllm.engine_side.arguments import engine_args
 from chatlearn_vllm.options import LoraOptions, VLLMGeneratorOptions
 
 
@@ -77,12 +77,6 @@ def test_every_argument_of_the_backends_own_is_named_with_the_remedy():
 def test_a_role_without_a_model_is_named():
     with pytest.raises(BackendError, match=r"roles\.actor\.model\.path"):
         engine_arguments(VLLMGeneratorOptions(), RoleContext("actor"))
-
-
-def test_unknown_names_get_the_nearest_known_one():
-    with pytest.raises(UnknownArgumentsError) as caught:
-        check_names(["alpha", "betta", "zzz"], ["alpha", "beta"])
-    assert str(caught.value) == "betta: unknown; did you mean 'beta'?\nzzz: unknown"
 
 
 @pytest.mark.engine

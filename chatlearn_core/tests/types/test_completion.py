@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from chatlearn_core.types import RAW_BASIS, LogprobBasis, SamplingParams
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    LogprobBasis,
+    SamplingParams,
+    VersionSpan,
+    continued_spans,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +45,23 @@ def test_greedy_logprobs_are_raw() -> None:
 def test_a_basis_says_what_it_is() -> None:
     assert str(RAW_BASIS) == "raw"
     assert str(LogprobBasis(0.5, 0.9, 3)) == "processed(temperature=0.5, top_p=0.9, top_k=3)"
+
+
+def completion(*spans: VersionSpan) -> Completion:
+    count = spans[-1].stop
+    numbers = np.zeros(count)
+    return Completion("a", numbers.astype(int), numbers, RAW_BASIS, "abort", SamplingParams(count), spans)
+
+
+def test_spans_go_on_from_the_completion_that_is_resumed() -> None:
+    prior = completion(VersionSpan(0, 3, 1), VersionSpan(3, 5, 2))
+    sampled = [VersionSpan(5, 6, 2), VersionSpan(6, 6, 3), VersionSpan(6, 9, 4)]
+    assert continued_spans(prior, sampled) == (VersionSpan(0, 3, 1), VersionSpan(3, 6, 2), VersionSpan(6, 9, 4))
+
+
+def test_spans_of_one_version_are_one_and_empty_ones_are_none() -> None:
+    assert continued_spans(None, []) == ()
+    assert continued_spans(None, [VersionSpan(0, 0, 1)]) == ()
+    assert continued_spans(None, [VersionSpan(0, 2, 1), VersionSpan(2, 2, 2), VersionSpan(2, 4, 1)]) == (
+        VersionSpan(0, 4, 1),
+    )

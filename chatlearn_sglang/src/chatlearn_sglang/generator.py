@@ -99,7 +99,7 @@ class SGLangGenerator:
             facts = self._process.call("facts", timeout_s=60.0)
         except BackendError as error:
             self._set_dead(f"the engine did not start: {error}")
-            if isinstance(error, HostedCallError) and error.type_name == "EngineArgumentError":
+            if isinstance(error, HostedCallError) and error.type_name == "UnknownArgumentsError":
                 raise ConfigError(refused(self._context.role, error.text.splitlines())) from error
             raise
         loader = SGLangWeightLoader(

@@ -11,7 +11,7 @@ import numpy as np
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols.generator import OnTokens
-from chatlearn_core.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from chatlearn_core.types import Completion, FinishReason, GenerateRequest, VersionSpan, continued_spans
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -133,14 +133,11 @@ class Ticket:
         return _REASONS[kind]
 
     def _spans(self, reply: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
-        prior = self.request.resume_from
-        spans = [] if prior is None else list(prior.version_spans)
-        for start, stop, version in reply["spans"]:
-            first, last = start + self.num_prior, min(stop, len(reply["token_ids"])) + self.num_prior
-            if first >= last:
-                continue
-            if spans and spans[-1].version == version:
-                spans[-1] = VersionSpan(spans[-1].start, last, version)
-            else:
-                spans.append(VersionSpan(first, last, version))
-        return tuple(spans)
+        count = len(reply["token_ids"])
+        return continued_spans(
+            self.request.resume_from,
+            (
+                VersionSpan(start + self.num_prior, min(stop, count) + self.num_prior, version)
+                for start, stop, version in reply["spans"]
+            ),
+        )

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import pickle
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from chatlearn_core.exceptions import BackendTimeoutError, HostedCallError, ModelError, WeightSyncError
+from chatlearn_core.exceptions import BackendTimeoutError, HostedCallError, WeightSyncError
 from chatlearn_core.hosting import HostedProcess, SharedBlock, handle_content
 from chatlearn_core.types import GroupRendezvous, MemoryHandle, TensorSpec, WeightManifest, WeightShard
-from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES
-from chatlearn_hf.model_directory import weight_files
-from chatlearn_hf.weight_checks import IncomingWeights
+from chatlearn_hf.weight_checks import (
+    IncomingWeights,
+    LoadingReplica,
+    checkpoint_headers,
+    names_tied_to,
+    require_ready,
+)
 
 _CHANNELS = "'tensors', 'checkpoint', 'memory_handles' or 'process_group'"
 
 
-class Replica(Protocol):
+class Replica(LoadingReplica, Protocol):
     """What a loader needs of its generator."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_dead(self) -> bool: ...
-
-    @property
-    def weights_are_offloaded(self) -> bool: ...
 
     @property
     def stays_paused(self) -> bool: ...
@@ -67,10 +62,7 @@ class SGLangWeightLoader:
         self._bucket_bytes = bucket_bytes
         self._facts = facts
         self._groups: dict[str, GroupRendezvous] = {}
-        self._copies: dict[str, list[str]] = {}
-        """Name -> names tied to it."""
-        for alias, name in expected.aliases.items():
-            self._copies.setdefault(name, []).append(alias)
+        self._copies = names_tied_to(expected)
 
     def expected_manifest(self) -> WeightManifest:
         """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
@@ -78,13 +70,11 @@ class SGLangWeightLoader:
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         """See ``WeightLoader``."""
-        name = self._replica.name
-        if self._replica.is_dead:
-            raise WeightSyncError(f"{name} is dead; restart it before the sync of version {policy_version}")
-        if self._replica.weights_are_offloaded:
-            raise WeightSyncError(f"{name} has its weights offloaded; onload 'weights' before version {policy_version}")
+        require_ready(self._replica, policy_version)
         if manifest.adapter is not None:
-            raise WeightSyncError(f"{name} takes whole models, not adapters; set weight_sync.payload to full")
+            raise WeightSyncError(
+                f"{self._replica.name} takes whole models, not adapters; set weight_sync.payload to full"
+            )
         self._incoming.begin(policy_version, manifest)
         self._replica.stop_serving()
         async with self._or_die("stopping for new weights"):
@@ -119,23 +109,13 @@ class SGLangWeightLoader:
         """
         self._incoming.require_begun("load_checkpoint")
         async with self._or_die(f"loading the checkpoint {directory}"):
-            files = []
-            for file, specs in _headers(directory):
-                names = self._incoming.check_specs(specs)
-                pairs = [(s.name, n.name) for s, n in zip(specs, names, strict=True) if n is not None]
-                files.append((str(file), pairs))
-            await self._load("checkpoint", {"files": files})
+            await self._load("checkpoint", {"files": self._incoming.check_checkpoint(directory)})
 
     async def load_handles(self, handle: MemoryHandle) -> None:
         """See ``MemoryHandleLoader``: every rank maps the block."""
         self._incoming.require_begun("load_handles")
         async with self._or_die(f"loading a block of kind {handle.kind!r}"):
-            names = self._incoming.check_specs([place.spec for place in handle.tensors])
-            tensors = [
-                (name.name, place.spec.dtype, list(place.spec.shape), place.offset)
-                for place, name in zip(handle.tensors, names, strict=True)
-                if name is not None
-            ]
+            tensors = self._incoming.check_places(handle.tensors)
             if handle.kind == "file":
                 content = {"path": handle.content, "num_bytes": handle.num_bytes, "tensors": tensors}
                 await self._load("block", content)
@@ -161,16 +141,8 @@ class SGLangWeightLoader:
                 f"{self._replica.name}: a pipeline-parallel engine (pp_size {self._facts['pp_size']}) cannot join"
                 " process groups; choose a transport with channel 'checkpoint' or 'memory_handles'"
             )
-        content = {
-            "name": rendezvous.name,
-            "address": rendezvous.address,
-            "backend": rendezvous.backend,
-            "world_size": rendezvous.world_size,
-            "first_rank": rendezvous.first_rank,
-            "timeout_s": rendezvous.timeout_s,
-        }
         try:
-            await self._load("join", content)
+            await self._load("join", dataclasses.asdict(rendezvous))
         except HostedCallError as error:
             raise BackendTimeoutError(
                 f"{self._replica.name}: its {self.num_group_ranks} ranks could not meet the sender of the group"
@@ -184,12 +156,11 @@ class SGLangWeightLoader:
         async with self._or_die(f"receiving from the sender of the group {group!r}"):
             if group not in self._groups:
                 raise WeightSyncError(f"the group {group!r} was not joined")
-            names = self._incoming.check_specs(tensors)
-            specs = [
-                ("" if name is None else name.name, spec.dtype, list(spec.shape))
-                for name, spec in zip(names, tensors, strict=True)
-            ]
-            content = {"group": group, "backend": self._groups[group].backend, "tensors": specs}
+            content = {
+                "group": group,
+                "backend": self._groups[group].backend,
+                "tensors": self._incoming.check_broadcast(tensors),
+            }
             try:
                 await self._load("broadcast", content)
             except HostedCallError as error:
@@ -227,7 +198,7 @@ class SGLangWeightLoader:
         Blocks; part of ``setup``.
         """
         files = []
-        for file, specs in _headers(directory) if self._copies else ():
+        for file, specs in checkpoint_headers(directory) if self._copies else ():
             pairs = [(spec.name, alias) for spec in specs for alias in self._copies.get(spec.name, ())]
             if pairs:
                 files.append((str(file), pairs))
@@ -258,22 +229,3 @@ class SGLangWeightLoader:
     async def _die(self, reason: str) -> None:
         self._incoming.reset()
         await asyncio.to_thread(self._replica.die, reason)
-
-
-def _headers(directory: Path) -> Iterator[tuple[Path, list[TensorSpec]]]:
-    """(file, tensors in it) of a directory's safetensors files, without reading weights."""
-    try:
-        files = weight_files(directory)
-    except (ModelError, OSError) as error:
-        raise WeightSyncError(f"checkpoint {directory} cannot be read: {error}") from error
-    for file in files:
-        specs = []
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
-                    header = handle.get_slice(name)
-                    dtype = SAFETENSORS_DTYPES.get(header.get_dtype(), header.get_dtype().lower())
-                    specs.append(TensorSpec(name, tuple(header.get_shape()), dtype))
-        except (SafetensorError, OSError) as error:
-            raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
-        yield file, specs

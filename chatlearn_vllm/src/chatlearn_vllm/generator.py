@@ -17,12 +17,13 @@ from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import load_tokenizer
+from chatlearn_hf.request_checks import check_request
 from chatlearn_vllm.engine_arguments import engine_arguments, refused
 from chatlearn_vllm.engine_memory import EngineMemory
 from chatlearn_vllm.engine_side.driver import Event
 from chatlearn_vllm.hosts import ChildHost, EngineHost, InProcessHost
 from chatlearn_vllm.options import VLLMGeneratorOptions
-from chatlearn_vllm.requests import Ticket, basis_of, check_request
+from chatlearn_vllm.requests import Ticket, basis_of
 from chatlearn_vllm.weight_loader import VLLMWeightLoader
 
 _CLOSED = "the generator was closed"

@@ -1,4 +1,4 @@
-"""Requests on their way to the engine and back: what is refused, what the engine is told, what is answered."""
+"""Requests on their way to the engine and back: what the engine is told, and what is answered."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from chatlearn_core.types import (
     LogprobBasis,
     SamplingParams,
     VersionSpan,
+    continued_spans,
 )
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -63,18 +64,11 @@ class Ticket:
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Spans over all tokens, those of the resumed completion first."""
-        prior = self.request.resume_from
-        spans = list(prior.version_spans) if prior is not None else []
-        count = self.num_prior + len(self.token_ids)
-        bounds = [*(start for start, _ in self.spans[1:]), count]
-        for (start, version), stop in zip(self.spans, bounds, strict=False):
-            if start >= stop:
-                continue
-            if spans and spans[-1].version == version:
-                spans[-1] = VersionSpan(spans[-1].start, stop, version)
-            else:
-                spans.append(VersionSpan(start, stop, version))
-        return tuple(spans)
+        bounds = [*(start for start, _ in self.spans[1:]), self.num_prior + len(self.token_ids)]
+        return continued_spans(
+            self.request.resume_from,
+            (VersionSpan(start, stop, version) for (start, version), stop in zip(self.spans, bounds, strict=False)),
+        )
 
     def problem(self, reason: str, model_length: int) -> str | None:
         """Why what the engine sampled cannot be an answer; None if it can.
@@ -147,47 +141,3 @@ class Ticket:
 def basis_of(sampling: SamplingParams, logprobs: str) -> LogprobBasis:
     """Of which distribution the engine's logprobs are, under the option ``logprobs``."""
     return RAW_BASIS if logprobs == "raw" else sampling.basis
-
-
-def check_request(request: GenerateRequest, basis: LogprobBasis, name: str, model_length: int, vocab_size: int) -> None:
-    """Refuse what cannot be sampled.
-
-    Raises:
-        BackendError: names the request, the numbers and the remedy.
-    """
-    prompt_length, sampling = len(request.prompt_ids), request.sampling
-    problem = None
-    if prompt_length == 0:
-        problem = "the prompt is empty; give at least one token"
-    elif (smallest := int(np.min(request.prompt_ids))) < 0 or int(np.max(request.prompt_ids)) >= vocab_size:
-        wrong = smallest if smallest < 0 else int(np.max(request.prompt_ids))
-        problem = (
-            f"prompt token {wrong} is outside the model's vocabulary of {vocab_size} tokens; use the tokenizer that"
-            " belongs to the model"
-        )
-    elif prompt_length >= model_length:
-        problem = (
-            f"the prompt has {prompt_length} tokens and the model takes {model_length}, completion included; lower"
-            " data.max_prompt_tokens so that such prompts are filtered out"
-        )
-    elif prompt_length + sampling.max_tokens > model_length:
-        problem = (
-            f"the prompt's {prompt_length} tokens and max_tokens {sampling.max_tokens} make"
-            f" {prompt_length + sampling.max_tokens}, the model takes {model_length}; lower sampling.max_tokens to"
-            f" {model_length - prompt_length} or less, or data.max_prompt_tokens"
-        )
-    elif (prior := request.resume_from) is not None:
-        if prior.basis != basis:
-            problem = (
-                f"it resumes logprobs of basis {prior.basis} with sampling of basis {basis}; resume with the"
-                " temperature, top_p and top_k it began with"
-            )
-        elif prior.finish_reason == "stop":
-            problem = "it resumes a completion that has ended (finish reason 'stop')"
-        elif len(prior.token_ids) > sampling.max_tokens:
-            problem = (
-                f"it resumes a completion of {len(prior.token_ids)} tokens under max_tokens {sampling.max_tokens},"
-                " which bounds the whole"
-            )
-    if problem is not None:
-        raise BackendError(f"{name}, request {request.id!r}: {problem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import pickle
 import tempfile
@@ -11,40 +12,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from chatlearn_core.exceptions import (
-    BackendError,
-    BackendTimeoutError,
-    ModelError,
-    WeightSyncError,
-)
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting import SharedBlock, handle_content
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
 from chatlearn_core.types import GroupRendezvous, MemoryHandle, TensorSpec, WeightManifest, WeightShard
-from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES
-from chatlearn_hf.model_directory import weight_files
-from chatlearn_hf.weight_checks import IncomingWeights
+from chatlearn_hf.weight_checks import IncomingWeights, LoadingReplica, names_tied_to, require_ready
 from chatlearn_vllm.hosts import EngineHost
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
 """How torch.distributed says that a peer did not come."""
 
 
-class Replica(Protocol):
+class Replica(LoadingReplica, Protocol):
     """What a loader needs of its generator."""
-
-    @property
-    def name(self) -> str:
-        """For messages: role and replica."""
-
-    @property
-    def is_dead(self) -> bool: ...
-
-    @property
-    def weights_are_offloaded(self) -> bool: ...
 
     async def stop_serving(self) -> None:
         """State ``loading``; what runs is kept."""
@@ -76,9 +59,7 @@ class VLLMWeightLoader:
         self._takes_adapters = takes_adapters
         self._bucket_bytes = bucket_bytes
         self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
-        self._copies: dict[str, list[str]] = {}
-        for alias, name in expected.aliases.items():
-            self._copies.setdefault(name, []).append(alias)
+        self._copies = names_tied_to(expected)
         self._adapter: dict[str, Tensor] | None = None
         """Tensors of the adapter that is arriving; None while a whole model arrives."""
         self._groups: dict[str, str] = {}
@@ -90,14 +71,10 @@ class VLLMWeightLoader:
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         """See ``WeightLoader``. Requests that run are kept: they wait and go on after ``finish``."""
-        name = self._replica.name
-        if self._replica.is_dead:
-            raise WeightSyncError(f"{name} is dead; restart it before the sync of version {policy_version}")
-        if self._replica.weights_are_offloaded:
-            raise WeightSyncError(f"{name} has its weights offloaded; onload 'weights' before version {policy_version}")
+        require_ready(self._replica, policy_version)
         if self._takes_adapters != (manifest.adapter is not None):
             raise WeightSyncError(
-                f"{name} cannot take policy version {policy_version}: "
+                f"{self._replica.name} cannot take policy version {policy_version}: "
                 + (
                     "it serves LoRA adapters (options.lora) and is offered a whole model; set weight_sync.payload to"
                     " adapter, or remove options.lora"
@@ -144,22 +121,15 @@ class VLLMWeightLoader:
         """
         self._incoming.require_begun("load_checkpoint")
         async with self._or_die(f"loading checkpoint {directory}"):
-            content = []
-            for file, specs in _read_headers(directory):
-                names = self._incoming.check_specs(specs)
-                pairs = [(s.name, n.name) for s, n in zip(specs, names, strict=True) if n is not None]
-                content.append((str(file), pairs))
-            await self._load("checkpoint", content)
+            await self._load("checkpoint", self._incoming.check_checkpoint(directory))
 
     async def load_handles(self, handle: MemoryHandle) -> None:
         """See ``MemoryHandleLoader``: every worker maps the block."""
         self._incoming.require_begun("load_handles")
         async with self._or_die(f"loading from a block of kind {handle.kind!r}"):
-            names = self._incoming.check_specs([place.spec for place in handle.tensors])
-            places = [(place, name) for place, name in zip(handle.tensors, names, strict=True) if name is not None]
             content: dict[str, Any] = {
                 "num_bytes": handle.num_bytes,
-                "tensors": [(n.name, p.spec.dtype, list(p.spec.shape), p.offset) for p, n in places],
+                "tensors": self._incoming.check_places(handle.tensors),
             }
             if self._adapter is not None:
                 if handle.kind != "file":
@@ -184,17 +154,8 @@ class VLLMWeightLoader:
         """
         if rendezvous.name in self._groups:
             return
-        request = {
-            "action": "join",
-            "name": rendezvous.name,
-            "address": rendezvous.address,
-            "backend": rendezvous.backend,
-            "world_size": rendezvous.world_size,
-            "first_rank": rendezvous.first_rank,
-            "timeout_s": rendezvous.timeout_s,
-        }
         try:
-            await self._host.call("group", request)
+            await self._host.call("group", {"action": "join", **dataclasses.asdict(rendezvous)})
         except BackendError as error:
             raise BackendTimeoutError(
                 f"{self._replica.name}: its {self._num_workers} workers could not meet the sender of the group"
@@ -208,13 +169,9 @@ class VLLMWeightLoader:
         async with self._or_die(f"receiving from the sender of the group {group!r}"):
             if self._adapter is not None:
                 raise WeightSyncError("an adapter is taken as tensors or from shared memory, not by a process group")
-            names = self._incoming.check_specs(tensors)
-            wanted = [
-                ("" if name is None else name.name, spec.dtype, list(spec.shape))
-                for name, spec in zip(names, tensors, strict=True)
-            ]
-            content = {"group": group, "backend": self._groups.get(group, "gloo"), "tensors": wanted}
-            await self._load("broadcast", content)
+            wanted = self._incoming.check_broadcast(tensors)
+            backend = self._groups.get(group, "gloo")
+            await self._load("broadcast", {"group": group, "backend": backend, "tensors": wanted})
 
     async def leave_group(self, group: str) -> None:
         """See ``ProcessGroupLoader``."""
@@ -280,29 +237,6 @@ def _weight_sync_error(error: BaseException | None) -> WeightSyncError | None:
     while error is not None and not isinstance(error, WeightSyncError):
         error = error.__cause__
     return error
-
-
-def _read_headers(directory: Path) -> Iterator[tuple[Path, list[TensorSpec]]]:
-    """Each weight file with what its header says is in it.
-
-    Raises:
-        WeightSyncError: a file is missing or damaged.
-    """
-    try:
-        files = weight_files(directory)
-    except (ModelError, OSError) as error:
-        raise WeightSyncError(f"checkpoint {directory} cannot be read: {error}") from error
-    for file in files:
-        specs = []
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
-                    header = handle.get_slice(name)
-                    dtype = SAFETENSORS_DTYPES.get(header.get_dtype(), header.get_dtype().lower())
-                    specs.append(TensorSpec(name, tuple(header.get_shape()), dtype))
-        except (SafetensorError, OSError) as error:
-            raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
-        yield file, specs
 
 
 def _write_adapter(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import TensorSpec, WeightManifest
-from chatlearn_hf.weight_checks import IncomingWeights, read_checkpoint
+from chatlearn_core.types import TensorPlace, TensorSpec, WeightManifest
+from chatlearn_hf.weight_checks import (
+    IncomingWeights,
+    checkpoint_headers,
+    names_tied_to,
+    read_checkpoint,
+    require_ready,
+)
 
 
 def manifest(*names: str, aliases: dict[str, str] | None = None, dtype: str = "float32", **fields) -> WeightManifest:
@@ -117,3 +125,52 @@ def test_a_checkpoint_is_read_by_name_and_a_damaged_one_is_named(tmp_path) -> No
         list(read_checkpoint(tmp_path))
     with pytest.raises(WeightSyncError, match=r"cannot be read: .*has no weights"):
         list(read_checkpoint(tmp_path / ".."))
+
+
+def test_an_engine_is_told_plain_values_under_its_own_names(incoming) -> None:
+    incoming.begin(0, manifest("head", "norm", aliases={"embed": "head"}))
+    specs = [TensorSpec("head", (2, 3), "float32"), TensorSpec("norm", (2, 3), "float32")]
+    places = [TensorPlace(spec, offset) for spec, offset in zip(specs, (0, 64), strict=True)]
+    assert incoming.check_places(places) == [("embed", "float32", [2, 3], 0), ("norm", "float32", [2, 3], 64)]
+
+
+def test_of_a_broadcast_everything_is_received_and_a_second_name_left_out(incoming) -> None:
+    incoming.begin(0, manifest("embed", "head", "norm"))
+    specs = [TensorSpec(name, (2, 3), "float32") for name in ("head", "embed", "norm")]
+    assert incoming.check_broadcast(specs) == [
+        ("", "float32", [2, 3]),
+        ("embed", "float32", [2, 3]),
+        ("norm", "float32", [2, 3]),
+    ]
+
+
+def test_a_checkpoint_is_checked_by_its_headers(incoming, tmp_path) -> None:
+    save_file({"embed": tensor(), "norm": tensor(torch.bfloat16)}, tmp_path / "model.safetensors")
+    [(file, specs)] = checkpoint_headers(tmp_path)
+    assert file == tmp_path / "model.safetensors"
+    assert sorted((spec.name, spec.shape, spec.dtype) for spec in specs) == [
+        ("embed", (2, 3), "float32"),
+        ("norm", (2, 3), "bfloat16"),
+    ]
+    incoming.begin(0, EXPECTED)
+    with pytest.raises(WeightSyncError, match="norm: dtype bfloat16 arrived, float32 announced"):
+        incoming.check_checkpoint(tmp_path)
+    save_file({"embed": tensor(), "norm": tensor()}, tmp_path / "model.safetensors")
+    [(path, pairs)] = incoming.check_checkpoint(tmp_path)
+    assert (path, sorted(pairs)) == (str(file), [("embed", "embed"), ("norm", "norm")])
+    assert incoming.finish() == 0
+
+
+def test_second_names_are_listed_by_the_first() -> None:
+    tied = manifest("a", "b", aliases={"x": "a", "y": "b", "z": "a"})
+    assert names_tied_to(tied) == {"a": ["x", "z"], "b": ["y"]}
+
+
+@pytest.mark.parametrize(
+    ("dead", "offloaded", "message"),
+    [(True, False, "the replica is dead; restart it before the sync of version 3"), (False, True, "onload 'weights'")],
+)
+def test_a_replica_that_cannot_load_is_refused(dead: bool, offloaded: bool, message: str) -> None:
+    with pytest.raises(WeightSyncError, match=message):
+        require_ready(SimpleNamespace(name="the replica", is_dead=dead, weights_are_offloaded=offloaded), 3)
+    require_ready(SimpleNamespace(name="the replica", is_dead=False, weights_are_offloaded=False), 3)

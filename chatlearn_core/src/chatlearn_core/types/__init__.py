@@ -10,6 +10,7 @@ from chatlearn_core.types.completion import (
     LogprobBasis,
     SamplingParams,
     VersionSpan,
+    continued_spans,
 )
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
 from chatlearn_core.types.outputs import OutputName, OutputRequest, Outputs
@@ -84,6 +85,7 @@ __all__ = [
     "VersionSpan",
     "WeightManifest",
     "WeightShard",
+    "continued_spans",
     "cumulative_lengths",
     "joined",
     "merge_metrics",

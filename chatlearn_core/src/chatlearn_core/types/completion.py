@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -131,3 +132,18 @@ class Completion:
     """Prompt tokens whose KV cache was shared instead of computed."""
     token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """name -> [C, ...], for example routed experts."""
+
+
+def continued_spans(prior: Completion | None, sampled: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Spans of a whole completion: those of the one it resumes, then what was sampled since. Empty ones are left out,
+    and neighbours of one version are one span.
+    """
+    spans = [] if prior is None else list(prior.version_spans)
+    for span in sampled:
+        if span.start >= span.stop:
+            continue
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(spans[-1].start, span.stop, span.version)
+        else:
+            spans.append(span)
+    return tuple(spans)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 CPU_ARGUMENTS: Mapping[str, Any] = {
@@ -17,26 +16,6 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     "sleep_on_idle": True,
 }
 """What SGLang 0.5.23 needs to run on a CPU without kernels of its own; all of it may be overridden."""
-
-
-class EngineArgumentError(ValueError):
-    """Names that the installed engine does not take, one line each."""
-
-
-def check_names(names: Iterable[str], known: Iterable[str]) -> None:
-    """Every name is one of ``known``.
-
-    Raises:
-        EngineArgumentError: lists every unknown name with the nearest known one.
-    """
-    choices = sorted(known)
-    lines = []
-    for name in names:
-        if name not in choices:
-            near = difflib.get_close_matches(name, choices, n=1)
-            lines.append(f"{name}: unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
-    if lines:
-        raise EngineArgumentError("\n".join(lines))
 
 
 def compose(user: Mapping[str, Any], owned: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError, check_names
+
 from . import seeds
-from .arguments import EngineArgumentError, check_names, compose
+from .arguments import compose
 from .outcome import Outcome
 from .requests import answer, cut_short, engine_request, fresh_tokens
 from .weight_operations import LOADER, encode
@@ -31,7 +33,7 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
         cpu: whether to add what a CPU needs.
 
     Raises:
-        EngineArgumentError: an argument is not known to the installed SGLang.
+        UnknownArgumentsError: an argument is not known to the installed SGLang.
     """
     import sglang
     from sglang.srt.server_args import ServerArgs
@@ -39,7 +41,7 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
     check_names(arguments, ServerArgs.__struct_fields__)
     taken = sorted(set(arguments) & set(owned))
     if taken:
-        raise EngineArgumentError("\n".join(f"{name}: owned by the backend" for name in taken))
+        raise UnknownArgumentsError("\n".join(f"{name}: owned by the backend" for name in taken))
     seeds.register()
     engine = sglang.Engine(
         **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True

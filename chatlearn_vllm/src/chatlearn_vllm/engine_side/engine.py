@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from .arguments import UnknownArgumentsError, engine_args
+from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError
+
+from .arguments import engine_args
 from .process_groups import make_way_for_groups
 from .process_state import EngineWords, bind_threads, engine_words, imports_quietly, preserved, set_environment
 from .seeded_draws import EXTRA_ARGUMENT

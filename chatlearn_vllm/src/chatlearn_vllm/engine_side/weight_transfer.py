@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 
-from .cuda_blocks import open_cuda_block
 from .seeded_draws import install
 from .weight_transfer_name import BACKEND
 
@@ -139,7 +139,7 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
         elif update.source == "checkpoint":
             yield _read_files(content)
         elif update.source == "cuda_ipc":
-            yield open_cuda_block(content, self.device)
+            yield open_cuda_block(content, torch.cuda.current_device())
         elif update.source == "block":
             with MappedBlock(content) as block:
                 yield block.tensors()

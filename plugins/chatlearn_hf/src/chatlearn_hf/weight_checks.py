@@ -6,18 +6,48 @@ Engines accept unknown names silently and die of wrong shapes, so every loader k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chatlearn_core.exceptions import ModelError, WeightSyncError
-from chatlearn_core.types import TensorSpec, WeightManifest
-from chatlearn_hf.checkpoint_names import dtype_name
+from chatlearn_core.types import TensorPlace, TensorSpec, WeightManifest
+from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES, dtype_name
 from chatlearn_hf.model_directory import weight_files
 
 _MAX_LINES = 10
 """Differences that an error lists; it counts the rest."""
+
+
+class LoadingReplica(Protocol):
+    """What is asked of a replica before it takes weights."""
+
+    @property
+    def name(self) -> str:
+        """For messages: role and replica."""
+
+    @property
+    def is_dead(self) -> bool: ...
+
+    @property
+    def weights_are_offloaded(self) -> bool: ...
+
+
+def require_ready(replica: LoadingReplica, policy_version: int) -> None:
+    """The replica can take weights.
+
+    Raises:
+        WeightSyncError: it is dead, or its weights are offloaded.
+    """
+    if replica.is_dead:
+        raise WeightSyncError(f"{replica.name} is dead; restart it before the sync of version {policy_version}")
+    if replica.weights_are_offloaded:
+        raise WeightSyncError(
+            f"{replica.name} has its weights offloaded; onload 'weights' before version {policy_version}"
+        )
 
 
 class IncomingWeights:
@@ -121,6 +151,46 @@ class IncomingWeights:
             for name, spec in zip(names, specs, strict=True)
         ]
 
+    # What an engine in another process is told of tensors that it reads by itself: plain builtins
+
+    def check_places(self, places: Sequence[TensorPlace]) -> list[tuple[str, str, list[int], int]]:
+        """(name to load it by, dtype, shape, offset) of the tensors of a block that are wanted.
+
+        Raises:
+            WeightSyncError: see ``check_specs``.
+        """
+        names = self.check_specs([place.spec for place in places])
+        return [
+            (name.name, place.spec.dtype, list(place.spec.shape), place.offset)
+            for place, name in zip(places, names, strict=True)
+            if name is not None
+        ]
+
+    def check_broadcast(self, specs: Sequence[TensorSpec]) -> list[tuple[str, str, list[int]]]:
+        """(name to load it by, dtype, shape) of every tensor of a broadcast; an empty name: receive it, leave it out.
+
+        Raises:
+            WeightSyncError: see ``check_specs``.
+        """
+        names = self.check_specs(specs)
+        return [
+            ("" if name is None else name.name, spec.dtype, list(spec.shape))
+            for name, spec in zip(names, specs, strict=True)
+        ]
+
+    def check_checkpoint(self, directory: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+        """(file, [(name in it, name to load it by)]) of a directory's weight files.
+
+        Raises:
+            WeightSyncError: see ``check_specs``; or a file is missing or damaged.
+        """
+        files = []
+        for file, specs in checkpoint_headers(directory):
+            names = self.check_specs(specs)
+            pairs = [(spec.name, name.name) for spec, name in zip(specs, names, strict=True) if name is not None]
+            files.append((str(file), pairs))
+        return files
+
     def finish(self) -> int:
         """Close the sync and return its version.
 
@@ -163,20 +233,53 @@ class IncomingWeights:
         return name
 
 
+def names_tied_to(manifest: WeightManifest) -> dict[str, list[str]]:
+    """Name -> its second names, for engines that keep tied tensors apart."""
+    tied: dict[str, list[str]] = {}
+    for alias, name in manifest.aliases.items():
+        tied.setdefault(name, []).append(alias)
+    return tied
+
+
 def read_checkpoint(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a directory that holds one ``model.safetensors``, or the files its index names.
 
     Raises:
         WeightSyncError: a file is missing or damaged.
     """
+    for file in _weight_files(directory):
+        with _opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
+                yield name, handle.get_tensor(name)
+
+
+def checkpoint_headers(directory: Path) -> Iterator[tuple[Path, list[TensorSpec]]]:
+    """The same files, each with what its header says is in it; no weights are read.
+
+    Raises:
+        WeightSyncError: a file is missing or damaged.
+    """
+    for file in _weight_files(directory):
+        specs = []
+        with _opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  # as above
+                header = handle.get_slice(name)
+                dtype = SAFETENSORS_DTYPES.get(header.get_dtype(), header.get_dtype().lower())
+                specs.append(TensorSpec(name, tuple(header.get_shape()), dtype))
+        yield file, specs
+
+
+def _weight_files(directory: Path) -> list[Path]:
     try:
-        files = weight_files(directory)
+        return list(weight_files(directory))
     except (ModelError, OSError) as error:
         raise WeightSyncError(f"checkpoint {directory} cannot be read: {error}") from error
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118  # a safetensors handle cannot be iterated
-                    yield name, handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error

@@ -11,7 +11,15 @@ import numpy.typing as npt
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols.generator import OnTokens
-from chatlearn_core.types import Completion, FinishReason, Floats, GenerateRequest, TokenIds, VersionSpan
+from chatlearn_core.types import (
+    Completion,
+    FinishReason,
+    Floats,
+    GenerateRequest,
+    TokenIds,
+    VersionSpan,
+    continued_spans,
+)
 from chatlearn_transformers.stopping import StopStrings
 
 
@@ -50,16 +58,11 @@ class Ticket:
 
     def version_spans(self, count: int) -> tuple[VersionSpan, ...]:
         """Spans over [0, count), those of the resumed completion first."""
-        spans = list(self.prior.version_spans) if self.prior is not None else []
         bounds = [*(start for start, _ in self.spans[1:]), count]
-        for (start, version), stop in zip(self.spans, bounds, strict=False):
-            if start >= stop:
-                continue
-            if spans and spans[-1].version == version:
-                spans[-1] = VersionSpan(spans[-1].start, stop, version)
-            else:
-                spans.append(VersionSpan(start, stop, version))
-        return tuple(spans)
+        return continued_spans(
+            self.prior,
+            (VersionSpan(start, stop, version) for (start, version), stop in zip(self.spans, bounds, strict=False)),
+        )
 
     def completion(
         self, token_ids: TokenIds, logprobs: Floats, raw_logprobs: Floats, reason: FinishReason, text: str

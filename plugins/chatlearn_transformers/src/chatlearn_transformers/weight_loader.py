@@ -18,23 +18,13 @@ from chatlearn_hf.checkpoint_names import (
     expected_manifest,
     load_checkpoint_tensors,
 )
-from chatlearn_hf.weight_checks import IncomingWeights, read_checkpoint
+from chatlearn_hf.weight_checks import IncomingWeights, LoadingReplica, read_checkpoint, require_ready
 
 T = TypeVar("T")
 
 
-class Replica(Protocol):
+class Replica(LoadingReplica, Protocol):
     """What a loader needs of its generator."""
-
-    @property
-    def name(self) -> str:
-        """For messages: role and replica."""
-
-    @property
-    def is_dead(self) -> bool: ...
-
-    @property
-    def weights_are_offloaded(self) -> bool: ...
 
     async def stop_serving(self) -> None:
         """State ``loading``; returns when no forward runs."""
@@ -69,11 +59,7 @@ class TransformersWeightLoader:
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         """See ``WeightLoader``. Requests that run are kept: they wait and go on after ``finish``."""
-        name = self._replica.name
-        if self._replica.is_dead:
-            raise WeightSyncError(f"{name} is dead; restart it before the sync of version {policy_version}")
-        if self._replica.weights_are_offloaded:
-            raise WeightSyncError(f"{name} has its weights offloaded; onload 'weights' before version {policy_version}")
+        require_ready(self._replica, policy_version)
         self._incoming.begin(policy_version, manifest)
         await self._replica.stop_serving()
         self._views = checkpoint_views(self._model, self._layout)
