@@ -79,7 +79,7 @@ def write_config(prepared: PreparedWorkload, directory: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

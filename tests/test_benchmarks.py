@@ -92,6 +92,25 @@ def test_packing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
+def test_trainer_steps() -> None:
+    result = run_benchmark("trainer_steps", "--quick")
+    assert result["ways"].keys() == {"packed", "unpacked", "plain"}
+    for way in result["ways"].values():
+        assert way["tokens_per_s"] > 0
+        assert math.isclose(way["grad_norm"], result["ways"]["plain"]["grad_norm"], rel_tol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_driver_scaling() -> None:
+    result = run_benchmark("driver_scaling", "--samples", "64", "512", "--replicas", "1", "8")
+    assert [(row["samples"], row["replicas"]) for row in result["rows"]] == [(64, 1), (512, 1), (64, 8), (512, 8)]
+    assert all(row["driver_s"] > 0.0 for row in result["rows"])
+    assert result["object_store"]["put_gb_s"] > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_long_tail() -> None:
     result = run_benchmark("long_tail", "--quick")
     for results in (*result["simulated"].values(), result["real"]):

@@ -5,7 +5,7 @@ import pytest
 from chatlearn_core.config.crosscheck import RULES
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
-from chatlearn_core.config.rollout_rules import ROLLOUT_RULES
+from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.plugins.registry import PluginRegistry
 
 # rule name -> (overrides, whole message without heading and without "override ...: " marks)
@@ -274,7 +274,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
 
 
 def test_every_rule_has_a_case() -> None:
-    elsewhere = {rule.__name__ for rule in ROLLOUT_RULES}  # test_rollout_rules.py
+    elsewhere = {rule.__name__ for rule in ROLLOUT_RULES}  # rules/test_rollout.py
     assert {rule.__name__ for rule in RULES} - elsewhere == set(CASES)
 
 

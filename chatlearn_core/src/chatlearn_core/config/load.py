@@ -16,13 +16,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from chatlearn_core.config.choices import SelectedPlugin, choose
-from chatlearn_core.config.crosscheck import Checked, crosscheck
+from chatlearn_core.config.crosscheck import crosscheck
 from chatlearn_core.config.document import parse, read_text
 from chatlearn_core.config.fields import model_at, valid_keys
 from chatlearn_core.config.interpolation import resolve
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.config.overrides import apply_overrides
 from chatlearn_core.config.problems import InvalidConfigError, KeyPath, Problem, nearest, overlaps, unknown_key
+from chatlearn_core.config.rules.checked import Checked
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
-
-if TYPE_CHECKING:
-    from chatlearn_core.config.crosscheck import Checked
-
-Related = tuple[tuple[KeyPath, Any], ...]
 
 
 def stealing_has_queues(checked: Checked) -> Iterator[Problem]:
@@ -62,8 +57,8 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
     rollout = checked.config.rollout
     path: KeyPath = ("rollout", "partial")
     for name, role in checked.roles("generator"):
-        record = checked.choices.records.get(f"roles.{name}")
-        if rollout.partial == "none" or role.model is not None or not isinstance(record, GeneratorSpec):
+        record = checked.record(f"roles.{name}", GeneratorSpec)
+        if rollout.partial == "none" or role.model is not None or record is None:
             continue
         backend: Related = ((("roles", name, "backend"), role.backend),)
         if rollout.partial == "resume" and not record.resumable:
@@ -96,4 +91,9 @@ def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
         )
 
 
-ROLLOUT_RULES = (stealing_has_queues, partial_settings, partial_is_supported, stale_tokens_are_corrected)
+ROLLOUT_RULES: tuple[Rule, ...] = (
+    stealing_has_queues,
+    partial_settings,
+    partial_is_supported,
+    stale_tokens_are_corrected,
+)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
-from chatlearn_core.config.rollout_rules import ROLLOUT_RULES
+from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry

@@ -1,0 +1,1 @@
+"""Rules between settings, by what they are about."""

@@ -1,0 +1,44 @@
+"""What rules between settings look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from chatlearn_core.config.choices import Choices
+from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
+from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.plugins.records import PluginRecord, WeightSyncSpec
+
+RecordT = TypeVar("RecordT", bound=PluginRecord)
+
+
+@dataclass(slots=True, frozen=True)
+class Checked:
+    """What rules look at."""
+
+    config: RunConfig
+    choices: Choices
+    """A plugin that could not be selected is absent, and rules about it say nothing."""
+    transports: tuple[WeightSyncSpec, ...] = ()
+    """All that are installed: what ``weight_sync.backend: auto`` can pick from."""
+
+    def roles(self, kind: str) -> Iterator[tuple[str, RoleConfig]]:
+        """The roles of one kind."""
+        return ((name, role) for name, role in self.config.roles.items() if role.kind == kind)
+
+    def model_of(self, name: str) -> tuple[KeyPath, ModelConfig]:
+        """The model a role holds, and where it is configured."""
+        own = self.config.roles[name].model
+        return (("model",), self.config.model) if own is None else (("roles", name, "model"), own)
+
+    def record(self, key: str, record_type: type[RecordT]) -> RecordT | None:
+        """What the plugin chosen at ``key`` (such as ``roles.trainer``) registered; None without one."""
+        record = self.choices.records.get(key)
+        return record if isinstance(record, record_type) else None
+
+
+Rule = Callable[[Checked], Iterator[Problem]]
+Related = tuple[tuple[KeyPath, Any], ...]
+"""Other settings that take part in a conflict, with their values."""

@@ -1,0 +1,138 @@
+"""Rules about roles: their names, their kinds, and what their backends provide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chatlearn_core.config.models import RoleConfig
+from chatlearn_core.config.problems import KeyPath, Problem, nearest
+from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.plugins.records import AlgorithmSpec, TrainerSpec
+
+LOCAL = "local"
+"""The runtime that the core brings."""
+
+
+def role_names(checked: Checked) -> Iterator[Problem]:
+    """A flow calls a role as ``m.<name>``, so its name is an identifier."""
+    for name in checked.config.roles:
+        if not name.isidentifier() or name.startswith("_"):
+            rule = "a role's name must be an identifier that starts with a letter: a flow calls it as m.<name>"
+            yield Problem(("roles", name), rule, name, "rename the role")
+
+
+def backend_given(checked: Checked) -> Iterator[Problem]:
+    """Trainers and generators have a backend; a reward role has either a backend or parts."""
+    for name, role in checked.config.roles.items():
+        path: KeyPath = ("roles", name, "backend")
+        if role.kind != "reward":
+            if not role.backend:
+                rule = f"a {role.kind} role needs a backend"
+                yield Problem(path, rule, remedy=f"name an installed {role.kind} (chatlearn plugins list)")
+            if role.parts:
+                rule = f"only reward roles combine parts; this role is a {role.kind}"
+                yield Problem(("roles", name, "parts"), rule, remedy="remove parts")
+        elif role.backend and role.parts:
+            yield Problem(
+                path,
+                "a reward role has either a backend or parts, not both",
+                role.backend,
+                "move the backend into parts, or remove parts",
+                ((("roles", name, "parts"), [part.backend for part in role.parts]),),
+            )
+        elif not role.backend and not role.parts:
+            yield Problem(
+                path, "a reward role needs a backend, or parts to combine", remedy="name a reward (backend: math)"
+            )
+
+
+def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
+    """A role sets nothing that its kind does not take."""
+    defaults = RoleConfig(kind="trainer")
+    taken_by = {
+        "head": ("trainer",),
+        "trainable": ("trainer",),
+        "replicas": ("generator", "reward"),
+        "ranks": ("trainer", "generator"),
+        "device": ("trainer", "generator"),
+        "engine": ("trainer", "generator"),
+    }
+    why = {
+        "head": "the head belongs to a trainer's model",
+        "trainable": "only a trainer learns",
+        "replicas": "a trainer is one model: copies of it would not learn together",
+        "ranks": "a reward runs in one rank",
+        "device": "a reward is not placed on one",
+        "engine": "a reward has no engine",
+    }
+    fix = {
+        "head": "remove it; a value or reward head is a role of kind trainer",
+        "trainable": "remove it",
+        "replicas": "use ranks to spread a trainer over devices",
+        "ranks": "remove it; for more reward workers use replicas, on a runtime that hosts several",
+        "device": "remove it; a reward model is a role of kind trainer with head: reward",
+        "engine": "remove it, or set what the reward itself takes under options",
+    }
+    for name, role in checked.config.roles.items():
+        for key, kinds in taken_by.items():
+            value = getattr(role, key)
+            if value != getattr(defaults, key) and role.kind not in kinds:
+                rule = f"a {role.kind} role does not take {key}: {why[key]}"
+                yield Problem(("roles", name, key), rule, value, fix[key], ((("roles", name, "kind"), role.kind),))
+        if role.parts and role.kind == "reward" and role.options:
+            rule = "options is for the one backend of a role, and this role combines parts"
+            remedy = "set the options of each part instead (parts.0.options)"
+            yield Problem(("roles", name, "options"), rule, role.options, remedy)
+
+
+def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
+    """The runtime ``local`` calls a reward in its own process: there is one of it."""
+    backend = checked.config.runtime.backend
+    for name, role in checked.roles("reward"):
+        if backend == LOCAL and role.replicas > 1:
+            rule = f"the runtime '{LOCAL}' keeps one copy of a reward"
+            remedy = "remove replicas, or choose a runtime that hosts several (chatlearn plugins list)"
+            related: Related = ((("runtime", "backend"), backend),)
+            yield Problem(("roles", name, "replicas"), rule, role.replicas, remedy, related)
+
+
+def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
+    """A trainer backend provides the head and as many ranks as its role asks for."""
+    for name, role in checked.roles("trainer"):
+        record = checked.record(f"roles.{name}", TrainerSpec)
+        if record is None:
+            continue
+        backend: Related = ((("roles", name, "backend"), role.backend),)
+        if role.head not in record.heads:
+            rule = f"trainer '{record.name}' has no {role.head} head; it has: {', '.join(sorted(record.heads))}"
+            yield Problem(("roles", name, "head"), rule, role.head, "choose one of these or another trainer", backend)
+        if record.max_ranks is not None and role.ranks > record.max_ranks:
+            rule = f"trainer '{record.name}' runs in at most {record.max_ranks} rank(s)"
+            remedy = f"set ranks to {record.max_ranks}, or choose another trainer"
+            yield Problem(("roles", name, "ranks"), rule, role.ranks, remedy, backend)
+
+
+def algorithm_roles(checked: Checked) -> Iterator[Problem]:
+    """Every role that the algorithm calls is there and of the right kind."""
+    record = checked.record("algorithm", AlgorithmSpec)
+    for name, kind in record.roles if record else ():
+        role = checked.config.roles.get(name)
+        algorithm: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
+        if role is None:
+            guess = nearest(name, list(checked.config.roles))
+            hint = f"is '{guess}' meant? " if guess else ""
+            rule = f"the algorithm needs a role '{name}' of kind {kind}"
+            yield Problem(("roles", name), rule, remedy=f"{hint}add roles.{name} with kind: {kind}", related=algorithm)
+        elif role.kind != kind:
+            rule = f"the algorithm needs a {kind} as '{name}'"
+            yield Problem(("roles", name, "kind"), rule, role.kind, f"set kind: {kind}", algorithm)
+
+
+ROLE_RULES: tuple[Rule, ...] = (
+    role_names,
+    backend_given,
+    keys_of_other_kinds,
+    reward_replicas_are_hosted,
+    heads_and_ranks,
+    algorithm_roles,
+)

@@ -1,0 +1,84 @@
+"""Rules about what is sampled: lengths, groups, mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.config.rules.checked import Checked, Related, Rule
+
+
+def completion_fits_model(checked: Checked) -> Iterator[Problem]:
+    """Prompt and completion together fit into the longest sequence of the generators' models."""
+    config = checked.config
+    samplings: list[tuple[KeyPath, int]] = [(("sampling", "max_tokens"), config.sampling.max_tokens)]
+    if config.eval.sampling is not None:
+        samplings.append((("eval", "sampling", "max_tokens"), config.eval.sampling.max_tokens))
+    told: set[tuple[KeyPath, KeyPath]] = set()
+    for name, _ in checked.roles("generator"):
+        section, model = checked.model_of(name)
+        if model.max_length is None:
+            continue
+        limit_path = (*section, "max_length")
+        limit: tuple[KeyPath, Any] = (limit_path, model.max_length)
+        for path, tokens in samplings:
+            if (path, limit_path) in told:
+                continue
+            told.add((path, limit_path))
+            prompt = config.data.max_prompt_tokens
+            if tokens >= model.max_length:
+                rule = "leaves no room for a prompt: it must be less than the longest sequence"
+                yield Problem(path, rule, tokens, "lower max_tokens or raise max_length", (limit,))
+            elif prompt is not None and prompt + tokens > model.max_length:
+                rule = (
+                    f"{prompt} prompt tokens and {tokens} completion tokens are more than the longest sequence, "
+                    f"{model.max_length}"
+                )
+                related: Related = ((("data", "max_prompt_tokens"), prompt), limit)
+                yield Problem(path, rule, tokens, "lower one of the two or raise max_length", related)
+
+
+def several_samples_differ(checked: Checked) -> Iterator[Problem]:
+    """Several completions of one prompt are drawn, not the greedy one repeated."""
+    config = checked.config
+    several = config.eval.samples_per_prompt
+    if several > 1 and config.data.eval and (config.eval.sampling is None or config.eval.sampling.temperature == 0):
+        greedy: tuple[KeyPath, Any] = (("eval", "sampling"), None)
+        if config.eval.sampling is not None:
+            greedy = (("eval", "sampling", "temperature"), config.eval.sampling.temperature)
+        rule = f"evaluation is greedy: the {several} samples of a prompt would all be the same"
+        remedy = "set eval.sampling with a temperature above 0, or remove samples_per_prompt"
+        yield Problem(("eval", "samples_per_prompt"), rule, several, remedy, (greedy,))
+    algorithm = checked.choices.selected.get("algorithm")
+    group_size = getattr(algorithm.options, "group_size", 1) if algorithm is not None else 1
+    if isinstance(group_size, int) and group_size > 1 and config.sampling.temperature == 0:
+        rule = f"greedy sampling makes all {group_size} completions of a group the same: no reward differs within it"
+        related: Related = ((("algorithm", "options", "group_size"), group_size),)
+        remedy = "set a temperature above 0 (1.0 samples from the policy itself), or group_size to 1"
+        yield Problem(("sampling", "temperature"), rule, config.sampling.temperature, remedy, related)
+
+
+def mini_batches_have_samples(checked: Checked) -> Iterator[Problem]:
+    """A step has at least one sample for each of its mini-batches."""
+    train = checked.config.train
+    algorithm = checked.choices.selected.get("algorithm")
+    if algorithm is None:
+        return
+    group_size = getattr(algorithm.options, "group_size", 1)
+    if not isinstance(group_size, int) or train.mini_batches <= train.prompts_per_step * group_size:
+        return
+    samples = train.prompts_per_step * group_size
+    related: list[tuple[KeyPath, Any]] = [(("train", "prompts_per_step"), train.prompts_per_step)]
+    if hasattr(algorithm.options, "group_size"):
+        related.append((("algorithm", "options", "group_size"), group_size))
+    rule = f"a step has {samples} samples, fewer than its mini-batches"
+    remedy = f"set mini_batches to {samples} or less, or draw more prompts a step"
+    yield Problem(("train", "mini_batches"), rule, train.mini_batches, remedy, tuple(related))
+
+
+SAMPLING_RULES: tuple[Rule, ...] = (
+    completion_fits_model,
+    several_samples_differ,
+    mini_batches_have_samples,
+)
