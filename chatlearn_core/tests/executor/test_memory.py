@@ -78,26 +78,35 @@ def turns_on(runtime: FakeRuntime, mode: OffloadMode = "auto") -> MemoryTurns:
     return MemoryTurns(runtime, ROLES, mode)  # type: ignore[arg-type]  # the part that is used
 
 
+def told(timers: Timers) -> list[tuple[str, str, Any]]:
+    return [(entry["action"], entry["role"], entry["live_bytes"]) for entry in timers.trace()]
+
+
 async def settled() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def test_a_role_is_put_aside_before_the_next_starts() -> None:
-    runtime = FakeRuntime(SHARED)
-    await turns_on(runtime).start()
+    runtime, timers = FakeRuntime(SHARED), Timers()
+    await turns_on(runtime).start(timers)
     assert runtime.did == [
         "start trainer",
         "offload trainer weights gradients optimizer",
         "start generator",
         "offload generator weights kv_cache",
     ]
+    nothing = {"0": 0, "1": 0}
+    assert told(timers) == [
+        ("offload", "trainer", {"weights": nothing, "gradients": nothing, "optimizer": nothing}),
+        ("offload", "generator", {"weights": nothing, "kv_cache": nothing}),
+    ]
 
 
 async def test_without_sharing_nothing_is_asked_of_anybody() -> None:
     runtime = FakeRuntime({"trainer": {GPU0}, "generator": {GPU1}})
     memory, timers = turns_on(runtime), Timers()
-    await memory.start()
+    await memory.start(Timers())
     async with memory.turn(GENERATE, timers=timers), memory.turn(COMPUTE, timers=timers):
         pass
     assert runtime.did == ["start trainer", "start generator"]
@@ -106,9 +115,10 @@ async def test_without_sharing_nothing_is_asked_of_anybody() -> None:
 
 async def test_a_role_that_sits_alone_after_all_is_brought_back_for_good() -> None:
     runtime = FakeRuntime(SHARED, actual={"trainer": {GPU0}, "generator": {GPU1}})
-    memory = turns_on(runtime)
-    await memory.start()
+    memory, timers = turns_on(runtime), Timers()
+    await memory.start(timers)
     assert runtime.did[-2:] == ["onload trainer weights gradients optimizer", "onload generator weights kv_cache"]
+    assert [(action, role) for action, role, _ in told(timers)][-2:] == [("onload", "trainer"), ("onload", "generator")]
     async with memory.turn(COMPUTE, timers=Timers()):
         pass
     assert len(runtime.did) == 6
@@ -117,7 +127,7 @@ async def test_a_role_that_sits_alone_after_all_is_brought_back_for_good() -> No
 async def test_moves_are_timed_and_in_the_trace_with_what_is_live() -> None:
     runtime = FakeRuntime(SHARED)
     memory, timers = turns_on(runtime), Timers()
-    await memory.start()
+    await memory.start(Timers())
     async with memory.turn(COMPUTE, timers=timers, level=1):
         pass
     async with memory.turn(GENERATE, timers=timers, level=0):
@@ -133,7 +143,7 @@ async def test_moves_are_timed_and_in_the_trace_with_what_is_live() -> None:
 async def test_a_backend_that_frees_nothing_is_found_out() -> None:
     runtime = FakeRuntime(SHARED)
     memory = turns_on(runtime)
-    await memory.start()
+    await memory.start(Timers())
     runtime.liar = "trainer"
     async with memory.turn(COMPUTE, timers=Timers()):
         pass
@@ -195,7 +205,7 @@ async def test_a_turn_that_is_given_up_lets_the_next_in() -> None:
 async def test_after_a_failed_move_the_next_turn_makes_sure_of_it() -> None:
     runtime = FakeRuntime(SHARED)
     memory = turns_on(runtime)
-    await memory.start()
+    await memory.start(Timers())
     runtime.failure = BackendError("the rank does not answer")
     with pytest.raises(BackendError, match="does not answer"):
         async with memory.turn(COMPUTE, timers=Timers()):
@@ -209,12 +219,13 @@ async def test_after_a_failed_move_the_next_turn_makes_sure_of_it() -> None:
 async def test_a_trainer_is_rebuilt_with_the_generator_asleep_and_made_sure_of_afterwards() -> None:
     runtime = FakeRuntime(SHARED)
     memory = turns_on(runtime)
-    await memory.start()
+    await memory.start(Timers())
     async with memory.turn(GENERATE, timers=Timers()):
         pass
-    runtime.did = []
-    await memory.recover(TrainerLostError("rank 1 died"))
+    runtime.did, timers = [], Timers()
+    await memory.recover(TrainerLostError("rank 1 died"), timers)
     assert runtime.did == ["offload generator weights kv_cache", "recover"]
+    assert told(timers) == [("offload", "generator", {"weights": {"0": 0, "1": 0}, "kv_cache": {"0": 0, "1": 0}})]
     async with memory.turn(Use("trainer", "load"), timers=Timers()):
         pass
     assert runtime.did[2:] == ["offload trainer gradients", "onload trainer weights optimizer"]

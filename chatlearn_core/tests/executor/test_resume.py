@@ -109,8 +109,12 @@ def test_a_checkpoint_can_be_named(tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_that_is_not_one_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="elsewhere is not a complete checkpoint"):
-        find(make_store(tmp_path, 2), tmp_path / "elsewhere")
+    store = make_store(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"names .*elsewhere, and there is no such .*checkpoints/step_00000002\)"):
+        find(store, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(CheckpointError, match=r"elsewhere is not a complete checkpoint: it has no checkpoint\.json"):
+        find(store, tmp_path / "elsewhere")
 
 
 def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
@@ -137,6 +141,11 @@ def test_a_timeout_may_be_raised_as_its_error_asks(tmp_path: Path) -> None:
     own = changed(roles={"trainer": {"options": {"learning_rate": 0.1, "timeout_s": 1.0}}})
     with pytest.raises(CheckpointError, match=r"roles\.trainer\.options\.timeout_s"):
         find(make_store(tmp_path, 2), config=own)
+
+
+def test_another_number_of_ranks_and_another_device_may_go_on(tmp_path: Path) -> None:
+    elsewhere = {"options": {"learning_rate": 0.1}, "timeout_s": 5.0, "ranks": 4, "replicas": 2, "device": "cpu"}
+    assert find(make_store(tmp_path, 2), config=changed(roles={"trainer": elsewhere})).checkpoint is not None
 
 
 def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:
@@ -169,7 +178,9 @@ def test_a_run_does_not_go_backwards(tmp_path: Path) -> None:
 def test_differences_are_named_by_their_whole_key() -> None:
     then = {"a": {"b": 1, "c": [1, 2]}, "d": None}
     now = {"a": {"b": 2, "c": [1, 3]}, "e": 1}
-    assert changed_settings(then, now) == ["a.b: was 1, is 2", "a.c: was [1, 2], is [1, 3]", "e: was None, is 1"]
+    assert changed_settings(then, now) == ["a.b: was 1, is 2", "a.c.1: was 2, is 3", "e: was not set, is 1"]
+    only_now = changed_settings({"roles": {}}, {"roles": {"reference": {"kind": "trainer"}}})
+    assert only_now == ["roles.reference: was not set, is set"], "not all that is in it"
 
 
 def _try_to_lock(path: str, outcome: Any) -> None:

@@ -49,6 +49,12 @@ class LoadedConfig:
         """The plugin chosen at a path, such as ``chosen("roles", "trainer")``; None where nothing is chosen."""
         return self.choices.get(".".join(str(part) for part in path))
 
+    def plugin(self, *path: str | int) -> SelectedPlugin:
+        """The same where every valid configuration chooses one: a trainer's backend, a runtime."""
+        choice = self.chosen(*path)
+        assert choice is not None, f"validation lets no configuration through that chooses nothing at {path}"
+        return choice
+
 
 def load_config(
     path_or_text: Path | str, overrides: Sequence[str] = (), registry: PluginRegistry | None = None

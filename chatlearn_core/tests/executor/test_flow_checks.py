@@ -9,7 +9,7 @@ import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.assembly import _check_partial_rollouts, _check_roles
+from chatlearn_core.executor.flow_checks import check_partial_rollouts, check_roles
 from chatlearn_core.flow import trace
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputRequest
@@ -47,7 +47,7 @@ def check(**of_roles: dict[str, Any]) -> None:
             "train": {"steps": 1, "prompts_per_step": 1},
         }
     )
-    _check_roles(config, trace(flow, {name: role["kind"] for name, role in roles.items()}), LOSSES)
+    check_roles(config, trace(flow, {name: role["kind"] for name, role in roles.items()}), LOSSES)
 
 
 def partial(flow_function: Any, mode: str) -> None:
@@ -63,7 +63,7 @@ def partial(flow_function: Any, mode: str) -> None:
         }
     )
     kinds = {"trainer": "trainer", "generator": "generator", "critic": "trainer"}
-    _check_partial_rollouts(config, trace(flow_function, kinds))
+    check_partial_rollouts(config, trace(flow_function, kinds))
 
 
 def test_partial_rollouts_need_a_flow_that_generates() -> None:

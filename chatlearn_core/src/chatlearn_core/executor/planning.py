@@ -1,0 +1,153 @@
+"""From a checked configuration to the plan that a runtime carries out: roles with their backends, and weight syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from chatlearn_core.config.load import LoadedConfig
+from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.flow import Graph
+from chatlearn_core.plugins.compatibility import choose_transport, placement_of, shared_channel
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, RuntimeSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import Loss, ModelSource
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.types import Payload
+
+_MIB = 1 << 20
+
+
+def plan_run(
+    loaded: LoadedConfig,
+    registry: PluginRegistry,
+    graph: Graph,
+    evaluation: Graph | None,
+    losses: Mapping[str, Loss],
+) -> RunPlan:
+    """The roles that flow, evaluation and losses use, and how weights get from the policy to its generators.
+
+    Raises:
+        ConfigError: ``weight_sync.payload`` does not suit what the ends were told to send and take.
+    """
+    config = loaded.config
+    used = set(graph.roles) | set(losses) | set(evaluation.roles if evaluation else ())
+    roles = {name: _role_plan(loaded, name, name in losses) for name in config.roles if name in used}
+    return RunPlan(
+        registry=registry,
+        roles=roles,
+        weight_syncs=tuple(_weight_syncs(loaded, registry, roles)),
+        run_dir=Path(config.output_dir),
+        seed=config.seed,
+        total_updates=config.train.steps * config.train.epochs * config.train.mini_batches,
+    )
+
+
+def model_source(model: ModelConfig, default: ModelConfig, head: str = "lm") -> ModelSource:
+    """A model section as backends take it."""
+    return ModelSource(
+        path=model.path,
+        tokenizer_path=model.tokenizer or (model.path if model is not default else default.tokenizer or model.path),
+        head=cast(Any, head),
+        max_length=model.max_length,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _role_plan(loaded: LoadedConfig, name: str, learns: bool) -> RolePlan:
+    config = loaded.config
+    role: RoleConfig = config.roles[name]
+    if role.parts:
+        backends = tuple(_reward_part(loaded, name, index, part) for index, part in enumerate(role.parts))
+    else:
+        choice = loaded.plugin("roles", name)
+        assert isinstance(choice.record, TrainerSpec | GeneratorSpec | RewardSpec)
+        backends = (BackendPlan(f"roles.{name}", choice.record, choice.options),)
+    return RolePlan(
+        name=name,
+        kind=role.kind,
+        backends=backends,
+        model=None if role.kind == "reward" else model_source(role.model or config.model, config.model, role.head),
+        head=role.head,
+        device=role.device,
+        replicas=role.replicas,
+        ranks=role.ranks,
+        trainable=learns if role.trainable is None else role.trainable,
+        engine=role.engine,
+        timeout_s=role.timeout_s,
+    )
+
+
+def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) -> BackendPlan:
+    choice = loaded.plugin("roles", role, "parts", index)
+    assert isinstance(choice.record, RewardSpec)
+    sources = None if part.data_sources is None else frozenset(part.data_sources)
+    return BackendPlan(f"roles.{role}.parts.{index}", choice.record, choice.options, part.weight, sources)
+
+
+def _weight_syncs(
+    loaded: LoadedConfig, registry: PluginRegistry, roles: Mapping[str, RolePlan]
+) -> list[WeightSyncPlan]:
+    """From the policy to every generator that samples from it; a generator with a model of its own keeps it."""
+    config = loaded.config
+    policies = [role for role in roles.values() if role.kind == "trainer" and role.trainable and role.head == "lm"]
+    syncs: list[WeightSyncPlan] = []
+    runtime = loaded.plugin("runtime")
+    assert isinstance(runtime.record, RuntimeSpec)
+    placement = placement_of(runtime.record, runtime.options)
+    for generator in (role for role in roles.values() if role.kind == "generator"):
+        if not policies or config.roles[generator.name].model is not None:
+            continue
+        policy = policies[0]
+        trainer_record, generator_record = policy.backend.record, generator.backend.record
+        assert isinstance(trainer_record, TrainerSpec)
+        assert isinstance(generator_record, GeneratorSpec)
+        _check_payload(config.weight_sync.payload, policy, generator)
+        choice = loaded.chosen("weight_sync")
+        if choice is None:
+            record, why = choose_transport(
+                trainer_record,
+                generator_record,
+                registry.records("weight_sync"),
+                placement,
+                config.weight_sync.payload,
+                rolling=config.weight_sync.fleet_rule == "rolling",
+            )
+            options = registry.load_options(record)(**config.weight_sync.options)
+        else:
+            assert isinstance(choice.record, WeightSyncSpec)
+            record, options, why = choice.record, choice.options, "weight_sync.backend names it"
+        channel = shared_channel(record, generator_record, config.weight_sync.payload)
+        assert channel is not None, "cross-checks refuse a transport that the generator has no channel for"
+        syncs.append(
+            WeightSyncPlan(
+                trainer=policy.name,
+                generator=generator.name,
+                record=record,
+                options=options,
+                why=why,
+                fleet_rule=config.weight_sync.fleet_rule,
+                bucket_bytes=config.weight_sync.bucket_mb * _MIB,
+                timeout_s=config.weight_sync.timeout_s,
+                channel=channel,
+                payload=config.weight_sync.payload,
+                max_loading=config.weight_sync.max_loading,
+            )
+        )
+    return syncs
+
+
+def _check_payload(payload: Payload, *ends: RolePlan) -> None:
+    """Both ends take the payload with the options they have; which payloads their plugins know was checked before."""
+    for role in ends:
+        payloads: frozenset[str] | None = getattr(role.backend.options, "payloads", None)
+        if payloads is not None and payload not in payloads:
+            does = "sends" if role.kind == "trainer" else "takes"
+            raise ConfigError(
+                f"weight_sync.payload is {payload!r}, but role {role.name!r} ({role.backend.record.name}) {does} "
+                f"{', '.join(map(repr, sorted(payloads)))} with the options it has. Set roles.{role.name}.options for "
+                "adapters on both ends (lora) and payload: adapter, or on neither and payload: full; a trainer with "
+                "adapters may also send the merged model (full)"
+            )
