@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
-from chatlearn_core.runtime.fleet import replica_index
+from chatlearn_core.runtime.replica_fleet import replica_index
 from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
 
 T = TypeVar("T")
@@ -141,6 +141,7 @@ class SimulatedFleet:
 
     def __init__(self, num_replicas: int, costs: Costs, slots: int, length_of: Callable[[str], int]) -> None:
         self.num_replicas = num_replicas
+        self.accepting = frozenset(range(num_replicas))
         self.replicas = [SimulatedReplica(costs, slots, length_of) for _ in range(num_replicas)]
         self.measure()
 

@@ -1,4 +1,6 @@
-"""The generator's process of ``weight_sync.py``: a receiver, and an engine or something that takes and forgets."""
+"""The generator's process of ``weight_sync.py``: every transport's receiver beside one engine, or beside something that
+takes and forgets.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,26 @@ import asyncio
 import gc
 import os
 import socket
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from process_costs import Costs
 from torch import Tensor
+from weight_sync_model import MODEL_LENGTH, MemoryTrainer, own_memory
 
+from chatlearn_core.hosting import SharedBlock
 from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.testing.model_directory import read_checkpoint
+from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, WeightManifest
 
-Load = Literal["forget", "engine"]
+KV_CACHE_BYTES = 256 << 20
+Measured = dict[str, float]
 
 
 class Forget:
@@ -42,78 +50,141 @@ class Forget:
         return 0
 
 
-def generator_end(pipe: Any, transport: str, load: Load, model: str, engine: str, dtype: str) -> None:
+@dataclass
+class End:
+    """What this process holds."""
+
+    registry: PluginRegistry
+    model: Path
+    engine: str
+    loader: Any
+    here: Endpoint
+    receivers: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Of the model, once a measurement that needs them in this process has read them."""
+
+
+def generator_end(pipe: Any, model: str, engine: str, dtype: str, python: str | None) -> None:
     """Answer the trainer's process until it closes. A failure is answered in words."""
     torch.set_num_threads(1)
-    asyncio.run(_serve(pipe, transport, load, model, engine, dtype))
+    asyncio.run(_serve(pipe, Path(model), engine, dtype, python))
 
 
-async def _serve(pipe: Any, transport: str, load: Load, model: str, engine: str, dtype: str) -> None:
+async def _serve(pipe: Any, model: Path, engine: str, dtype: str, python: str | None) -> None:
     registry = discover_plugins()
-    record = registry.select("weight_sync", transport, "transport")
     here = Endpoint("generator", 0, 0, socket.gethostname(), "cpu", os.getpid())
-    receiver = registry.load_factory(record, "receiver")(registry.load_options(record)(), here)
     generator: Any = None
-    loader: Any = Forget()
-    if load == "engine":
-        spec = registry.select("generator", engine, "engine")
-        options = registry.load_options(spec)
-        has_dtype = "dtype" in options.model_fields  # otherwise it is an argument of the engine
-        context = RoleContext(
-            "generator",
-            ModelSource(model, model, max_length=512),
-            device="cpu",
-            engine_arguments={} if has_dtype else {"dtype": dtype},
-        )
-        generator = registry.load_factory(spec)(options(**({"dtype": dtype} if has_dtype else {})), context)
-        generator.setup()
-        loader = generator.loader
-    held: dict[str, Tensor] = {}
+    try:
+        if engine:
+            generator = started(registry, engine, model, dtype, python)
+        end = End(registry, model, engine, generator.loader if generator is not None else Forget(), here)
+        pipe.send(here)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
     while True:
         message = await asyncio.to_thread(pipe.recv)
+        if message[0] == "close":
+            break
         try:
-            answer = await _answer(message, here, receiver, loader, model, held)
+            answer = await ANSWERS[message[0]](end, *message[1:])
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
-        if message[0] == "close":
-            receiver.close()
-            if generator is not None:
-                generator.close()
-            return
         pipe.send(answer)
+    for receiver in end.receivers.values():
+        receiver.close()
+    if generator is not None:
+        generator.close()
 
 
-async def _answer(
-    message: Sequence[Any], here: Endpoint, receiver: Any, loader: Any, model: str, held: dict[str, Tensor]
-) -> Any:
-    if message[0] == "ready":
-        return here
-    if message[0] == "begin":
-        plan: SyncPlan = message[1]
-        held.clear()
-        gc.collect()
-        await loader.begin(plan.policy_version, plan.manifest)
-        return True
-    if message[0] == "receive":
-        plan, offer = message[1:]
-        return await _receive(plan, offer, receiver, loader)
-    if message[0] == "from_memory":
-        if not held:
-            held |= {name: tensor.clone() for name, tensor in read_checkpoint(Path(model)).items()}
-        await loader.begin(1, message[1])
-        start, cpu_start = time.perf_counter(), time.process_time()
-        await loader.load_tensors(iter(held.items()))
-        await loader.finish()
-        return time.perf_counter() - start, time.process_time() - cpu_start
-    assert message[0] == "close"
-    return None
+def started(registry: PluginRegistry, engine: str, model: Path, dtype: str, python: str | None) -> Any:
+    """A generator that serves the model directory."""
+    spec = registry.select("generator", engine, "--engines", installed=None)
+    options = registry.load_options(spec)
+    own: dict[str, Any] = {"dtype": dtype}
+    arguments: dict[str, Any] = {}
+    if engine == "vllm":
+        arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "max_num_seqs": 8}
+    elif engine == "sglang":
+        own["python"] = python
+        arguments = {"max_total_tokens": MODEL_LENGTH * 4, "max_running_requests": 4}
+    context = RoleContext(
+        "generator",
+        ModelSource(str(model), str(model), max_length=MODEL_LENGTH),
+        device="cpu",
+        engine_arguments=arguments,
+    )
+    generator = registry.load_factory(spec)(options(**own), context)
+    generator.setup()
+    return generator
 
 
-async def _receive(plan: SyncPlan, offer: SyncOffer, receiver: Any, loader: Any) -> dict[str, float]:
-    from weight_sync import peak_mb, reset_peak, resident_mb
+async def receive(end: End, transport: str, plan: SyncPlan, offer: SyncOffer) -> Measured:
+    """One sync, to the confirmed version."""
+    receiver = end.receivers.get(transport)
+    if receiver is None:
+        record = end.registry.select("weight_sync", transport, "transport")
+        receiver = end.registry.load_factory(record, "receiver")(end.registry.load_options(record)(), end.here)
+        end.receivers[transport] = receiver
+    costs = Costs()
+    await end.loader.begin(plan.policy_version, plan.manifest)
+    num_bytes = await receiver.receive(plan, [offer], end.loader)
+    await end.loader.finish()
+    return {"bytes": num_bytes, "s": costs.seconds(), "peak_mb": costs.peak_mb(), "cpu_s": costs.cpu_s()}
 
-    reset_peak()
-    before, start = resident_mb(), time.process_time()
-    num_bytes = await receiver.receive(plan, [offer], loader)
-    await loader.finish()
-    return {"bytes": num_bytes, "peak_mb": peak_mb() - before, "cpu_s": time.process_time() - start}
+
+async def direct(end: End, plan: SyncPlan) -> Measured:
+    """One sync over ``direct``, which has both ends in this process."""
+    record = end.registry.select("weight_sync", "direct", "transport")
+    options = end.registry.load_options(record)()
+    sender = end.registry.load_factory(record, "sender")(options, end.here)
+    receiver = end.registry.load_factory(record, "receiver")(options, end.here)
+    trainer = MemoryTrainer(_tensors(end))
+    costs = Costs()
+    await end.loader.begin(plan.policy_version, plan.manifest)
+    offer = sender.offer(plan)
+    thread = threading.Thread(target=sender.send, args=(plan, trainer))
+    thread.start()
+    num_bytes = await receiver.receive(plan, [offer], end.loader)
+    thread.join()
+    await end.loader.finish()
+    sender.close()
+    receiver.close()
+    return {"bytes": num_bytes, "s": costs.seconds(), "peak_mb": costs.peak_mb(), "cpu_s": costs.cpu_s()}
+
+
+async def from_memory(end: End, version: int) -> Measured:
+    """The engine takes the same tensors out of memory that it can read: its own process's, or, where it is a process by
+    itself, a block that holds all of them before the clock starts.
+    """
+    tensors = _tensors(end)
+    if end.engine != "sglang":
+        costs = Costs()
+        await end.loader.begin(version, manifest_of(tensors))
+        await end.loader.load_tensors(iter(tensors.items()))
+        await end.loader.finish()
+        return {"s": costs.seconds(), "cpu_s": costs.cpu_s()}
+    with SharedBlock(sum(tensor.nbytes + 64 for tensor in tensors.values())) as block:
+        for name, tensor in tensors.items():
+            assert block.add(name, tensor)
+        costs = Costs()
+        await end.loader.begin(version, manifest_of(tensors))
+        await end.loader.load_handles(block.handle())
+        await end.loader.finish()
+        return {"s": costs.seconds(), "cpu_s": costs.cpu_s()}
+
+
+async def forget(end: End) -> bool:
+    """Give back the tensors that this process read for itself."""
+    end.tensors = {}
+    gc.collect()
+    return True
+
+
+def _tensors(end: End) -> dict[str, Tensor]:
+    if not end.tensors:
+        end.tensors = own_memory(read_checkpoint(end.model))
+    return end.tensors
+
+
+ANSWERS: dict[str, Any] = {"receive": receive, "direct": direct, "from_memory": from_memory, "forget": forget}

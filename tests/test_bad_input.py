@@ -78,7 +78,14 @@ def duplicate_ids(recipe: Any) -> list[str]:
 
 def no_model(recipe: Any) -> list[str]:
     recipe.content["model"]["path"] = "nowhere/model"
-    return ["nowhere/model"]
+    return ["run.yaml, model.path: 'nowhere/model' is neither"]
+
+
+def no_tokenizer(recipe: Any) -> list[str]:
+    path = own_model(recipe)
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    return [f"run.yaml, model.path: {path} has no tokenizer", "in model.tokenizer"]
 
 
 def model_without_weights(recipe: Any) -> list[str]:
@@ -128,6 +135,7 @@ BAD_INPUT = [
     not_utf8,
     duplicate_ids,
     no_model,
+    no_tokenizer,
     model_without_weights,
     weights_cut_short,
     foreign_tokenizer,

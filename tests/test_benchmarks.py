@@ -48,12 +48,17 @@ def test_plugin_listing() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_weight_sync() -> None:
-    result = run_benchmark("weight_sync", "--quick")
+    result = run_benchmark("weight_sync", "--quick", "--engines", "transformers", "vllm")
     [row] = result["rows"]
-    assert row["transfer"].keys() == {"shared_memory", "broadcast", "delta", "checkpoint"}
-    assert row["engine"]["transformers"].keys() == row["transfer"].keys()
+    assert row["transfer"].keys() == {"direct", "shared_memory", "broadcast", "delta", "checkpoint"}
     assert 0.0 < row["delta"]["changed_share"] < row["delta"]["payload_share"] < 1.0
-    assert row["engine"]["transformers"]["shared_memory"]["from_memory_s"] > 0.0
+    assert row["engine"].keys() == {"transformers", "vllm"}
+    for engine in row["engine"].values():
+        assert engine["from_memory_s"] > 0.0
+        assert engine["transports"].keys() == row["transfer"].keys()
+    native = row["engine"]["vllm"]["native_s"]
+    over = row["engine"]["vllm"]["transports"]["shared_memory"]["over_native"]
+    assert native.keys() == over.keys() == {"tensors", "checkpoint"}
 
 
 @pytest.mark.slow

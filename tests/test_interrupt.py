@@ -56,7 +56,7 @@ def test_the_first_stops_cleanly_and_the_run_goes_on_as_if_nothing_had_been(
     stopped = start("run", recipe.file, *settings, PROBE=moment, PROBE_SIGNAL=str(int(number))).wait()
     assert stopped.code == INTERRUPTED, stopped.output
     assert "Traceback" not in stopped.output
-    said = re.search(r"error: stopped after step (\d)\. A checkpoint of step (\d) is in ", stopped.output)
+    said = re.search(r"(?m)^stopped after step (\d)\. A checkpoint of step (\d) is in ", stopped.output)
     assert said is not None, stopped.output
     assert said.group(1) == said.group(2) != "0", "no complete step is lost"
     assert stopped.output.strip().endswith("Run the same command again to go on")

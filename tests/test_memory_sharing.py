@@ -28,6 +28,7 @@ from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.weight_loader import TransformersWeightLoader
 
@@ -54,6 +55,15 @@ COLOCATED_STEP = [
     ("sync", "trainer", None),
 ]
 """A step with nothing before it but another step."""
+START = [
+    ("offload", "trainer", {"weights", "gradients", "optimizer"}),
+    ("offload", "reference", {"weights"}),
+    ("offload", "generator", {"weights", "kv_cache"}),
+    ("onload", "trainer", {"weights"}),
+    ("onload", "generator", {"weights"}),
+    ("sync", "trainer", None),
+]
+"""Each is put aside before the next is built, and both ends come back for the first weights."""
 Entry = Mapping[str, Any]
 
 
@@ -120,9 +130,10 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def trace_of(run_dir: Path, step: int) -> list[Entry]:
-    """What happened in a step itself, beside its checkpoint."""
-    return [entry for entry in lines(run_dir / "trace.jsonl") if entry["step"] == step and "during" not in entry]
+def trace_of(run_dir: Path, step: int, during: str | None = None) -> list[Entry]:
+    """What happened in a step itself, or beside it, such as in its checkpoint."""
+    entries = lines(run_dir / "trace.jsonl")
+    return [entry for entry in entries if entry["step"] == step and entry.get("during") == during]
 
 
 def told(entries: Iterable[Entry]) -> list[tuple[str, str, set[str] | None]]:
@@ -178,12 +189,31 @@ def local(config: Path) -> Path:
 async def test_offloading_changes_no_bit_and_follows_the_flow(config: Path, local: Path) -> None:
     taking_turns = await train(config, "turns", ALWAYS)
     assert result_of(taking_turns) == result_of(local)
+    assert told(trace_of(taking_turns, 0, "start")) == START
     assert told(trace_of(taking_turns, 2)) == COLOCATED_STEP
     assert told(trace_of(taking_turns, 3)) == COLOCATED_STEP
     check_nobody_is_in_the_way(taking_turns, {"trainer", "generator", "reference"})
     metrics = lines(taking_turns / "metrics.jsonl")[0]
     assert metrics["timing_s/offload"] > 0
     assert metrics["timing_s/onload"] > 0
+
+
+async def test_an_engine_takes_turns_as_well(config: Path, tmp_path: Path) -> None:
+    """vLLM in this process, where it and its neighbours measure what each of them really holds."""
+    cache_bytes = 64 << 20
+    engine = {"kv_cache_memory_bytes": cache_bytes, "max_num_seqs": 64}
+    vllm = [
+        f"model.path={build_tiny_model(tmp_path / 'model', hidden=128)}",
+        "roles.generator.backend=vllm",
+        f"roles.generator.engine={json.dumps(engine)}",
+    ]
+    staying = await train(config, "vllm-staying", NEVER, *vllm)
+    taking_turns = await train(config, "vllm-turns", ALWAYS, *vllm)
+    assert result_of(taking_turns) == result_of(staying)
+    assert told(trace_of(taking_turns, 2)) == COLOCATED_STEP
+    check_nobody_is_in_the_way(taking_turns, {"trainer", "generator", "reference"})
+    measured = [entry.get("live_bytes") for entry in trace_of(taking_turns, 2) if entry["role"] == "generator"]
+    assert {"kv_cache": {"0": cache_bytes}} in measured
 
 
 async def test_by_default_roles_on_a_cpu_stay_where_they_are(local: Path) -> None:
@@ -308,7 +338,9 @@ def ray_session() -> Iterator[None]:
     import ray
 
     ray.shutdown()  # one that a test before left in this process
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local", num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
+    )
     yield
     ray.shutdown()
 
@@ -328,6 +360,45 @@ async def test_colocated_processes_take_turns(config: Path, local: Path) -> None
     assert result_of(colocated) == result_of(local)
     assert told(trace_of(colocated, 2)) == COLOCATED_STEP
     check_nobody_is_in_the_way(colocated, {"trainer", "generator", "reference"})
+
+
+ON_TWO_GPUS = (
+    "memory.offload=auto",
+    *(f"roles.{role}.device=auto" for role in ("trainer", "reference", "generator")),
+)
+"""An engine that drives both GPUs of a slot, beside a trainer on the one and a reference on the other."""
+
+
+def test_a_dry_run_says_which_gpus_an_engine_shares_with_whom(config: Path) -> None:
+    placed = on_ray({"slots": 1, "gpus": 2}, trainer={}, generator={"gpus": 2}, reference={})
+    settings = [*placed, *ON_TWO_GPUS, "runtime.options.num_gpus=2"]
+    text = describe(assembled(config, "dry", *settings))
+    assert "rank 0 of 1: pool 'shared', slot 0: 0.1666 CPU, its GPU 0" in text
+    assert "replica 0: pool 'shared', slot 0: 0.3333 CPU, its GPUs 0 and 1" in text
+    assert "trainer, generator take turns on pool 'shared', slot 0, GPU 0" in text
+    assert "reference, generator take turns on pool 'shared', slot 0, GPU 1" in text
+    together = describe(assembled(config, "dry", *settings, "roles.trainer.ranks=2", "roles.reference.ranks=2"))
+    for gpu in (0, 1):
+        assert f"rank {gpu} of 2: pool 'shared', slot 0: 0.1666 CPU, its GPU {gpu}" in together
+        assert f"trainer, reference, generator take turns on pool 'shared', slot 0, GPU {gpu}" in together
+    with pytest.raises(
+        ConfigError, match=r"'trainer' has 3 worker\(s\) .* needs 2 slots \(2 a slot\), but pool 'shared' has 1"
+    ):
+        describe(assembled(config, "dry", *settings, "roles.trainer.ranks=3"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_session")
+async def test_an_engine_on_two_gpus_takes_turns_with_those_on_each(config: Path, local: Path) -> None:
+    """Imagined GPUs: the workers compute on the host, and who shares which is what the slot says."""
+    placed = on_ray({"slots": 1, "gpus": 2}, trainer={}, generator={"gpus": 2}, reference={})
+    shared = await train(config, "two-gpus", *placed, *ON_TWO_GPUS)
+    assert result_of(shared) == result_of(local)
+    check_nobody_is_in_the_way(shared, {"trainer", "generator"}, {"reference", "generator"})
+    moved = [(entry["action"], entry["role"]) for entry in trace_of(shared, 2) if "live_bytes" in entry]
+    assert ("offload", "reference") in moved
+    assert moved.index(("onload", "reference")) < moved.index(("offload", "reference"))
 
 
 class Killer(Watcher):
@@ -356,6 +427,15 @@ async def test_partly_shared_processes_take_turns_and_a_lost_trainer_comes_back_
     assert any("The trainer was rebuilt" in text for text in killer.warnings)
     assert result_of(partly) == result_of(expected)
     check_nobody_is_in_the_way(partly, {"trainer", "generator"}, {"reference", "generator"})
+    recovery = [entry for entry in told(trace_of(partly, 1, "recovery")) if entry[1] != "reference"]
+    assert recovery == [
+        ("offload", "trainer", {"gradients"}),
+        ("onload", "trainer", {"weights", "optimizer"}),
+        ("load", "trainer", None),
+        ("offload", "trainer", {"optimizer"}),
+        ("onload", "generator", {"weights"}),
+        ("sync", "trainer", None),
+    ], "the rebuilt trainer is made sure of; the generator had gone when its turn began"
     step = trace_of(partly, 1)
     assert told(entry for entry in step if entry["role"] == "reference") == [
         ("onload", "reference", {"weights"}),

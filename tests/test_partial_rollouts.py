@@ -30,8 +30,8 @@ from chatlearn_transformers.options import TransformersGeneratorOptions
 
 pytestmark = pytest.mark.engine
 
-LONG = 30
-"""Tokens of the completion that lasts over two syncs."""
+LONG = 100
+"""Tokens of the completion that lasts over two syncs, even if the event loop gets its turns late."""
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,23 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert result_of(recipe.run_dir) == expected
 
 
+def test_a_secret_of_the_environment_is_in_no_file_of_the_run_and_may_change(recipe: Any, chatlearn: Any) -> None:
+    secrets = ("first-s3cret", "second-s3cret")
+    recipe.content["roles"]["reward"] = {
+        "kind": "reward",
+        "backend": "format",
+        "options": {"pattern": "${oc.env:ACME_TOKEN}", "num_workers": 1},
+    }
+    recipe.write()
+    for steps, secret in enumerate(secrets, start=1):
+        finished = chatlearn("run", recipe.file, f"train.steps={steps}", ACME_TOKEN=secret)
+        assert finished.code == 0, finished.output
+    assert "resuming after step 1" in finished.output
+    assert "pattern: ${oc.env:ACME_TOKEN}" in (recipe.run_dir / "config.yaml").read_text()
+    files = [file for file in recipe.run_dir.rglob("*") if file.is_file()]
+    assert [file for file in files if any(secret.encode() in file.read_bytes() for secret in secrets)] == []
+
+
 def test_changed_settings_are_refused(recipe: Any, chatlearn: Any) -> None:
     assert chatlearn("run", recipe.file, PROBE="saved:1").code == KILLED
     refused = chatlearn("run", recipe.file, "seed=1", "roles.trainer.options.learning_rate=0.1")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from chatlearn_core.exceptions import HostedProcessLostError
 from chatlearn_core.hosting import HostedProcess, SharedBlock
+from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.hosting.process_group import live_members
 from chatlearn_core.protocols import ModelSource, RoleContext
@@ -24,7 +25,7 @@ from chatlearn_hf.plain_forward import load_plain_model
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_sglang.conformance import PYTHON_VARIABLE
 from chatlearn_sglang.generator import SGLangGenerator
-from chatlearn_sglang.options import SGLangGeneratorOptions
+from chatlearn_sglang.options import LoraOptions, SGLangGeneratorOptions
 
 T = TypeVar("T")
 
@@ -134,7 +135,9 @@ class LeasedProcess:
             files = [(str(self._model / "model.safetensors"), [(name, name) for name in names])]
             process.call("abort", None, timeout_s=60)
             process.call("begin_weights", timeout_s=60)
-            process.call("load", "checkpoint", {"files": files, "copies": {}}, timeout_s=60)
+            of_sync = {"sync": self._version, "adapter": False, "copies": {}}
+            process.call("load", "checkpoint", {"files": files, **of_sync}, timeout_s=60)
+            process.call("load", "finish", of_sync, timeout_s=60)
             process.call("finish_weights", self._version, False, timeout_s=60)
         return process
 
@@ -157,9 +160,9 @@ def share_engines(leased_engines: type[LeasedProcess]) -> Iterator[None]:
 class Engine:
     """A generator with a real engine of its own, and an event loop to drive it."""
 
-    def __init__(self, directory: Path, python: str, **engine: Any) -> None:
+    def __init__(self, directory: Path, python: str, lora: LoraOptions | None = None, **engine: Any) -> None:
         source = ModelSource(str(directory), str(directory), max_length=128)
-        options = SGLangGeneratorOptions(python=python, dtype="float32", bucket_mb=1)
+        options = SGLangGeneratorOptions(python=python, dtype="float32", bucket_mb=1, lora=lora)
         self.directory = directory
         self.generator = SGLangGenerator(options, RoleContext("actor", source, engine_arguments=engine))
         self.runner = asyncio.Runner()
@@ -207,7 +210,8 @@ class Engine:
         try:
             flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
             specs = list(manifest_of(tensors).tensors.values())
-            receiving = asyncio.ensure_future(loader.load_broadcast("weights", specs))
+            sums = [checksum(tensor) for tensor in tensors.values()]
+            receiving = asyncio.ensure_future(loader.load_broadcast("weights", specs, sums))
             await asyncio.to_thread(sender.broadcast(flat).wait)
             await receiving
         finally:
@@ -229,11 +233,11 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def start_engine(sglang_python: str) -> Iterator[Callable[..., Engine]]:
-    """``start_engine(directory, **engine_arguments)``: set up, closed at the end of the module."""
+    """``start_engine(directory, lora=None, **engine_arguments)``: set up, closed at the end of the module."""
     started: list[Engine] = []
 
-    def start(directory: Path, **engine: Any) -> Engine:
-        started.append(Engine(directory, sglang_python, **engine))
+    def start(directory: Path, lora: LoraOptions | None = None, **engine: Any) -> Engine:
+        started.append(Engine(directory, sglang_python, lora, **engine))
         started[-1].generator.setup()
         return started[-1]
 

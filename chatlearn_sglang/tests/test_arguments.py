@@ -13,8 +13,11 @@ def test_the_user_overrides_the_device_and_the_adapter_overrides_the_user() -> N
     assert "attention_backend" not in compose({}, {}, cpu=False)
 
 
-def test_weights_that_can_be_released_are_kept_on_the_host() -> None:
-    assert compose({"enable_memory_saver": True}, {}, cpu=False)["enable_weights_cpu_backup"] is True
-    assert "enable_weights_cpu_backup" not in compose({}, {}, cpu=False)
-    own = {"enable_memory_saver": True, "enable_weights_cpu_backup": False}
-    assert compose(own, {}, cpu=False)["enable_weights_cpu_backup"] is False
+def test_a_gpus_memory_can_be_released_and_weights_are_then_kept_on_the_host() -> None:
+    saving = compose({}, {}, cpu=False)
+    assert saving["enable_memory_saver"] is saving["enable_weights_cpu_backup"] is True
+    assert not {"enable_memory_saver", "enable_weights_cpu_backup"} & compose({}, {}, cpu=True).keys()
+    assert compose({"enable_weights_cpu_backup": False}, {}, cpu=False)["enable_weights_cpu_backup"] is False
+    kept = compose({"enable_memory_saver": False}, {}, cpu=False)
+    assert kept["enable_memory_saver"] is False
+    assert "enable_weights_cpu_backup" not in kept

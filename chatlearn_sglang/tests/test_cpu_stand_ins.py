@@ -78,3 +78,13 @@ def test_stand_ins_are_installed_on_a_cpu_alone() -> None:
             env={"SGLANG_USE_CPU_ENGINE": value},
         )
         assert found.stdout.strip() == expected
+
+
+def test_tensors_that_are_to_be_pinned_are_ordinary_where_nothing_can_pin() -> None:
+    code = (
+        "import torch; from chatlearn_sglang.engine_side.cpu_stand_ins import do_without_pinned_memory as do_without\n"
+        "do_without()\n"
+        "print(torch.tensor([1, 2], pin_memory=True).pin_memory().tolist(), torch.zeros(1, pin_memory=True).tolist())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[1, 2] [0.0]"

@@ -7,6 +7,7 @@ import pytest
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_sglang.engine_arguments import (
+    ADAPTER_VARIABLE,
     OWNED,
     check_owned,
     core_shares,
@@ -15,7 +16,7 @@ from chatlearn_sglang.engine_arguments import (
     owned_arguments,
 )
 from chatlearn_sglang.generator import SGLangGenerator
-from chatlearn_sglang.options import SGLangGeneratorOptions
+from chatlearn_sglang.options import LoraOptions, SGLangGeneratorOptions
 
 OPTIONS = SGLangGeneratorOptions(python=sys.executable)
 
@@ -37,6 +38,11 @@ def test_everything_the_adapter_sets_is_listed_as_owned() -> None:
     assert owned["device"] == "cuda"
     assert owned["base_gpu_id"] == 3
     assert owned["context_length"] > 100
+    lora = SGLangGeneratorOptions(python=sys.executable, lora=LoraOptions(max_rank=4))
+    with_lora = owned_arguments(context, lora, dtype="bfloat16", model_length=100, lora_targets=["q_proj"])
+    assert set(with_lora) <= set(OWNED)
+    assert (with_lora["max_lora_rank"], with_lora["lora_target_modules"]) == (4, ["q_proj"])
+    assert environment(lora, {}, cpu=False).keys() - environment(OPTIONS, {}, cpu=False).keys() == {ADAPTER_VARIABLE}
     assert "base_gpu_id" not in owned_arguments(
         RoleContext("actor", ModelSource("m", "t"), device="cuda"), OPTIONS, dtype="bfloat16", model_length=100
     )

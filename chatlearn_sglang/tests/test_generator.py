@@ -22,7 +22,7 @@ from chatlearn_core.types import WeightManifest
 from chatlearn_sglang.generator import SGLangGenerator
 from chatlearn_sglang.options import SGLangGeneratorOptions
 
-FACTS = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "dp_size": 1}
+FACTS = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "dp_size": 1, "keeps_memory": False}
 
 
 class FakeProcess:
@@ -198,7 +198,7 @@ async def test_what_is_running_is_not_offloaded_under_it(make) -> None:
 async def test_adapters_and_boxes_are_refused_by_name(make) -> None:
     loader = make()[0].loader
     expected = loader.expected_manifest()
-    with pytest.raises(WeightSyncError, match="takes whole models, not adapters"):
+    with pytest.raises(WeightSyncError, match=r"serves none; set options\.lora, or weight_sync\.payload to full"):
         await loader.begin(1, WeightManifest(expected.tensors, expected.aliases, adapter={"r": 4}))
     with pytest.raises(WeightSyncError, match="takes whole tensors, not boxes; choose a transport with channel"):
         await loader.load_boxes([])

@@ -37,6 +37,17 @@ def test_experts_and_shards_are_reloaded_exactly(engine, directory, tmp_path, ch
     assert_serves(engine, directory)
 
 
+def test_the_memory_of_all_ranks_is_given_back_and_summed(engine, directory, assert_serves) -> None:
+    generator = engine.generator
+    before = [generator.live_bytes(part) for part in ("weights", "kv_cache")]
+    assert before[0] >= sum(tensor.nbytes for tensor in read_checkpoint(directory).values())
+    generator.offload({"weights", "kv_cache"})
+    assert [generator.live_bytes(part) for part in ("weights", "kv_cache")] == [0, 0]
+    generator.onload({"weights", "kv_cache"})
+    assert [generator.live_bytes(part) for part in ("weights", "kv_cache")] == before
+    assert_serves(engine, directory)
+
+
 def test_a_rank_that_is_killed_while_generating_takes_the_replica_with_it(engine) -> None:
     """The last test of this engine: every request fails, the engine's own words are kept, nobody is left behind."""
     generator = engine.generator

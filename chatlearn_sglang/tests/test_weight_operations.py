@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from chatlearn_core.hosting import SharedBlock, handle_content
-from chatlearn_sglang.engine_side import weight_operations
+from chatlearn_sglang.engine_side import adapter, weight_operations
 from chatlearn_sglang.engine_side.outcome import Outcome
 from chatlearn_sglang.engine_side.weight_operations import encode
 
@@ -31,19 +32,22 @@ class Model:
 
 @pytest.fixture
 def rank(monkeypatch):
-    """``rank(operation, content)`` runs it on rank 1 and returns (model, errors)."""
+    """``rank(*operations)`` runs (name, content) pairs, of one sync, on rank 1 and returns (model, errors)."""
     context = ModuleType("sglang.srt.runtime_context")
     context.get_parallel = lambda: SimpleNamespace(tp_rank=1)
     for name in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
-    outcome = Outcome()
+    monkeypatch.setattr(weight_operations, "_syncs", {})
+    outcome, numbers = Outcome(), itertools.count()
 
-    def run(operation, content):
+    def run(*operations):
         model = Model()
         outcome.clear()
-        [(_, request)] = pickle.loads(encode(operation, content, outcome.path))
-        weight_operations.apply(model, [("request", request)])
+        of_sync = {"sync": next(numbers), "adapter": False, "copies": {}}
+        for operation, content in operations:
+            [(_, request)] = pickle.loads(encode(operation, of_sync | content, outcome.path))
+            weight_operations.apply(model, [("request", request)])
         return model, outcome.errors()
 
     yield run
@@ -54,7 +58,7 @@ def test_a_block_is_read_where_it_lies_and_a_tied_tensor_under_both_names(rank) 
     with SharedBlock(4096) as block:
         block.add("embed", torch.arange(6.0).view(2, 3))
         block.add("norm", torch.ones(2, dtype=torch.bfloat16))
-        model, errors = rank("block", handle_content(block.handle()) | {"copies": {"embed": ["head"]}})
+        model, errors = rank(("block", handle_content(block.handle()) | {"copies": {"embed": ["head"]}}))
     assert errors == []
     assert torch.equal(model.loaded["head"], torch.arange(6.0).view(2, 3))
     assert model.loaded["norm"].dtype == torch.bfloat16
@@ -62,7 +66,7 @@ def test_a_block_is_read_where_it_lies_and_a_tied_tensor_under_both_names(rank) 
 
 def test_a_checkpoint_is_read_under_the_names_that_were_asked_for(rank, tmp_path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "x.safetensors")
-    model, errors = rank("checkpoint", {"files": [(str(tmp_path / "x.safetensors"), [("b", "c")])], "copies": {}})
+    model, errors = rank(("checkpoint", {"files": [(str(tmp_path / "x.safetensors"), [("b", "c")])]}))
     assert errors == []
     assert list(model.loaded) == ["c"]
 
@@ -70,9 +74,39 @@ def test_a_checkpoint_is_read_under_the_names_that_were_asked_for(rank, tmp_path
 def test_a_fault_is_reported_with_its_rank_and_not_raised(rank) -> None:
     with SharedBlock(4096) as block:
         block.add("misfit", torch.ones(2))
-        _, errors = rank("block", handle_content(block.handle()) | {"copies": {}})
+        _, errors = rank(("block", handle_content(block.handle())))
     assert errors == ["rank 1: ValueError: shapes differ"]
-    assert rank("leave", {"name": "never joined", "copies": {}})[1] == []
+    assert rank(("leave", {"name": "never joined"}))[1] == []
+
+
+def test_an_adapter_is_served_when_all_of_it_has_come_and_no_weight_changes(rank, monkeypatch) -> None:
+    served = []
+    monkeypatch.setattr(adapter, "replace", lambda *arguments: served.append(arguments))
+    blocks = []
+    for name in ("a", "b"):
+        with SharedBlock(4096) as block:
+            block.add(name, torch.ones(2))
+            blocks.append(rank(("block", handle_content(block.handle()) | {"adapter": True, "sync": -1})))
+    assert [(model.loaded, errors) for model, errors in blocks] == [({}, [])] * 2
+    assert served == []
+    content = {"sync": -1, "adapter": True, "config": {"r": 2}, "absent": [("c", "float32", [2])]}
+    assert rank(("adapter", content))[1] == []
+    [(tensors, config, absent)] = served
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert (config, absent) == ({"r": 2}, [("c", "float32", [2])])
+
+
+def test_what_a_sync_that_failed_has_left_is_forgotten(rank, monkeypatch) -> None:
+    served = []
+    monkeypatch.setattr(adapter, "replace", lambda tensors, *_: served.append(set(tensors)))
+    with SharedBlock(4096) as block:
+        block.add("old", torch.ones(2))
+        rank(("block", handle_content(block.handle()) | {"adapter": True}))
+    with SharedBlock(4096) as block:
+        block.add("new", torch.ones(2))
+        of_adapter = {"adapter": True, "config": {}, "absent": []}
+        rank(("block", handle_content(block.handle()) | of_adapter), ("adapter", of_adapter))
+    assert served == [{"new"}]
 
 
 def test_silence_is_an_error() -> None:

@@ -64,7 +64,7 @@ def make_replica() -> Callable[..., Any]:
             device=device,
             engine_arguments=ENGINE_ARGUMENTS | (engine or {}),
         )
-        generator = VLLMGenerator(VLLMGeneratorOptions(dtype="float32", **options), context)
+        generator = VLLMGenerator(VLLMGeneratorOptions(**({"dtype": "float32"} | options)), context)
         generator.setup()
         return Replica(generator)
 

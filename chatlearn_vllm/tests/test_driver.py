@@ -40,6 +40,7 @@ class ScriptedEngine:
     def add(self, request):
         if request["max_tokens"] < 0:
             raise ValueError("max_tokens must be positive")
+        assert request["max_tokens"] < 1000, "a surprise"
         self.wanted[request["key"]] = request["max_tokens"]
 
     def step(self):
@@ -120,6 +121,20 @@ def test_what_the_engine_refuses_harms_no_other(start):
     driver.submit([ask(1, -1), ask(2, 1)])
     assert events.get(timeout=PATIENCE_S) == ("refused", 1, "max_tokens must be positive")
     assert events.get(timeout=PATIENCE_S)[2][0][0] == 2
+
+
+def test_a_request_that_the_engine_stumbles_over_is_told_as_well(start):
+    driver, events, _ = start()
+    driver.submit([ask(1, 1000), ask(2, 1)])
+    assert events.get(timeout=PATIENCE_S)[:2] == ("refused", 1)
+    assert events.get(timeout=PATIENCE_S)[2][0][0] == 2
+
+
+def test_an_engine_that_cannot_drop_a_request_is_dead(start):
+    driver, events, _ = start(fail_on="abort")
+    driver.drop([1])
+    kind, reason, _ = events.get(timeout=PATIENCE_S)
+    assert (kind, reason.splitlines()[0]) == ("dead", "RuntimeError: abort broke")
 
 
 def test_nothing_is_stepped_while_paused_and_all_of_it_afterwards(start):

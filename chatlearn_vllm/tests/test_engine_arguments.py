@@ -58,10 +58,17 @@ def test_parallel_and_other_arguments_pass_as_they_are():
         "enable_expert_parallel": True,
         "quantization": "fp8",
     }
-    assert arguments(given).items() >= given.items()
-    assert arguments(given)["distributed_executor_backend"] == "mp"
+    assert arguments(given, device="cuda").items() >= given.items()
+    assert arguments(given, device="cuda")["distributed_executor_backend"] == "mp"
     assert "distributed_executor_backend" not in arguments()
-    assert arguments(given | {"distributed_executor_backend": "ray"})["distributed_executor_backend"] == "ray"
+    asked = arguments(given | {"distributed_executor_backend": "ray"}, device="cuda")
+    assert asked["distributed_executor_backend"] == "ray"
+
+
+def test_expert_parallelism_is_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel: on a CPU vLLM 0\.32 .* remove it"):
+        arguments({"enable_expert_parallel": True})
+    assert "enable_expert_parallel" in arguments({"enable_expert_parallel": False})
 
 
 def test_every_argument_of_the_backends_own_is_named_with_the_remedy():
@@ -69,8 +76,9 @@ def test_every_argument_of_the_backends_own_is_named_with_the_remedy():
         arguments({"model": "x", "data_parallel_size": 2})
     assert re.findall(r"  (\w+): owned by the backend; (.*)", str(caught.value)) == [
         ("model", "set model.path"),
-        ("data_parallel_size", "one replica is one engine; set roles.<role>.replicas"),
+        ("data_parallel_size", OWNED["data_parallel_size"]),
     ]
+    assert "set roles.<role>.replicas" in OWNED["data_parallel_size"]
     assert "roles.actor.engine" in str(caught.value)
 
 

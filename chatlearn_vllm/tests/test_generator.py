@@ -19,6 +19,7 @@ FACTS = {
     "dtype": "float32",
     "num_workers": 1,
     "takes_adapters": False,
+    "stays_awake": None,
 }
 
 
@@ -168,6 +169,44 @@ async def test_a_dead_engine_fails_all_and_takes_nothing_more(stand, make_reques
         await generator.generate(make_request([1], "late"))
 
 
+async def test_tokens_that_cannot_be_decoded_fail_their_request(stand, make_request, monkeypatch):
+    generator, host = stand
+    [task] = await begin(generator, make_request([1], "odd", max_tokens=1))
+
+    def refuse(*_, **__):
+        raise OverflowError("no such token")
+
+    monkeypatch.setattr(generator._tokenizer, "batch_decode", refuse)
+    host.on_event(("tokens", 0, [(0, [7], [-1.0], "length", None)]))
+    with pytest.raises(BackendError, match=r"request 'odd' cannot be decoded: OverflowError: no such token"):
+        await task
+
+
+async def test_an_engine_that_does_not_come_to_what_it_is_told_is_dead(stand, monkeypatch):
+    generator, host = stand
+
+    async def hang(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("chatlearn_vllm.generator._CALL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(host, "call", hang)
+    with pytest.raises(BackendTimeoutError, match=r"did not come to 'pause' within 0\.01 s; restart it"):
+        await generator.pause("keep")
+    assert generator.state == "dead"
+
+
+async def test_an_engine_that_keeps_its_memory_says_why(model_dir, monkeypatch):
+    host = ScriptedHost()
+    host.start = lambda *_, **__: FACTS | {"stays_awake": "engine.enable_sleep_mode is false; remove it"}
+    monkeypatch.setattr(VLLMGenerator, "_make_host", lambda self: host)
+    path = str(model_dir())
+    generator = VLLMGenerator(VLLMGeneratorOptions(), RoleContext("generator", ModelSource(path, path)))
+    generator.setup()
+    with pytest.raises(BackendError, match=r"cannot be offloaded: engine\.enable_sleep_mode is false; remove it; or"):
+        generator.offload({"kv_cache"})
+    assert generator.state == "serving"
+
+
 @pytest.mark.parametrize("method", ["sleep", "wake"])
 async def test_an_engine_that_fails_to_move_its_memory_is_dead(stand, method):
     generator, host = stand
@@ -194,7 +233,6 @@ async def test_parts_sleep_and_wake_in_the_order_that_was_asked(stand, make_requ
     generator.offload({"optimizer"})
     assert host.calls == [
         ("sleep", 0),
-        ("wake", ["kv_cache"]),  # the engine cannot give back the weights alone, nor the KV cache twice
         ("sleep", 1),
         ("wake", ["weights"]),
         ("wake", ["kv_cache"]),

@@ -22,6 +22,10 @@ def free_bytes():
     return torch.cuda.mem_get_info()[0]
 
 
+def live(replica):
+    return [replica.generator.live_bytes(part) for part in ("weights", "kv_cache")]
+
+
 @pytest.fixture
 def replica(model_dir, make_replica):
     replica = make_replica(
@@ -31,7 +35,7 @@ def replica(model_dir, make_replica):
     replica.close()
 
 
-def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica):
+def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica, model_dir):
     before = replica.generate(PROMPT)
     used = free_bytes()
 
@@ -42,12 +46,18 @@ def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica):
         await replica.generator.resume()
 
     replica.run(pause())
+    weights, cache = live(replica)
+    assert weights >= sum(tensor.nbytes for tensor in read_checkpoint(model_dir(max_length=512)).values())
+    assert cache >= CACHE_BYTES
     replica.generator.offload({"weights", "kv_cache"})
     asleep = free_bytes()
+    assert live(replica) == [0, 0]
     assert asleep - used >= CACHE_BYTES - SLACK_BYTES
     replica.generator.onload({"weights"})
+    assert live(replica) == [weights, 0]
     assert asleep - free_bytes() < CACHE_BYTES // 2, "the KV cache came back with the weights"
     replica.generator.onload({"kv_cache"})
+    assert live(replica) == [weights, cache]
     assert abs(free_bytes() - used) < SLACK_BYTES
     replica.run(resume())
     assert replica.generate(PROMPT).token_ids.tolist() == before.token_ids.tolist()

@@ -15,6 +15,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 
 pytestmark = pytest.mark.engine
 
@@ -153,11 +154,20 @@ def test_an_engine_killed_during(phase, model_dir, make_replica):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_follow_syncs(model_dir, new_model, make_replica, greedy):
-    replica = make_replica(model_dir(), engine={"tensor_parallel_size": 2})
+@pytest.mark.parametrize("argument", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_parallel_workers_follow_syncs_and_give_memory_back(argument, model_dir, new_model, make_replica, greedy):
+    replica = make_replica(model_dir(), engine={argument: 2})
     try:
         assert replica.loader.num_group_ranks == 2
         follows_two_syncs(replica, model_dir(), new_model, greedy)
+        generator, before = replica.generator, replica.generate(PROMPT)
+        weights = generator.live_bytes("weights")
+        assert generator.live_bytes("kv_cache") == 2 * ENGINE_ARGUMENTS["kv_cache_memory_bytes"]
+        generator.offload({"weights", "kv_cache"})
+        assert [generator.live_bytes(part) for part in ("weights", "kv_cache")] == [0, 0]
+        generator.onload({"weights", "kv_cache"})
+        assert generator.live_bytes("weights") == weights
+        assert replica.generate(PROMPT).logprobs.tolist() == before.logprobs.tolist()
     finally:
         replica.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chatlearn_vllm.engine_side.process_state import EngineWords, bind_threads, engine_words, preserved
+from chatlearn_vllm.engine_side.process_state import EngineWords, bind_threads, engine_words, preserved, threads_bound
 
 
 def test_random_states_and_threads_are_put_back():
@@ -30,6 +31,18 @@ def test_random_states_and_threads_are_put_back():
         torch.set_num_threads = None
     assert draw() == expected
     assert torch.set_num_threads is set_num_threads
+
+
+def test_one_engines_binding_is_not_the_next_ones(monkeypatch):
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(name, raising=False)
+    with threads_bound(1):
+        assert os.environ[name] == "nobind"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "3|4")
+    with threads_bound(2):
+        assert os.environ[name] == "3|4"
+    assert os.environ[name] == "3|4"
 
 
 @pytest.mark.parametrize(

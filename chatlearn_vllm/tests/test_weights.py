@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting import SharedBlock
+from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_core.types import GroupRendezvous, VersionSpan
@@ -105,8 +107,8 @@ def test_after_a_sync_output_is_transformers_with_the_new_weights(channel, model
     assert replica.generate(PROMPTS[0]).version_spans == (VersionSpan(0, 12, version),)
 
 
-async def receive(loader, tensors, group="to-vllm"):
-    """Broadcast two flat buckets from a thread that stands for the trainer."""
+async def receive(loader, tensors, group="to-vllm", damaged=None):
+    """Broadcast two flat buckets from a thread that stands for the trainer, of which one tensor may be damaged."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     buckets = [list(tensors.items())[::2], list(tensors.items())[1::2]]
 
@@ -124,7 +126,8 @@ async def receive(loader, tensors, group="to-vllm"):
     await loader.join_group(rendezvous)  # once more does nothing
     for bucket in buckets:
         specs = manifest_of(dict(bucket)).tensors
-        await loader.load_broadcast(group, [specs[name] for name, _ in bucket])
+        sums = [checksum(tensor) + (name == damaged) for name, tensor in bucket]
+        await loader.load_broadcast(group, [specs[name] for name, _ in bucket], sums)
     await loader.leave_group(group)
     thread.join()
 
@@ -148,6 +151,19 @@ class TestFaults:
             replica.run(replica.loader.join_group(rendezvous))
         assert replica.generator.state == "serving"
         assert len(replica.generate(PROMPTS[0]).token_ids) == 12
+
+    def test_a_tensor_that_is_damaged_on_its_way_is_named_by_the_engine_and_never_served(self, replica, model):
+        tensors = read_checkpoint(model)
+        damaged = list(tensors)[1]  # in the second of two buckets
+
+        async def load():
+            loader = replica.loader
+            await loader.begin(1, manifest_of(tensors, loader.expected_manifest().aliases))
+            await receive(loader, tensors, group="damaged", damaged=damaged)
+
+        with pytest.raises(WeightSyncError, match=f"tensor '{re.escape(damaged)}' is corrupted"):
+            replica.run(load())
+        assert replica.generator.state == "dead"
 
     def test_a_sender_that_falls_silent_leaves_the_replica_dead(self, replica, model):
         tensors = read_checkpoint(model)

@@ -257,13 +257,13 @@ def _trainer(ranks: int) -> str:
 
 def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options and engine arguments for a small engine in float32."""
+    lora: dict[str, Any] = {"lora": {"max_rank": 8}} if bench.payload == "adapter" else {}
     match bench.generator:
         case "vllm":
             arguments = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
-            lora = {"lora": {"max_rank": 8}} if bench.payload == "adapter" else {}
             return lora, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
         case "sglang":
-            return {"python": sglang_python(), "dtype": "float32"}, {"tp_size": bench.tensor_parallel}
+            return lora | {"python": sglang_python(), "dtype": "float32"}, {"tp_size": bench.tensor_parallel}
         case _:
             return {}, {}
 

@@ -60,9 +60,12 @@ def test_every_replica_generates_what_the_trainer_would(
                 stand.check(ranks, transport)
 
 
-def test_adapters_travel_alone(registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("generator", ["vllm", pytest.param("sglang", marks=pytest.mark.matrix)])
+def test_adapters_travel_alone(
+    registry: PluginRegistry, models: Mapping[bool, Path], tmp_path: Path, generator: str
+) -> None:
     """The base model stays as it is in the engine, and the exported model has the adapters merged in."""
-    bench = Bench("ray", "vllm", 1, tied=True, payload="adapter")
+    bench = Bench("ray", generator, 1, tied=True, payload="adapter")
     transports = fitting_transports(registry, bench)
     assert len(transports) >= 2
     with Stand(registry, bench, models[bench.tied], tmp_path) as stand:

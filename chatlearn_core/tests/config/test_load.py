@@ -160,7 +160,7 @@ sampling: {stop: [no]}
         ("data.shuffle=1", "data.shuffle: must be a valid boolean (got 1)"),
         ("sampling=", "sampling: must be a mapping of keys to values (got None) | give it a value, or remove"),
         ("data.train=x", "data.train: must be a list (got 'x')"),
-        ("data.train=[]", "data.train: List should have at least 1 item after validation, not 0 (got [])"),
+        ("data.train=[]", "data.train: must have at least 1 item(s) (got [])"),
         ("model=models/x", "model: must be a mapping of keys to values (got 'models/x')"),
         ("roles.reward.kind=rewards", "roles.reward.kind: must be 'trainer', 'generator' or 'reward' (got 'rewards')"),
         ("data.on_bad_row=skipp", "data.on_bad_row: must be 'error' or 'skip' (got 'skipp') | did you mean 'skip'?"),

@@ -73,6 +73,11 @@ def test_index_one_past_the_end_appends() -> None:
     assert document.values["items"][3:] == [{"x": 4}, 5]
 
 
+def test_index_0_of_a_list_that_is_not_there_begins_it() -> None:
+    document = overridden("log.loggers.0.name=tensorboard", "log.loggers.1.name=wandb")
+    assert document.values["log"] == {"loggers": [{"name": "tensorboard"}, {"name": "wandb"}]}
+
+
 def test_a_mapping_replaces_and_its_keys_point_to_the_override() -> None:
     document = overridden("a={c: 2}")
     assert document.values["a"] == {"c": 2}

@@ -116,7 +116,7 @@ def damage_seal(path: Path) -> str:
 
 def damage_no_seal(path: Path) -> str:
     (path / SEAL).unlink()
-    return f"is not a complete checkpoint: it has no {SEAL}, which is written last"
+    return f"is not a complete checkpoint: it has no {SEAL}, written last"
 
 
 def damage_format(path: Path) -> str:

@@ -130,7 +130,9 @@ def demonstrations() -> Dataset:
     return Dataset("numbers", 1.0, examples, report)
 
 
-def make_run(run_dir: Path, runtime: ListRuntime, listener: RunListener, *, every: int, steps: int = STEPS) -> Run:
+def make_run(
+    run_dir: Path, runtime: ListRuntime, listener: RunListener, *, every: int, steps: int = STEPS, **checkpoint: Any
+) -> Run:
     config = RunConfig.model_validate(
         {
             "output_dir": str(run_dir),
@@ -139,14 +141,16 @@ def make_run(run_dir: Path, runtime: ListRuntime, listener: RunListener, *, ever
             "algorithm": {"name": "reading"},
             "roles": {"trainer": {"kind": "trainer", "backend": "list"}},
             "train": {"steps": steps, "prompts_per_step": 2},
-            "checkpoint": {"every": every, "keep_last": 10},
+            "checkpoint": {"every": every, "keep_last": 10} | checkpoint,
         }
     )
     dataset = demonstrations()
     spec = RuntimeSpec(name="list", factory="none:none", options="none:none")
     assembly = SimpleNamespace(
         config=config,
-        loaded=SimpleNamespace(chosen=lambda *path: SimpleNamespace(record=spec, options=None)),
+        loaded=SimpleNamespace(
+            config=config, written={}, resolved={}, chosen=lambda *path: SimpleNamespace(record=spec, options=None)
+        ),
         registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
         algorithm=ReadingAlgorithm(),
         graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", input_kind="demonstrations"),
@@ -163,7 +167,7 @@ def make_run(run_dir: Path, runtime: ListRuntime, listener: RunListener, *, ever
 class Trained:
     """A run and what it left."""
 
-    def __init__(self, run_dir: Path, failures: dict[int, Exception], max_restarts: int, **settings: int) -> None:
+    def __init__(self, run_dir: Path, failures: dict[int, Exception], max_restarts: int, **settings: Any) -> None:
         self.run_dir = run_dir
         self.runtime, self.listener = ListRuntime(failures, max_restarts), Listener()
         self.run = make_run(run_dir, self.runtime, self.listener, **settings)
@@ -193,7 +197,7 @@ def training(tmp_path: Path) -> Training:
     """``training(name, failures)``: a run in a directory of that name, not started yet."""
 
     def make(
-        name: str, failures: dict[int, Exception] | None = None, *, max_restarts: int = 5, every: int = 2, **more: int
+        name: str, failures: dict[int, Exception] | None = None, *, max_restarts: int = 5, every: int = 2, **more: Any
     ) -> Trained:
         return Trained(tmp_path / name, failures or {}, max_restarts, every=every, **more)
 
@@ -222,6 +226,23 @@ async def test_a_run_trains_saves_and_exports(training: Training) -> None:
     assert trained.steps == [1, 2, 3, 4, 5]
     assert trained.checkpoints == ["step_00000002", "step_00000004", "step_00000005"]
     assert trained.runtime.calls == ["update", "update", "save", "update", "update", "save", "update", "save"]
+
+
+async def test_ranking_checkpoints_by_what_is_no_metric_is_told_once(training: Training) -> None:
+    trained = training("a", keep_best=1, metric="sampels/trained")
+    await trained.run.train()
+    told = [text for text in trained.listener.said if "checkpoint.metric" in text]
+    assert told == [
+        "checkpoint.metric is 'sampels/trained', and this run has no such metric: checkpoint.keep_best keeps none. "
+        "Did you mean 'samples/trained'? It is a name of metrics.jsonl"
+    ]
+
+
+@pytest.mark.parametrize("metric", ["samples/trained", "eval/accuracy"])
+async def test_a_metric_that_is_there_or_may_come_is_not_warned_of(training: Training, metric: str) -> None:
+    trained = training("a", keep_best=1, metric=metric)
+    await trained.run.train()
+    assert not [text for text in trained.listener.said if "checkpoint.metric" in text]
 
 
 @pytest.mark.parametrize(

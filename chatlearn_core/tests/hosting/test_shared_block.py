@@ -9,7 +9,7 @@ import torch
 
 from chatlearn_core.exceptions import HostedCallError
 from chatlearn_core.hosting import SharedBlock, handle_content
-from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.blocks import MappedBlock, MappedBlocks
 from chatlearn_core.hosting.shared_block import ALIGNMENT
 
 
@@ -71,6 +71,59 @@ def test_a_hosted_process_reads_a_block_and_lets_go_of_it(hosted) -> None:
         assert hosted.call("mapped_blocks", timeout_s=10) == 0
         with pytest.raises(HostedCallError, match="BufferError"):
             hosted.call("keep_view", content, timeout_s=10)
+
+
+def test_a_block_that_is_filled_again_is_mapped_once_and_read_as_it_is_now() -> None:
+    reader = MappedBlocks()
+    with SharedBlock(1 << 16) as block:
+        for value in (1.0, 2.0):
+            block.clear()
+            block.add("w", torch.full((10,), value))
+            with reader.read({**handle_content(block.handle()), "is_reused": True}) as tensors:
+                assert {name: float(tensor.sum()) for name, tensor in tensors} == {"w": 10 * value}
+            assert reader.num_kept == 1
+        with reader.read(handle_content(block.handle())) as tensors:
+            assert [float(tensor.sum()) for _, tensor in tensors] == [20.0]
+        assert reader.num_kept == 1
+    reader.close()
+    assert reader.num_kept == 0
+
+
+def test_a_block_that_was_given_back_is_unmapped_and_another_under_its_path_is_not_taken_for_it() -> None:
+    reader = MappedBlocks()
+    paths = set()
+    for value in (1.0, 2.0):
+        with SharedBlock(1 << 16) as block:
+            block.add("w", torch.full((10,), value))
+            paths.add(block.path)
+            with reader.read({**handle_content(block.handle()), "is_reused": True}) as tensors:
+                assert [float(tensor.sum()) for _, tensor in tensors] == [10 * value]
+    assert len(paths) == 1  # the descriptor's number was used again
+    assert reader.num_kept == 1
+    reader.close()
+
+
+def test_a_view_that_is_kept_of_a_block_that_is_filled_again_is_an_error() -> None:
+    reader = MappedBlocks()
+    held = []
+    with SharedBlock(1 << 16) as block:
+        block.add("w", torch.ones(10))
+        content = {**handle_content(block.handle()), "is_reused": True}
+        with pytest.raises(BufferError, match="still alive"), reader.read(content) as tensors:
+            held += list(tensors)
+        held.clear()
+        with reader.read(content) as tensors:
+            assert [float(tensor.sum()) for _, tensor in tensors] == [10.0]
+
+        def fail_while_reading() -> None:
+            with reader.read(content) as tensors:
+                held.extend(tensors)
+                raise ValueError("the error itself")
+
+        with pytest.raises(ValueError, match="the error itself"):
+            fail_while_reading()
+        held.clear()
+    reader.close()
 
 
 def test_a_block_has_no_name_that_could_be_left_behind(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.entry import PluginEntry
-from chatlearn_core.plugins.matrix import TestResult, compatibility_matrix, matrix_json, read_tested
+from chatlearn_core.plugins.matrix import TestResult, compatibility_matrix, matrix_json, read_environment, read_tested
 from chatlearn_core.plugins.records import GeneratorSpec, PluginRecord, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.report import matrix_text
@@ -83,6 +83,25 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: str) -> No
     with pytest.raises(PluginError, match="is not a recorded run") as caught:
         read_tested(file)
     assert str(file) in str(caught.value)
+
+
+def test_the_table_tells_versions_and_how_a_combination_failed(tmp_path: Path) -> None:
+    file = tmp_path / "kit.json"
+    common = {"trainer": "fsdp", "weight_sync": "direct"}
+    far = {**common, "generator": "far", "passed": True, "detail": "one case; another"}
+    near = {**common, "generator": "near", "passed": False, "detail": "shape"}
+    file.write_text(json.dumps({"environment": {"torch": "2.13.0"}, "results": [far, near]}))
+    text = matrix_text(compatibility_matrix(REGISTRY, read_tested(file)), read_environment(file))
+    assert text.splitlines()[-1] == "tested with torch 2.13.0; --json has the cases"
+    assert "another" not in text
+    assert "shape" in text
+
+
+def test_versions_that_are_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kit.json"
+    file.write_text('{"environment": ["torch"], "results": []}')
+    with pytest.raises(PluginError, match=r"kit\.json: environment is \['torch'\]; it must map"):
+        read_environment(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

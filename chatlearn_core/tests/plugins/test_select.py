@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from email.message import Message
+from importlib import metadata
+
 import pytest
 
 from chatlearn_core.exceptions import (
@@ -55,8 +58,36 @@ def test_an_unknown_name_names_choices_failures_and_the_nearest() -> None:
         "No generator backend named 'vlm' (configs/run.yaml, roles.generator.backend).\n"
         "  installed:      transformers (chatlearn-transformers 0.1.0), vllm (chatlearn-vllm 0.1.0)\n"
         "  failed to load: acme (acme-generator 0.3.0): ModuleNotFoundError: No module named 'acme_engine'\n"
-        "  Did you mean 'vllm'?"
+        "  Did you mean 'vllm'?\n"
+        "  'vlm' is the name of a reward."
     )
+
+
+def test_an_engine_that_may_have_its_own_interpreter_says_so() -> None:
+    engines = (("acme-engine>=2", "acme-engine-cpu>=2"),)
+    entry = generator("acme", "acme-a", "missing-engine", "...", requires=engines, own_interpreter=True)
+    with pytest.raises(PluginIncompatibleError) as caught:
+        PluginRegistry((entry,)).select("generator", "acme", WHERE)
+    assert (
+        "Install it there (pip install 'acme-engine>=2' or 'acme-engine-cpu>=2'), name an interpreter that holds it in "
+        "options.python, or choose another backend."
+    ) in str(caught.value)
+
+
+def test_a_name_that_an_extra_brings_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Message()
+    found["Provides-Extra"] = "ray"
+    found["Provides-Extra"] = "vllm"
+    monkeypatch.setattr(metadata, "metadata", lambda distribution: {"chatlearn": found}[distribution])
+    with pytest.raises(PluginNotFoundError, match=r"\n  It comes with: pip install 'chatlearn\[vllm\]'$"):
+        PluginRegistry((TRANSFORMERS,)).select("generator", "vllm", WHERE)
+    with pytest.raises(PluginNotFoundError, match=r"installed: transformers \(chatlearn-transformers 0\.1\.0\)$"):
+        PluginRegistry((TRANSFORMERS,)).select("generator", "unheard-of", WHERE)
+
+
+def test_a_name_of_another_kind_says_of_which() -> None:
+    with pytest.raises(PluginNotFoundError, match=r"\n  'vllm' is the name of a generator backend\.$"):
+        PluginRegistry((VLLM,)).select("trainer", "vllm", WHERE)
 
 
 def test_nothing_installed_at_all() -> None:
@@ -115,7 +146,7 @@ def test_the_engine_is_looked_up_where_the_backend_will_run() -> None:
     assert str(caught.value) == (
         "The generator backend acme (acme-a 0.1.0) cannot run here (configs/run.yaml, roles.generator.backend).\n"
         "  needs acme-engine>=2; installed: acme-engine 1.0\n"
-        "  Install one of the alternatives, or choose another backend.\n"
+        "  Install it there (pip install 'acme-engine>=2'), or choose another backend.\n"
         "  installed: vllm (chatlearn-vllm 0.1.0)"
     )
     assert registry.select("generator", "acme", WHERE, installed={"acme-engine": "2.1"}.get) is entry.record

@@ -1,4 +1,6 @@
-"""Replicas: a group stays together, a dead one is rebuilt once, gets the current weights, and loses nothing."""
+"""Replicas: a group stays together, a dead one is rebuilt once, gets the current weights, and loses nothing; one that
+takes no requests is gone past.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,8 @@ class FakeGenerator:
 
     async def pause(self, mode: str) -> None:
         self.calls.append(f"pause {mode}")
+        if self.behaviour == "never pause":
+            await asyncio.Event().wait()
         if self.behaviour.startswith("pause"):
             self.state = "dead" if self.behaviour == "pause kills" else self.state
             raise BackendError("cannot pause")
@@ -63,6 +67,8 @@ class FakeGenerator:
             raise BackendError("the prompt does not fit")
         if self.behaviour == "raise":
             raise RuntimeError("engine bug")
+        if self.behaviour == "cancel":
+            raise asyncio.CancelledError
         if self.behaviour == "time out":
             raise TimeoutError("the engine's own")
         if self.behaviour == "hold":
@@ -246,6 +252,7 @@ async def test_after_the_limit_the_run_is_told_the_last_cause(lane: Lane) -> Non
     [
         ("refuse", "the prompt does not fit"),
         ("raise", r"role 'generator', replica 0: generate\(g#0\) failed: RuntimeError: engine bug"),
+        ("cancel", r"replica 0: generate\(g#0\) failed: CancelledError: "),
         ("time out", r"generate\(g#0\) failed: TimeoutError: the engine's own"),
     ],
 )
@@ -256,10 +263,20 @@ async def test_a_request_that_fails_on_a_living_replica_fails_alone(lane: Lane, 
     assert fleet.num_restarts == 0
 
 
+async def test_a_request_that_nobody_wants_any_more_is_cancelled(lane: Lane) -> None:
+    builder = Builder("hold")
+    fleet = await started(builder, lane)
+    [task] = await hold(fleet, builder, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert builder.built[0].waiting[0].cancelled()
+
+
 async def test_a_generation_that_never_ends_is_given_up() -> None:
     lane = Lane("generator", timeout_s=5.0)
     fleet = await started(Builder("hold"), lane)
-    lane.timeout_s = 0.01
+    fleet.timeout_s = 0.01
     with pytest.raises(BackendTimeoutError, match=r"request 'g#0' .* 0\.01 s \(roles\.generator\.timeout_s\)"):
         await fleet.generate(make_request(0))
     lane.stop()
@@ -281,7 +298,7 @@ async def test_calls_for_all_reach_every_replica(lane: Lane) -> None:
     await fleet.onload({"weights"})
     await fleet.abort(["a"])
     fleet.close()
-    assert [g.calls for g in builder.built] == [["setup", "offload", "onload", "abort ['a']", "close"]] * 2
+    assert [g.calls for g in builder.built] == [["setup", "offload", "onload", "abort ('a',)", "close"]] * 2
 
 
 async def test_a_replica_that_is_rebuilt_holds_what_the_others_hold_before_it_takes_weights(lane: Lane) -> None:
@@ -309,3 +326,159 @@ async def test_a_dead_replica_moves_nothing_and_is_left_out_of_what_is_told(lane
     events = await fleet.offload({"weights"})
     assert [(event.worker, event.part, event.live_bytes) for event in events] == [(1, "weights", None)]
     assert "offload" not in builder.built[0].calls
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_requests_go_past_a_replica_that_loads_weights_group_by_group(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=3)
+    with fleet.loading([1]):
+        assert fleet.accepting == {0, 2}
+        for number in range(3):
+            await fleet.generate(make_request(number), 1)
+            await fleet.generate(make_request(number, "h"), 0)
+    groups = [[request.group_id for request in generator.requests] for generator in builder.built]
+    assert groups[1] == []
+    assert groups[0] in (["h"] * 3, ["g", "h"] * 3), "a replica that serves keeps what names it"
+    assert len(groups[0]) + len(groups[2]) == 6
+    await fleet.generate(make_request(9), 1)
+    assert [request.id for request in builder.built[1].requests] == ["g#9"]
+
+
+async def test_requests_wait_only_where_no_replica_serves(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2)
+    with fleet.loading([0, 1]):
+        tasks = [asyncio.create_task(fleet.generate(make_request(index), index)) for index in range(2)]
+        await settled()
+        assert [generator.requests for generator in builder.built] == [[], []]
+    await asyncio.gather(*tasks)
+    assert [[r.id for r in g.requests] for g in builder.built] == [["g#0"], ["g#1"]], "each where it was wanted"
+
+
+async def test_a_wait_for_any_replica_ends_and_names_them(lane: Lane) -> None:
+    fleet = await started(Builder(), lane, replicas=2)
+    fleet.timeout_s = 0.01
+    with fleet.loading([0, 1]), pytest.raises(BackendTimeoutError) as caught:
+        await fleet.generate(make_request(0))
+    assert str(caught.value).startswith(
+        "role 'generator': request 'g#0' found no replica that serves within 0.01 s (roles.generator.timeout_s): "
+        "replica 0 loads weights, replica 1 loads weights."
+    )
+    assert caught.value.place is not None
+    assert caught.value.place.role == "generator"
+
+
+async def test_a_wait_for_a_replica_that_is_rebuilt_is_as_long_as_that_takes(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane)
+    synced = asyncio.Event()
+
+    async def resync(index: int) -> None:
+        await synced.wait()
+
+    fleet.resync = resync
+    [early] = await hold(fleet, builder, 1)
+    builder.built[0].die(BackendError("gone"))
+    while fleet.accepting:
+        await asyncio.sleep(0)
+    fleet.timeout_s = 0.001
+    late = asyncio.create_task(fleet.generate(make_request(1)))
+    await asyncio.sleep(0.02)
+    assert not late.done(), "a rebuild has timeouts of its own"
+    fleet.timeout_s = 30.0
+    synced.set()
+    await asyncio.gather(early, late)
+
+
+async def test_new_requests_go_past_a_replica_that_is_rebuilt_and_what_it_had_waits_for_it(lane: Lane) -> None:
+    builder = Builder("hold", "answer")
+    fleet = await started(builder, lane, replicas=2)
+    builder.built[1].behaviour = "answer"
+    synced = asyncio.Event()
+
+    async def resync(index: int) -> None:
+        await synced.wait()
+
+    fleet.resync = resync
+    early = asyncio.create_task(fleet.generate(make_request(0), 0))
+    await settled()
+    builder.built[0].die(BackendError("gone"))
+    while 0 in fleet.accepting:
+        await asyncio.sleep(0)
+    late = await fleet.generate(make_request(1), 0)
+    assert late.request_id == "g#1"
+    assert [request.id for request in builder.built[1].requests] == ["g#1"]
+    synced.set()
+    assert (await early).request_id == "g#0"
+    assert [request.id for request in builder.built[2].requests] == ["g#0"]
+
+
+async def test_a_request_that_comes_as_its_replica_begins_to_load_goes_to_another(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2)
+    loading = fleet.loading([0])
+
+    async def refuse(request: GenerateRequest) -> Completion:
+        loading.__enter__()
+        raise BackendError("the replica is loading")
+
+    builder.built[0].generate = refuse  # type: ignore[method-assign]
+    assert (await fleet.generate(make_request(0), 0)).request_id == "g#0"
+    assert [request.id for request in builder.built[1].requests] == ["g#0"]
+    loading.__exit__(None, None, None)
+
+
+async def test_the_time_for_which_the_fleet_is_paused_is_not_the_requests(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    builder = Builder("hold")
+    fleet = await started(builder, lane)
+    fleet.timeout_s = 10.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    kept, slow = await hold(fleet, builder, 2)
+    now[0] += 6.0
+    await settled()
+    await fleet.pause("keep")
+    now[0] += 3600.0  # an update, and a weight sync
+    await settled()
+    await fleet.resume()
+    now[0] += 3.9
+    await settled()
+    assert not kept.done(), "it was sampled for 9.9 of 10 seconds"
+    builder.built[0].waiting[0].set_result(completion_of(make_request(0)))
+    assert (await kept).request_id == "g#0"
+    now[0] += 0.2
+    with pytest.raises(BackendTimeoutError, match=r"request 'g#1' had no completion within 10 s"):
+        await slow
+
+
+async def test_a_replica_that_does_not_answer_a_pause_is_told(lane: Lane) -> None:
+    fleet = await started(Builder("never pause"), lane)
+    fleet.timeout_s = 0.01
+    message = r"role 'generator', replica 0, pause: no answer within 0\.01 s \(roles\.generator\.timeout_s\)"
+    with pytest.raises(BackendTimeoutError, match=message):
+        await fleet.pause("keep")
+
+
+async def test_replicas_that_were_given_up_are_rebuilt_without_weights_and_not_counted(lane: Lane) -> None:
+    builder = Builder()
+    fleet = await started(builder, lane, replicas=2, max_restarts=0)
+
+    async def resync(index: int) -> None:
+        raise AssertionError("the trainer is lost")
+
+    fleet.resync = resync
+    builder.built[1].die(BackendError("the sender failed"))
+    await fleet.rebuild_given_up()
+    assert [(generator.index, generator.calls) for generator in builder.built] == [
+        (0, ["setup"]),
+        (1, ["setup", "close"]),
+        (1, ["setup"]),
+    ]
+    assert (fleet.num_restarts, fleet.resync) == (0, None)

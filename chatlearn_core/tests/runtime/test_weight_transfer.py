@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
@@ -84,12 +85,15 @@ class FakeLoader:
         self.version = 0
         self.confirms: int | None = None
         self.refuses = ""
+        self.hangs = False
         self.failure: str | None = None
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         self.events.append(f"begin {self.name}")
         if self.refuses:
             raise WeightSyncError(self.refuses)
+        if self.hangs:
+            await asyncio.Event().wait()
         self.version = policy_version
 
     async def finish(self) -> int:
@@ -178,6 +182,45 @@ async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> Non
         await scene.sync()
     assert scene.events == ["begin a", "begin b"]
     assert scene.loaders[0].failure == "another replica refused the weights: w: shape [2, 3] offered, [2, 4] expected"
+
+
+async def test_a_replica_that_never_stops_serving_ends_the_sync_and_is_named(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chatlearn_core.runtime.weight_transfer._GRACE_S", 0.0)
+    scene = make_scene(timeout_s=0.05)
+    scene.loaders[1].hangs = True
+    message = r"version 3: role 'generator', replica 1: it did not stop serving within 0\.05 s \(weight_sync\.timeout_s"
+    with pytest.raises(BackendTimeoutError, match=message):
+        await scene.sync(3)
+    assert scene.events == ["begin a", "begin b"]
+    assert all(loader.failure is not None for loader in scene.loaders), "neither is relied on"
+
+
+async def test_requests_go_past_the_replicas_of_a_turn_from_before_it_begins(make_scene: Callable[..., Scene]) -> None:
+    for rule in ({"fleet_rule": "rolling"}, {"fleet_rule": "rolling", "replayable": True}, {"fleet_rule": "barrier"}):
+        scene = make_scene(replicas="ab", **rule)
+        events = scene.events
+
+        @contextmanager
+        def loading(indices: Sequence[int], events: list[str] = events) -> Iterator[None]:
+            events.append(f"past {list(indices)}")
+            yield
+            events.append(f"back {list(indices)}")
+
+        scene.transfer._loading = loading
+        await scene.sync(1)
+        marks = [event for event in events if event.split()[0] in ("past", "begin", "finish", "back")]
+        if rule["fleet_rule"] == "barrier":
+            assert marks == ["past [0, 1]", "begin a", "begin b", "finish a", "finish b", "back [0, 1]"]
+        else:
+            assert marks == [
+                *("past [0]", "begin a", "finish a", "back [0]"),
+                *("past [1]", "begin b", "finish b", "back [1]"),
+            ]
+        del events[:]
+        await scene.resync(1, 1)
+        assert [e for e in events if e.split()[0] in ("past", "back")] == ["past [1]", "back [1]"]
 
 
 async def test_a_receiver_that_fails_leaves_its_replica_dead_and_the_other_serving(scene: Scene) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -144,11 +145,9 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
     content = _sharded_content(state, with_optimizer=has_moments and state.optimizer is not None)
     shards = directory / SHARDS
     try:
-        load_sharded(
-            content,
-            checkpoint_id=shards,
-            no_dist=state.ranks is None,
-        )
+        with warnings.catch_warnings():  # of one process that reads what several wrote, which is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load_sharded(content, checkpoint_id=shards, no_dist=state.ranks is None)
     except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(shards, error) from error
     random_file = directory / _random_file(state.rank)

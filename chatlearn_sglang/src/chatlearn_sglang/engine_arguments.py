@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -22,6 +22,14 @@ OWNED: Mapping[str, str] = {
     "device": "set roles.<role>.device",
     "dtype": "set options.dtype",
     "enable_custom_logit_processor": "this backend applies top-k and top-p by it",
+    "enable_lora": "set options.lora",
+    "enable_lora_overlap_loading": "this backend loads adapters itself",
+    "lora_paths": "adapters come from weight syncs; set options.lora",
+    "lora_strict_loading": "this backend checks adapters",
+    "lora_target_modules": "all linear layers that SGLang serves adapters for; set options.lora",
+    "max_loaded_loras": "one adapter is served; set options.lora",
+    "max_lora_rank": "set options.lora.max_rank",
+    "max_loras_per_batch": "one adapter is served; set options.lora",
     "model_path": "set model.path",
     "random_seed": "every request carries its seed",
     "skip_tokenizer_init": "stop strings need the tokenizer",
@@ -41,6 +49,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+ADAPTER_VARIABLE = "CHATLEARN_SGLANG_ADAPTER"
+"""Tells the engine's processes that they serve an adapter: ``engine_side.adapter.VARIABLE``."""
 SPARE_CONTEXT_TOKENS = 8
 """SGLang ends a sequence a little before its context is full; sequences of the model's whole length are allowed."""
 
@@ -54,6 +64,20 @@ def check_owned(role: str, arguments: Mapping[str, Any]) -> None:
     lines = [f"{name}: owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED]
     if lines:
         raise ConfigError(refused(role, lines))
+
+
+def check_architecture(config: Any, role: str) -> None:
+    """Refuse what SGLang 0.5.23 from PyPI computes wrongly on a CPU, without an error.
+
+    Raises:
+        ConfigError: the model has multi-head latent attention (DeepSeek-V2, -V3 and their kin).
+    """
+    if getattr(config.get_text_config(), "kv_lora_rank", None):
+        raise ConfigError(
+            f"roles.{role}: SGLang 0.5.23 without its compiled CPU kernels gives other logits than transformers for"
+            f" models with multi-head latent attention, such as this one ({config.model_type}); set"
+            f" roles.{role}.device to a GPU, or choose another generator for it"
+        )
 
 
 def refused(role: str, lines: list[str]) -> str:
@@ -83,9 +107,14 @@ def interpreter(options: SGLangGeneratorOptions, role: str) -> str:
 
 
 def owned_arguments(
-    context: RoleContext, options: SGLangGeneratorOptions, *, dtype: str, model_length: int
+    context: RoleContext,
+    options: SGLangGeneratorOptions,
+    *,
+    dtype: str,
+    model_length: int,
+    lora_targets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the adapter sets."""
+    """What the adapter sets; ``lora_targets``: endings of the layers that LoRA adapters may change."""
     source = context.model
     assert source is not None
     device, _, index = context.device.partition(":")
@@ -101,12 +130,22 @@ def owned_arguments(
     }
     if index:
         owned["base_gpu_id"] = int(index)
+    if options.lora is not None:
+        owned |= {
+            "enable_lora": True,
+            "lora_strict_loading": True,
+            "lora_target_modules": list(lora_targets),
+            "max_lora_rank": options.lora.max_rank,
+            "max_loras_per_batch": 2,  # the adapter, and the base model, which SGLang counts as one
+        }
     return owned
 
 
 def environment(options: SGLangGeneratorOptions, arguments: Mapping[str, Any], *, cpu: bool) -> dict[str, str | None]:
     """Variables of the engine's processes, the configuration's last."""
     variables: dict[str, str | None] = dict(ENVIRONMENT)
+    if options.lora is not None:
+        variables[ADAPTER_VARIABLE] = "1"
     if cpu:
         variables |= CPU_ENVIRONMENT
         ranks = int(arguments.get("tp_size", 1))

@@ -23,15 +23,23 @@ from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_config, load_tokenizer, max_length
 from chatlearn_hf.request_checks import check_request
-from chatlearn_sglang.engine_arguments import check_owned, environment, interpreter, owned_arguments, refused
+from chatlearn_sglang.engine_arguments import (
+    check_architecture,
+    check_owned,
+    environment,
+    interpreter,
+    owned_arguments,
+    refused,
+)
 from chatlearn_sglang.options import SGLangGeneratorOptions
+from chatlearn_sglang.served_adapter import AdapterTerms, target_modules
 from chatlearn_sglang.ticket import Ticket
 from chatlearn_sglang.weight_loader import SGLangWeightLoader
 
 _CLOSED = "the generator was closed"
 _PACKAGE = "chatlearn_sglang.engine_side"
 _MOVE_TIMEOUT_S = 600.0
-"""Longest time that releasing memory or taking it back may take."""
+"""Longest time that releasing memory, taking it back or measuring it may take."""
 _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 """What this backend holds, in the order in which it is brought back."""
 
@@ -60,6 +68,8 @@ class SGLangGenerator:
         self._draining = False
         """``pause("wait")`` lets the earlier ones finish and holds later ones."""
         self._offloaded: set[MemoryPart] = set()
+        self._keeps_memory = False
+        """Whether the engine was started without what gives memory back."""
 
     # Life cycle
 
@@ -75,10 +85,20 @@ class SGLangGenerator:
         self._model_length = min(lengths, default=2**31)
         self._vocab_size = int(config.get_text_config().vocab_size)
         cpu = self._context.device == "cpu"
+        if cpu:
+            check_architecture(config, self._context.role)
         dtype = self._options.dtype
         if dtype == "auto":
             dtype = "float32" if cpu else "bfloat16"
 
+        expected = expected_manifest(source.path, _torch_dtype(dtype))
+        lora = self._options.lora
+        targets = () if lora is None else target_modules(expected)
+        if lora is not None and not targets:
+            raise ConfigError(
+                f"roles.{self._context.role}.options.lora: no layer of {source.path} is one that this backend serves"
+                " adapters for; remove options.lora and set weight_sync.payload to full"
+            )
         arguments = dict(self._context.engine_arguments)
         if self._context.world_size > 1:
             arguments.setdefault("tp_size", self._context.world_size)
@@ -88,7 +108,13 @@ class SGLangGenerator:
             factory=f"{_PACKAGE}.engine:launch",
             arguments={
                 "arguments": arguments,
-                "owned": owned_arguments(self._context, self._options, dtype=dtype, model_length=self._model_length),
+                "owned": owned_arguments(
+                    self._context,
+                    self._options,
+                    dtype=dtype,
+                    model_length=self._model_length,
+                    lora_targets=targets,
+                ),
                 "cpu": cpu,
             },
             python=self._python,
@@ -102,13 +128,15 @@ class SGLangGenerator:
             if isinstance(error, HostedCallError) and error.type_name == "UnknownArgumentsError":
                 raise ConfigError(refused(self._context.role, error.text.splitlines())) from error
             raise
+        self._keeps_memory = bool(facts["keeps_memory"])
         loader = SGLangWeightLoader(
             self,
             self._process,
-            expected_manifest(source.path, _torch_dtype(dtype)),
+            expected,
             convert_dtype=self._options.sync_dtype == "convert",
             bucket_bytes=self._options.bucket_mb << 20,
             facts=facts,
+            adapters=None if lora is None else AdapterTerms(targets, lora.max_rank),
         )
         directory = Path(source.path).expanduser()
         if directory.is_dir():
@@ -125,11 +153,16 @@ class SGLangGenerator:
         """See ``Lifecycle``. Sequences kept by a pause compute their KV cache again when they go on.
 
         Raises:
-            BackendError: sequences are running and not paused.
+            BackendError: sequences are running and not paused, or the engine was started without its memory saver.
         """
         wanted = [part for part in _PARTS if part in parts and part not in self._offloaded]
         if not wanted:
             return
+        if self._keeps_memory:
+            raise BackendError(
+                f"{self.name} cannot be offloaded: engine.enable_memory_saver is false; remove it, or set"
+                " memory.offload to never and give the role devices of its own"
+            )
         if not self._paused and any(ticket.turn is None for ticket in self._tickets):
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
         self._move("release", wanted)
@@ -141,6 +174,16 @@ class SGLangGenerator:
         if wanted:
             self._move("reclaim", wanted)
             self._offloaded -= set(wanted)
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        """See ``MeasuresMemory``: what the engine's schedulers find.
+
+        Raises:
+            BackendError: the engine does not answer.
+        """
+        if part not in _PARTS or self._process is None or self._process.lost is not None:
+            return 0
+        return int(self._process.call("live_bytes", part, timeout_s=_MOVE_TIMEOUT_S))
 
     def close(self) -> None:
         """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""

@@ -19,7 +19,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             factory="chatlearn_sglang.generator:SGLangGenerator",
             options="chatlearn_sglang.options:SGLangGeneratorOptions",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
-            payloads=frozenset({"full"}),
+            payloads=frozenset({"full", "adapter"}),
             pause_modes=frozenset({"keep", "abort", "wait"}),
             bases=frozenset({"processed"}),
             streaming=True,

@@ -20,8 +20,10 @@ from chatlearn_hf.weight_checks import (
     LoadingReplica,
     checkpoint_headers,
     names_tied_to,
+    require_payload,
     require_ready,
 )
+from chatlearn_sglang.served_adapter import AdapterTerms, ServedAdapter, served_adapter
 
 _CHANNELS = "'tensors', 'checkpoint', 'memory_handles' or 'process_group'"
 
@@ -55,12 +57,19 @@ class SGLangWeightLoader:
         convert_dtype: bool,
         bucket_bytes: int,
         facts: Mapping[str, Any],
+        adapters: AdapterTerms | None = None,
     ) -> None:
+        """``adapters``: what the engine was started to serve; None: it takes whole models."""
         self._replica = replica
         self._process = process
         self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
         self._bucket_bytes = bucket_bytes
         self._facts = facts
+        self._adapters = adapters
+        self._arriving: ServedAdapter | None = None
+        """The adapter of the sync that is open."""
+        self._of_sync: dict[str, Any] = {}
+        """What every operation of that sync tells the engine's ranks."""
         self._groups: dict[str, GroupRendezvous] = {}
         self._copies = names_tied_to(expected)
 
@@ -71,11 +80,18 @@ class SGLangWeightLoader:
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         """See ``WeightLoader``."""
         require_ready(self._replica, policy_version)
-        if manifest.adapter is not None:
-            raise WeightSyncError(
-                f"{self._replica.name} takes whole models, not adapters; set weight_sync.payload to full"
-            )
+        require_payload(self._replica, policy_version, manifest, takes_adapters=self._adapters is not None)
+        arriving = None
+        if self._adapters is not None:
+            try:
+                arriving = served_adapter(manifest, self._incoming.expected, self._adapters)
+            except ValueError as error:
+                raise WeightSyncError(
+                    f"{self._replica.name} cannot serve the adapter of policy version {policy_version}:\n{error}"
+                ) from error
         self._incoming.begin(policy_version, manifest)
+        self._arriving = arriving
+        self._of_sync = {"sync": policy_version, "adapter": arriving is not None, "copies": self._copies}
         self._replica.stop_serving()
         async with self._or_die("stopping for new weights"):
             await self._process.acall("begin_weights")
@@ -117,7 +133,12 @@ class SGLangWeightLoader:
         async with self._or_die(f"loading a block of kind {handle.kind!r}"):
             tensors = self._incoming.check_places(handle.tensors)
             if handle.kind == "file":
-                content = {"path": handle.content, "num_bytes": handle.num_bytes, "tensors": tensors}
+                content = {
+                    "path": handle.content,
+                    "num_bytes": handle.num_bytes,
+                    "tensors": tensors,
+                    "is_reused": True,
+                }
                 await self._load("block", content)
             else:
                 await self._load("cuda_block", {"blocks": pickle.dumps(handle.content), "tensors": tensors})
@@ -150,7 +171,9 @@ class SGLangWeightLoader:
             ) from error
         self._groups[rendezvous.name] = rendezvous
 
-    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
         """See ``ProcessGroupLoader``."""
         self._incoming.require_begun("load_broadcast")
         async with self._or_die(f"receiving from the sender of the group {group!r}"):
@@ -158,8 +181,8 @@ class SGLangWeightLoader:
                 raise WeightSyncError(f"the group {group!r} was not joined")
             content = {
                 "group": group,
-                "backend": self._groups[group].backend,
                 "tensors": self._incoming.check_broadcast(tensors),
+                "checksums": None if checksums is None else list(checksums),
             }
             try:
                 await self._load("broadcast", content)
@@ -181,6 +204,11 @@ class SGLangWeightLoader:
         version = self._incoming.require_begun("finish")
         async with self._or_die(f"finishing policy version {version}"):
             self._incoming.finish()
+            if self._arriving is None:
+                await self._load("finish", {})
+            else:
+                adapter = {"config": self._arriving.configuration, "absent": self._arriving.absent}
+                await self._load("adapter", adapter)
             await self._process.acall("finish_weights", version, self._replica.stays_paused)
         self._replica.serve(version)
         return version
@@ -190,7 +218,7 @@ class SGLangWeightLoader:
         await self._die(reason)
 
     async def _load(self, operation: str, content: Mapping[str, Any]) -> None:
-        await self._process.acall("load", operation, {**content, "copies": self._copies})
+        await self._process.acall("load", operation, {**content, **self._of_sync})
 
     def load_tied(self, directory: Path, timeout_s: float) -> None:
         """Load tied tensors from the model directory under their second names, which SGLang may not do when it starts.
@@ -203,7 +231,9 @@ class SGLangWeightLoader:
             if pairs:
                 files.append((str(file), pairs))
         if files:
-            self._process.call("load", "checkpoint", {"files": files, "copies": {}}, timeout_s=timeout_s)
+            of_sync = {"sync": 0, "adapter": False, "copies": {}}
+            self._process.call("load", "checkpoint", {"files": files, **of_sync}, timeout_s=timeout_s)
+            self._process.call("load", "finish", of_sync, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def _or_die(self, what: str) -> AsyncIterator[None]:

@@ -10,7 +10,10 @@ from chatlearn_core.protocols.lifecycle import RoleContext
 from chatlearn_vllm.options import VLLMGeneratorOptions
 
 OWNED: Mapping[str, str] = {
-    "data_parallel_size": "one replica is one engine; set roles.<role>.replicas",
+    "data_parallel_size": (
+        "one replica is one engine core; set roles.<role>.replicas, and for a mixture of experts"
+        " tensor_parallel_size with enable_expert_parallel"
+    ),
     "disable_log_stats": "this backend counts itself",
     "enable_lora": "set options.lora",
     "logprobs_mode": "set options.logprobs",
@@ -46,9 +49,14 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         problems.append(
             f"dtype: {context.engine_arguments['dtype']!r}, and options.dtype is {options.dtype!r}; remove one of them"
         )
+    on_cpu = not context.device.startswith("cuda")
+    if on_cpu and context.engine_arguments.get("enable_expert_parallel"):
+        problems.append(
+            "enable_expert_parallel: on a CPU vLLM 0.32 reads past the experts that a worker holds, and crashes; remove"
+            " it: tensor_parallel_size splits experts by their width"
+        )
     if problems:
         raise ConfigError(refused(context.role, problems))
-    on_cpu = not context.device.startswith("cuda")
     ours: dict[str, Any] = {
         "model": source.path,
         "tokenizer": source.tokenizer_path,

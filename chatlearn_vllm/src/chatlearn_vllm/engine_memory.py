@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 class EngineMemory:
     """Turns requests to move parts into what vLLM can do: sleep by level, wake by part.
 
-    vLLM gives back the KV cache alone, or the weights together with it, and nothing of which a part is asleep.
+    vLLM gives back the KV cache alone, or the weights together with it.
     """
 
     def __init__(self, move: Callable[[str, object], None], sleep_level: int) -> None:
@@ -31,9 +31,6 @@ class EngineMemory:
         """Give back ``weights`` or ``kv_cache``; twice is fine."""
         self._asked |= set(parts)
         if "weights" in parts and "weights" not in self.asleep:
-            if self.asleep:
-                self._move("wake", sorted(self.asleep))
-                self.asleep.clear()
             self._move("sleep", self._sleep_level)
             self.asleep = {"weights", "kv_cache"}
             self.weights_dropped = self._sleep_level == 2

@@ -18,17 +18,21 @@ from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.request_checks import check_request
-from chatlearn_vllm.engine_arguments import engine_arguments, refused
+from chatlearn_vllm.engine_arguments import engine_arguments, num_workers, refused
 from chatlearn_vllm.engine_memory import EngineMemory
 from chatlearn_vllm.engine_side.driver import Event
 from chatlearn_vllm.hosts import ChildHost, EngineHost, InProcessHost
 from chatlearn_vllm.options import VLLMGeneratorOptions
 from chatlearn_vllm.requests import Ticket, basis_of
+from chatlearn_vllm.visible_devices import VARIABLE, visible_devices
 from chatlearn_vllm.weight_loader import VLLMWeightLoader
 
 _CLOSED = "the generator was closed"
+_CALL_TIMEOUT_S = 600.0
+"""Longest time until an engine comes to what it is told: a step in between takes seconds."""
 _MOVE_TIMEOUT_S = 600.0
-"""Longest time that giving memory back or taking it again may take."""
+"""Longest time that giving memory back, taking it again or measuring it may take."""
+_PARTS = frozenset({"weights", "kv_cache"})
 
 
 class VLLMGenerator:
@@ -58,6 +62,8 @@ class VLLMGenerator:
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._memory = EngineMemory(self._move, options.sleep_level)
+        self._stays_awake: str | None = None
+        """Why the engine cannot give memory back."""
 
     # Life cycle
 
@@ -84,6 +90,7 @@ class VLLMGenerator:
         self._host = host
         self._model_length = int(facts["max_model_len"])
         self._vocab_size = int(facts["vocab_size"])
+        self._stays_awake = facts["stays_awake"]
         self._loader = VLLMWeightLoader(
             self,
             host,
@@ -102,14 +109,19 @@ class VLLMGenerator:
     def offload(self, parts: Collection[MemoryPart]) -> None:
         """See ``Lifecycle``. Requests that a pause keeps compute their context again when they go on.
 
-        The engine cannot give the weights back without the KV cache. On a CPU vLLM keeps its memory.
+        The engine cannot give the weights back without the KV cache.
 
         Raises:
-            BackendError: requests are running and not paused.
+            BackendError: requests are running and not paused; or this engine keeps its memory, the message says why.
         """
-        wanted = set(parts) & {"weights", "kv_cache"}
+        wanted = set(parts) & _PARTS
         if not wanted:
             return
+        if self._stays_awake is not None:
+            raise BackendError(
+                f"{self.name} cannot be offloaded: {self._stays_awake}; or set memory.offload to never, and give the"
+                " role devices of its own"
+            )
         if self._tickets and not self._paused and self._state == "serving":
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
         self._memory.offload(wanted)
@@ -117,6 +129,16 @@ class VLLMGenerator:
     def onload(self, parts: Collection[MemoryPart]) -> None:
         """See ``Lifecycle``. Weights that sleep level 2 dropped come with the next sync."""
         self._memory.onload(parts)
+
+    def live_bytes(self, part: MemoryPart) -> int:
+        """See ``MeasuresMemory``: what the engine's workers find, summed over them.
+
+        Raises:
+            BackendError: the engine is gone, or does not answer.
+        """
+        if self._host is None or self._problem == _CLOSED or part not in _PARTS:
+            return 0
+        return int(self._move("live_bytes", part))
 
     def close(self) -> None:
         """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
@@ -247,14 +269,18 @@ class VLLMGenerator:
             if device not in ("cpu", "cuda", "cuda:0"):
                 raise ConfigError(
                     f"roles.{self._context.role}.device is {device!r}: in the worker's own process vLLM uses the first"
-                    f" visible GPU; set roles.{self._context.role}.options.host to child, which sees that GPU alone"
+                    f" visible GPU; set roles.{self._context.role}.options.host to child, which sees its own GPUs alone"
                 )
             return InProcessHost(self.name, options.start_timeout_s)
-        environment: dict[str, str | None] = {}
-        if device.startswith("cuda:"):
-            visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-            index = int(device.removeprefix("cuda:"))
-            environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+        workers = num_workers(self._context.engine_arguments)
+        try:
+            visible = visible_devices(device, workers, os.environ.get(VARIABLE))
+        except ValueError as error:
+            raise ConfigError(
+                f"roles.{self._context.role}.device is {device!r} with {workers} workers of its engine: {error}. Choose"
+                " another device, or fewer of engine.tensor_parallel_size and engine.pipeline_parallel_size"
+            ) from None
+        environment: dict[str, str | None] = {} if visible is None else {VARIABLE: visible}
         return ChildHost(self.name, options.start_timeout_s, python=options.python, environment=environment)
 
     def _require_host(self) -> EngineHost:
@@ -271,16 +297,23 @@ class VLLMGenerator:
         return loop
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the driver; an engine that fails is dead."""
+        """Call the driver; an engine that fails, or does not come to it, is dead."""
         try:
-            return await self._require_host().call(method, *arguments)
+            async with asyncio.timeout(_CALL_TIMEOUT_S) as limit:
+                return await self._require_host().call(method, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            reason = f"its engine did not come to {method!r} within {_CALL_TIMEOUT_S:g} s"
+            self._set_dead(reason, error)
+            raise BackendTimeoutError(f"{self.name}: {reason}; restart it") from error
         except BackendError as error:
             self._set_dead(str(error), error)
             raise
 
-    def _move(self, method: str, argument: Any) -> None:
+    def _move(self, method: str, argument: Any) -> Any:
         try:
-            self._require_host().call_blocking(method, argument, timeout_s=_MOVE_TIMEOUT_S)
+            return self._require_host().call_blocking(method, argument, timeout_s=_MOVE_TIMEOUT_S)
         except BackendError as error:
             self._set_dead(str(error), error)
             raise
@@ -357,11 +390,21 @@ class VLLMGenerator:
                 ticket.fail(BackendError(f"{self.name}: request {ticket.request.id!r} failed: {problem}"))
         if not whole:
             return
-        texts: list[str] = self._tokenizer.batch_decode(
-            [ticket.all_token_ids() for ticket, _ in whole],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
+        try:
+            texts: list[str] = self._tokenizer.batch_decode(
+                [ticket.all_token_ids() for ticket, _ in whole],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        except Exception as error:  # this is a callback of the event loop: those who wait would hear nothing
+            for ticket, _ in whole:
+                failure = BackendError(
+                    f"{self.name}: the tokens of request {ticket.request.id!r} cannot be decoded: "
+                    f"{type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                ticket.fail(failure)
+            return
         for (ticket, reason), text in zip(whole, texts, strict=True):
             if not ticket.future.done():
                 ticket.future.set_result(ticket.completion(reason, text))

@@ -83,7 +83,7 @@ class InProcessHost:
 
     def drop(self, keys: Sequence[int]) -> None:
         """See ``EngineHost``."""
-        self._driver.abort(keys)
+        self._driver.drop(keys)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """See ``EngineHost``."""
@@ -169,7 +169,7 @@ class ChildHost:
 
     def drop(self, keys: Sequence[int]) -> None:
         """See ``EngineHost``."""
-        self._tell("abort", keys)
+        self._tell("drop", keys)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """See ``EngineHost``."""

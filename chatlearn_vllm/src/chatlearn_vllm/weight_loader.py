@@ -19,7 +19,7 @@ from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightS
 from chatlearn_core.hosting import SharedBlock, handle_content
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
 from chatlearn_core.types import GroupRendezvous, MemoryHandle, TensorSpec, WeightManifest, WeightShard
-from chatlearn_hf.weight_checks import IncomingWeights, LoadingReplica, names_tied_to, require_ready
+from chatlearn_hf.weight_checks import IncomingWeights, LoadingReplica, names_tied_to, require_payload, require_ready
 from chatlearn_vllm.hosts import EngineHost
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
@@ -62,8 +62,8 @@ class VLLMWeightLoader:
         self._copies = names_tied_to(expected)
         self._adapter: dict[str, Tensor] | None = None
         """Tensors of the adapter that is arriving; None while a whole model arrives."""
-        self._groups: dict[str, str] = {}
-        """Joined groups by name, each with its backend."""
+        self._groups: set[str] = set()
+        """Names of those that the workers have joined."""
 
     def expected_manifest(self) -> WeightManifest:
         """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
@@ -72,16 +72,7 @@ class VLLMWeightLoader:
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         """See ``WeightLoader``. Requests that run are kept: they wait and go on after ``finish``."""
         require_ready(self._replica, policy_version)
-        if self._takes_adapters != (manifest.adapter is not None):
-            raise WeightSyncError(
-                f"{self._replica.name} cannot take policy version {policy_version}: "
-                + (
-                    "it serves LoRA adapters (options.lora) and is offered a whole model; set weight_sync.payload to"
-                    " adapter, or remove options.lora"
-                    if self._takes_adapters
-                    else "it is offered a LoRA adapter, serves none; set options.lora, or weight_sync.payload to full"
-                )
-            )
+        require_payload(self._replica, policy_version, manifest, takes_adapters=self._takes_adapters)
         self._incoming.begin(policy_version, manifest)
         self._adapter = None if manifest.adapter is None else {}
         await self._replica.stop_serving()
@@ -137,7 +128,7 @@ class VLLMWeightLoader:
                 with MappedBlock(content | {"path": handle.content}) as block:
                     self._adapter.update((name, tensor.clone()) for name, tensor in block.tensors())
             elif handle.kind == "file":
-                await self._load("block", content | {"path": handle.content})
+                await self._load("block", content | {"path": handle.content, "is_reused": True})
             else:
                 await self._load("cuda_ipc", content | {"blocks": pickle.dumps(handle.content)})
 
@@ -161,22 +152,24 @@ class VLLMWeightLoader:
                 f"{self._replica.name}: its {self._num_workers} workers could not meet the sender of the group"
                 f" {rendezvous.name!r} at {rendezvous.address} within {rendezvous.timeout_s:g} s: {error}"
             ) from error
-        self._groups[rendezvous.name] = rendezvous.backend
+        self._groups.add(rendezvous.name)
 
-    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
         """See ``ProcessGroupLoader``: the tensors come as one flat bucket of bytes, in their order, without gaps."""
         self._incoming.require_begun("load_broadcast")
         async with self._or_die(f"receiving from the sender of the group {group!r}"):
             if self._adapter is not None:
                 raise WeightSyncError("an adapter is taken as tensors or from shared memory, not by a process group")
             wanted = self._incoming.check_broadcast(tensors)
-            backend = self._groups.get(group, "gloo")
-            await self._load("broadcast", {"group": group, "backend": backend, "tensors": wanted})
+            compared = None if checksums is None else list(checksums)
+            await self._load("broadcast", {"group": group, "tensors": wanted, "checksums": compared})
 
     async def leave_group(self, group: str) -> None:
         """See ``ProcessGroupLoader``."""
         if group in self._groups:
-            del self._groups[group]
+            self._groups.remove(group)
             if not self._replica.is_dead:
                 await self._host.call("group", {"action": "leave", "name": group})
 

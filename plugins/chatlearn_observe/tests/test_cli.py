@@ -20,14 +20,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_it_writes_into_the_run_directory(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(run_dir), "--token-ids")
     assert code == 0
-    assert f"wrote {run_dir / 'report.html'} (6 steps, 78 rollouts)" in out
+    assert f"wrote {run_dir / 'report.html'} (steps: 6, rollouts: 78)" in out
     assert (run_dir / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_another_file_and_fewer_rollouts(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(run_dir), "-o", str(tmp_path / "x.html"), "--max-rollouts", "0")
     assert code == 0
-    assert "(6 steps, 0 rollouts)" in out
+    assert "(steps: 6, rollouts: 0)" in out
     assert "none were asked for" in (tmp_path / "x.html").read_text(encoding="utf-8")
     assert not (run_dir / "report.html").exists()
 
@@ -67,7 +67,7 @@ def test_a_run_with_nothing_in_it_yet(run_dir: Path, capsys: pytest.CaptureFixtu
     shutil.rmtree(run_dir / "rollouts")
     code, out, _ = run(capsys, str(run_dir))
     assert code == 0
-    assert "(0 steps, 0 rollouts)" in out
+    assert "(steps: 0, rollouts: 0)" in out
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "No metrics yet" in page
     assert "Running, or killed" in page

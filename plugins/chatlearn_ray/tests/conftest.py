@@ -45,6 +45,8 @@ FAST_HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 """A killed node is noticed after two seconds."""
+BLOCKS_ARE_STORED_FROM = 500
+"""Bytes; by default blocks as small as those of these tests travel in messages, and no node can take them with it."""
 SMALL_NODE: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 10**8}
 
 
@@ -53,7 +55,8 @@ def cluster() -> Iterator[Any]:
     """A Ray cluster of one node, to which tests add others. More names of CPUs than cores: workers mostly wait."""
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 32, "_system_config": FAST_HEALTH_CHECKS, **SMALL_NODE}
+    config = {**FAST_HEALTH_CHECKS, "max_direct_call_object_size": BLOCKS_ARE_STORED_FROM}
+    head = {"num_cpus": 32, "_system_config": config, **SMALL_NODE}
     machines = Cluster(initialize_head=True, head_node_args=head)
     yield machines
     machines.shutdown()

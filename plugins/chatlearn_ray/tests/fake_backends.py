@@ -82,7 +82,9 @@ class CountingTrainer:
         self.loaded = (directory / f"rank{self.context.rank}").read_text()
 
     def export_model(self, directory: Path) -> None:
-        self.save(directory)
+        """What this process sees of its node's GPUs."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"rank{self.context.rank}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
 
     def offload(self, parts) -> None: ...
 
@@ -102,6 +104,8 @@ class EchoOptions(BaseModel):
     """The delay counts while this file exists."""
     hang_once: str | None = None
     """A file; while it exists the worker deletes it and does nothing any more."""
+    tells: str | None = None
+    """An environment variable whose value is the text of every completion."""
 
 
 class EchoGenerator:
@@ -138,7 +142,7 @@ class EchoGenerator:
             finish_reason="stop",
             sampling=request.sampling,
             version_spans=(VersionSpan(0, len(tokens), self.policy_version),),
-            text=",".join(self.order),
+            text=",".join(self.order) if self.options.tells is None else os.environ.get(self.options.tells, "not set"),
         )
 
     async def abort(self, request_ids=None) -> None:

@@ -98,11 +98,21 @@ class Folder:
     def _victims(self, victim: str, kind: str) -> list[int]:
         if victim == kind:
             return [os.getpid()]
-        alive = [process for process in self.processes() if is_alive(process["pid"])]
         if victim == "node":
-            own = os.getppid()
-            return [own, *(process["pid"] for process in alive if process["node"] == own)]
-        return [next(process["pid"] for process in alive if process["kind"] == victim)]
+            return self._everyone_on(os.getppid())
+        return [next(process["pid"] for process in self._alive() if process["kind"] == victim)]
+
+    def kill_node_of(self, kind: str) -> None:
+        """End the one node that all processes of a kind are on, and everyone on it."""
+        [node] = {process["node"] for process in self._alive() if process["kind"] == kind}
+        for pid in self._everyone_on(node):
+            os.kill(pid, signal.SIGKILL)
+
+    def _everyone_on(self, node: int) -> list[int]:
+        return [node, *(process["pid"] for process in self._alive() if process["node"] == node)]
+
+    def _alive(self) -> list[dict]:
+        return [process for process in self.processes() if is_alive(process["pid"])]
 
 
 def is_alive(pid: int) -> bool:

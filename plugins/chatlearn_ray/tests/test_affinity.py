@@ -101,3 +101,24 @@ def test_a_transport_within_a_host_needs_both_ends_on_one() -> None:
     assert half.placement == "host"
     with pytest.raises(ConfigError, match="works within one host"):
         check(half)
+
+
+GIVEN = {"slots": 1, "gpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ({}, "cpu"),
+        ({"pools": {"p": GIVEN}, "roles": {"trainer": {"pool": "p"}}}, "cuda"),
+        ({"pools": {"p": {"slots": 1}}, "roles": {"trainer": {"pool": "p"}}}, "cpu"),
+        ({"roles": {"trainer": {"gpus": 0.5}}}, "cuda"),
+        ({"pools": {"p": GIVEN}, "roles": {"trainer": {"pool": "p", "gpus": 0}}}, "cpu"),
+    ],
+    ids=["nothing said", "pool with GPUs", "pool without", "a share", "none of the pool's"],
+)
+def test_auto_is_a_gpu_for_a_role_that_is_given_some_before_anybody_saw_the_cluster(
+    options: dict[str, Any], device: str
+) -> None:
+    made = seated_role(role("trainer"), plan(), RayRuntimeOptions.model_validate(options), gpus=False)
+    assert made.device == device

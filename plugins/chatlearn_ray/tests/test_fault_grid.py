@@ -245,6 +245,45 @@ async def killed_node(cell: Cell, phase: str, cluster: Any) -> None:
             await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
 
 
+class SamplesKiller(Watch):
+    """Kills the node that sampled and judged when all is there and the trainer, on another one, has seen none of it."""
+
+    def enter(self, step: int, phase: str) -> None:
+        super().enter(step, phase)
+        if (step, phase) == (FAULT_STEP, Phase.COMPUTING) and not self.is_set:
+            self.is_set = True
+            self.folder.kill_node_of("generator")
+
+
+async def test_samples_that_are_lost_with_their_node_before_training_are_made_again(
+    scene: Scene, expected: dict[str, Any], cluster: Any, leaves_nothing: object
+) -> None:
+    """Nobody who lives misses anything then, except the tokens."""
+    cell = scene.cell("lost-samples")
+    watch = SamplesKiller(cell.faults, "none", "")
+    pools = {name: {"slots": 1, "cpus": 4, "resources": {name: 1}} for name in ("sampling", "training")}
+    seats = {role: {"pool": "sampling", "per_slot": 2} for role in ("generator", "reward")}
+    seats["trainer"] = {"pool": "training", "per_slot": 2}
+    nodes = [
+        cluster.add_node(num_cpus=4, resources={name: 1}, **SMALL_NODE) for name in ("training", "sampling", "sampling")
+    ]
+    cluster.wait_for_nodes()
+    try:
+        await make_run(
+            cell.config,
+            [f"runtime.options.pools={json.dumps(pools)}", f"runtime.options.roles={json.dumps(seats)}"],
+            watch,
+        )
+    finally:
+        for node in nodes:
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+    assert watch.is_set
+    [lost] = [text for text in watch.said if "The trainer was rebuilt" in text]
+    assert "sampled tokens were lost with the node that held them" in lost
+    check_result(cell.result(), expected, "computing")
+    await gone(cell)
+
+
 async def gone(cell: Cell) -> None:
     """Every process of the run ends."""
     deadline = time.monotonic() + DRIVER_GONE_S

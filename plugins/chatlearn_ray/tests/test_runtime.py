@@ -253,6 +253,24 @@ async def test_a_request_that_is_made_again_does_not_get_what_the_first_one_was_
         assert (await waiting).token_ids.tolist() == [0, 1, 2, 3, 4]
 
 
+async def test_a_request_that_resumes_from_lost_tokens_is_the_runs_matter_and_kills_no_replica(roles: Any) -> None:
+    import ray
+
+    def lose() -> None:
+        raise RuntimeError("this object is not there")
+
+    role = roles.role("generator", "generator", "echo")
+    async with running(roles.plan(role), max_generator_restarts=0) as runtime:
+        fleet = runtime.generator("generator")
+        first = await fleet.generate(replace(request("first"), prompt_ids=np.arange(1000)))
+        first.token_ids.pieces[0].block.reference = ray.remote(lose).remote()
+        again = replace(request("again"), resume_from=first)
+        with pytest.raises(TrainerLostError, match="sampled tokens were lost with the node that held them"):
+            await fleet.generate(again)
+        assert (await fleet.generate(request("other"))).text == "first,other"
+        assert fleet.num_restarts == 0
+
+
 async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2)
     async with running(roles.plan(role), max_trainer_restarts=1) as runtime:

@@ -4,7 +4,7 @@ import pytest
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.seating import SeatedRole, Seating, seat_roles, shortage
+from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
 
 TRAINER = SeatedRole("trainer", "trainer", "cuda", 1, 4)
 GENERATOR = SeatedRole("generator", "generator", "cuda", 2, 2)
@@ -95,33 +95,12 @@ def test_a_pool_that_nobody_uses_is_not_reserved() -> None:
     assert dict(seat(REWARD, pools={"gpus": {"slots": 4, "gpus": 1}}).total) == {"CPU": 1.0}
 
 
-def test_what_fits_has_no_shortage() -> None:
-    assert shortage(seat(TRAINER, REWARD), {"a": {"CPU": 8, "GPU": 2}, "b": {"CPU": 8, "GPU": 2}}) is None
-
-
-def test_a_shortage_shows_the_arithmetic() -> None:
-    text = shortage(seat(TRAINER, GENERATOR), {"a": {"CPU": 16, "GPU": 2}, "b": {"CPU": 16, "GPU": 1}})
-    assert text is not None
-    assert "GPU: 4 (role 'trainer') + 2 (role 'generator', replica 0) + 2 (role 'generator', replica 1) = 8" in text
-    assert "2 node(s) have 3: 5 missing" in text
-
-
-def test_ranks_that_belong_on_one_node_need_one_large_enough() -> None:
-    seating = seat(TRAINER, roles={"trainer": {"one_node": True}})
-    text = shortage(seating, {"a": {"CPU": 16, "GPU": 2}, "b": {"CPU": 16, "GPU": 2}})
-    assert text is not None
-    assert "role 'trainer' needs together 4 CPU, 4 GPU on one node: a has 16 CPU, 2 GPU; b has 16 CPU, 2 GPU" in text
-
-
 def test_consecutive_ranks_that_belong_together_share_a_bundle() -> None:
     trainer = SeatedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
     seating = seat(trainer)
     assert [dict(bundle) for bundle in seating.groups[0].bundles] == [{"CPU": 2.0, "GPU": 2.0}] * 2
     assert places(seating, "trainer") == [("role 'trainer'", i // 2, {"CPU": 1.0, "GPU": 1.0}) for i in range(4)]
     assert seating.why("trainer") == ["every 2 ranks of 'trainer' on one node (ulysses 2)"]
-    text = shortage(seating, {name: {"CPU": 8, "GPU": 1} for name in "abcd"})
-    assert text is not None
-    assert "needs 2 CPU, 2 GPU on one node (every 2 ranks of 'trainer' on one node (ulysses 2)): a has 8 CPU, 1" in text
 
 
 @pytest.mark.parametrize(("together", "bundles"), [(4, 1), (1, 4)])
@@ -168,39 +147,8 @@ def test_a_role_may_be_put_next_to_any_other() -> None:
     assert seating.why("reward") == ["'reward' near 'trainer' (runtime.options.roles.reward.near)"]
 
 
-def test_several_ranks_may_share_a_large_slot() -> None:
-    seating = seat(
-        TRAINER,
-        pools={"nodes": {"slots": 2, "gpus": 2, "cpus": 8}},
-        roles={"trainer": {"pool": "nodes", "per_slot": 2}},
-    )
-    assert places(seating, "trainer") == [("pool 'nodes'", i // 2, {"CPU": 4.0, "GPU": 1.0}) for i in range(4)]
-
-
-def test_parts_of_several_gpus_are_refused() -> None:
-    engine = SeatedRole("generator", "generator", "cuda", 2, 1, devices=2)
-    with pytest.raises(
-        ConfigError, match=r"'generator' drives 2 GPU\(s\), and its share of a slot of pool 'p' is 1 of 2"
-    ):
-        seat(
-            SeatedRole("trainer", "trainer", "cuda", 1, 2),
-            engine,
-            pools={"p": {"slots": 2, "gpus": 2}},
-            roles={"trainer": {"pool": "p"}, "generator": {"pool": "p"}},
-        )
-    with pytest.raises(ConfigError, match="Roles that share GPUs need slots of one GPU"):
-        seat(engine, pools={"p": {"slots": 2, "gpus": 1}}, roles={"generator": {"pool": "p"}})
-
-
-def test_a_shortage_of_one_kind_of_bundle_is_seen() -> None:
-    engine = SeatedRole("generator", "generator", "cuda", 1, 1, devices=4, near="trainer", near_why="it is faster")
-    text = shortage(seat(TRAINER, engine), {name: {"CPU": 8, "GPU": 3} for name in "abc"})
-    assert text is not None
-    assert "role 'trainer' and 'generator' needs 1 CPU, 4 GPU on one node" in text
-
-
 def devices(seating: Seating, role: str) -> set[tuple[str, bool]]:
-    return {(seat.device.place, seat.device.is_gpu) for seat in seating.of(role)}
+    return {(device.place, device.is_gpu) for seat in seating.of(role) for device in seat.devices}
 
 
 def test_fractions_of_a_slots_gpu_are_shared_and_whole_gpus_are_not() -> None:
@@ -227,3 +175,114 @@ def test_on_the_host_roles_of_one_slot_share_its_memory_but_not_with_those_on_it
     seating = seat(reference, critic, actor, pools={"mixed": {"slots": 1, "gpus": 1}}, roles=roles)
     assert devices(seating, "reference") == devices(seating, "critic") == {("pool 'mixed', slot 0", False)}
     assert not devices(seating, "trainer") & devices(seating, "critic")
+
+
+# ------------------------------------------------------------------------------------------ slots with several GPUs
+
+ENGINE = SeatedRole("generator", "generator", "cuda", 2, 1, devices=2)
+NODES = {"nodes": {"slots": 1, "gpus": 4, "cpus": 8}}
+
+
+def gpus(seating: Seating, role: str) -> list[tuple[int, tuple[int, ...]]]:
+    """(slot, its GPUs) of every worker."""
+    return [(seat.bundle, seat.gpus) for seat in seating.of(role)]
+
+
+def in_nodes(**roles: dict[str, object]) -> dict[str, object]:
+    return {name: {"pool": "nodes", **seat} for name, seat in roles.items()}
+
+
+def test_an_engine_of_two_gpus_shares_them_with_the_ranks_on_each() -> None:
+    seating = seat(TRAINER, ENGINE, pools=NODES, roles=in_nodes(trainer={}, generator={}))
+    assert gpus(seating, "trainer") == [(0, (0,)), (0, (1,)), (0, (2,)), (0, (3,))]
+    assert gpus(seating, "generator") == [(0, (0, 1)), (0, (2, 3))]
+    assert devices(seating, "trainer") == {(f"pool 'nodes', slot 0, GPU {gpu}", True) for gpu in range(4)}
+    assert devices(seating, "generator") == devices(seating, "trainer")
+    assert places(seating, "trainer")[0] == ("pool 'nodes'", 0, {"CPU": 1.0}), "Ray is asked for no GPU"
+    assert places(seating, "generator")[0] == ("pool 'nodes'", 0, {"CPU": 2.0})
+    assert dict(seating.total) == {"CPU": 8.0, "GPU": 4.0}, "the slot reserves them"
+    assert seating.of("trainer")[2].text == "pool 'nodes', slot 0: 1 CPU, its GPU 2"
+    assert seating.of("generator")[1].text == "pool 'nodes', slot 0: 2 CPU, its GPUs 2 and 3"
+
+
+def test_several_slots_are_filled_one_after_the_other() -> None:
+    pools = {"nodes": {"slots": 2, "gpus": 2}}
+    seating = seat(TRAINER, ENGINE, pools=pools, roles=in_nodes(trainer={}, generator={}))
+    assert gpus(seating, "trainer") == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
+    assert gpus(seating, "generator") == [(0, (0, 1)), (1, (0, 1))]
+
+
+def test_an_engine_may_share_a_part_of_the_trainers_gpus() -> None:
+    pools = {"nodes": {"slots": 2, "gpus": 2}}
+    one = SeatedRole("generator", "generator", "cuda", 1, 1, devices=2)
+    seating = seat(TRAINER, one, pools=pools, roles=in_nodes(trainer={}, generator={"first_slot": 1}))
+    assert devices(seating, "generator") == {(f"pool 'nodes', slot 1, GPU {gpu}", True) for gpu in range(2)}
+    assert devices(seating, "generator") < devices(seating, "trainer")
+
+
+def test_roles_that_fit_beside_one_another_in_a_slot_do_not_share() -> None:
+    trainer = SeatedRole("trainer", "trainer", "cuda", 1, 2)
+    one = SeatedRole("generator", "generator", "cuda", 1, 1, devices=2)
+    seating = seat(trainer, one, pools=NODES, roles=in_nodes(trainer={}, generator={}))
+    assert gpus(seating, "trainer") == [(0, (0,)), (0, (1,))]
+    assert gpus(seating, "generator") == [(0, (2, 3))]
+
+
+def test_workers_a_slot_may_be_fewer_than_it_has_gpus_for() -> None:
+    pools = {"nodes": {"slots": 4, "gpus": 2, "cpus": 8}}
+    seating = seat(TRAINER, pools=pools, roles=in_nodes(trainer={"per_slot": 1}))
+    assert gpus(seating, "trainer") == [(slot, (0,)) for slot in range(4)]
+
+
+def test_a_worker_on_the_host_drives_no_gpu_of_its_slot() -> None:
+    seating = seat(TRAINER, REWARD, pools=NODES, roles=in_nodes(trainer={}, reward={}))
+    assert gpus(seating, "reward") == [(0, ())]
+    assert seating.of("reward")[0].text == "pool 'nodes', slot 0: 4 CPU"
+
+
+def test_a_reward_has_its_gpu_alone_because_it_takes_no_turns() -> None:
+    trainer = SeatedRole("trainer", "trainer", "cuda", 1, 2)
+    one = SeatedRole("generator", "generator", "cuda", 1, 1, devices=2)
+    asked = in_nodes(trainer={}, generator={}, reward={"gpus": 1})
+    seating = seat(trainer, one, REWARD, pools=NODES, roles=asked)
+    assert gpus(seating, "reward") == [(0, (3,))]
+    assert gpus(seating, "trainer") == [(0, (0,)), (0, (1,))]
+    assert gpus(seating, "generator") == [(0, (0, 1))]
+    with pytest.raises(
+        ConfigError, match=r"drive 1 GPU\(s\) each = 4, but the slot has 4, of which reward has 1 alone"
+    ):
+        seat(TRAINER, REWARD, pools=NODES, roles=in_nodes(trainer={}, reward={"gpus": 1}))
+
+
+def test_a_slot_with_fewer_gpus_than_an_engine_drives_is_refused() -> None:
+    four = SeatedRole("generator", "generator", "cuda", 2, 1, devices=4)
+    for slot, engine in ((1, ENGINE), (2, four)):
+        told = rf"drives {engine.devices} GPU\(s\), but a slot of pool 'p' has {slot} \(.* Raise it to {engine.devices}"
+        with pytest.raises(ConfigError, match=told):
+            seat(engine, pools={"p": {"slots": 2, "gpus": slot}}, roles={"generator": {"pool": "p"}})
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    eight = SeatedRole("trainer", "trainer", "cuda", 1, 8)
+    with pytest.raises(ConfigError, match=r"has 8 worker\(s\) from slot 0 on, which needs 2 slots \(4 a slot\)"):
+        seat(eight, pools=NODES, roles=in_nodes(trainer={}))
+    with pytest.raises(
+        ConfigError, match=r"8 worker\(s\) in slot 0 .* drive 1 GPU\(s\) each = 8, but .* has 4\. Raise"
+    ):
+        seat(eight, pools=NODES, roles=in_nodes(trainer={"per_slot": 8}))
+
+
+@pytest.mark.parametrize("asked", [0.5, 1], ids=["a fraction", "fewer than it drives"])
+def test_a_share_that_is_no_use_is_refused(asked: float) -> None:
+    with pytest.raises(ConfigError, match=r"roles\.generator\.gpus is [\d.]+, but .* drives whole ones, 2 of them"):
+        seat(ENGINE, pools=NODES, roles=in_nodes(generator={"gpus": asked}))
+
+
+def test_a_slot_has_whole_gpus_if_it_has_several() -> None:
+    with pytest.raises(ConfigError, match=r"pools\.nodes\.gpus is 2\.5: a slot with several GPUs has whole ones"):
+        seat(TRAINER, pools={"nodes": {"slots": 4, "gpus": 2.5}}, roles=in_nodes(trainer={}))
+
+
+def test_a_role_on_gpus_in_a_pool_without_them_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'trainer' is to run on a GPU, but the slots of pool 'p' have none"):
+        seat(TRAINER, pools={"p": {"slots": 4}}, roles={"trainer": {"pool": "p"}})

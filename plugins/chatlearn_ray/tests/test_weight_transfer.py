@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -72,7 +73,10 @@ def make_transfer(tmp_path, monkeypatch):
         plan = WeightSyncPlan(
             "trainer", "generator", record, Options(), "test", bucket_bytes=1 << 20, timeout_s=30.0, **settings
         )
-        fleet = SimpleNamespace(replicas=[FakeReplica(index, events) for index in range(num_replicas)])
+        fleet = SimpleNamespace(
+            replicas=[FakeReplica(index, events) for index in range(num_replicas)],
+            loading=lambda indices: nullcontext(),
+        )
         transfer = RayWeightTransfer(plan, None, tmp_path, FakeTrainerGroup(events), fleet)
         await transfer.open_senders()
         del events[:]
@@ -109,6 +113,26 @@ async def test_a_rolling_fleet_loads_a_few_replicas_at_a_time(make_transfer):
     assert [receipt.replica for receipt in receipts] == [0, 1, 2]
     assert phases(events) == [({0, 1}, {0, 1}), ({2}, {2})]
     assert events.count("send") == 2
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_requests_go_past_the_replicas_of_a_turn_from_before_it_begins(make_transfer, replayable):
+    transfer, events = await make_transfer(num_replicas=2, fleet_rule="rolling", replayable=replayable)
+
+    @contextmanager
+    def loading(indices):
+        events.append(f"past {list(indices)}")
+        yield
+        events.append(f"back {list(indices)}")
+
+    transfer._fleet.loading = loading
+    await transfer.sync(range(2), 1)
+    marks = [event for event in events if event.split()[0] in ("past", "begin", "received", "back")]
+    turns = [[f"past [{i}]", f"begin {i}", f"received {i}", f"back [{i}]"] for i in range(2)]
+    assert marks == turns[0] + turns[1]
+    del events[:]
+    await transfer.resync(1, 1)
+    assert [event for event in events if event.split()[0] in ("past", "back")] == ["past [1]", "back [1]"]
 
 
 async def test_a_rolling_fleet_is_sent_to_once_where_the_transport_keeps_the_version(make_transfer):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,12 +145,32 @@ async def test_the_next_bucket_is_gathered_while_one_is_loaded(pieces, plan_for,
 
 async def test_memory_stays_under_the_bucket_bytes(pieces, plan_for, run_sync, ends):
     senders, receivers = ends(slot_mb=1)
-    await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    halves = {f"{name}.{part}": tensor[:128] for name, tensor in pieces.items() for part in "ab"}
+    await run_sync(plan_for(halves), senders, [StreamingTrainer(halves)], receivers, [KeepingLoader()])
     assert senders[0]._buffers.held_bytes == 2 * KIB, "two flat buffers, of the four parts of the bucket bytes"
     assert receivers[0]._buffers[0].held_bytes == 2 * KIB
 
 
-async def test_a_corrupted_bucket_is_noticed(pieces, plan_for, run_sync, ends, monkeypatch):
+async def test_a_tensor_that_travels_alone_is_not_packed(pieces, plan_for, run_sync, ends, monkeypatch):
+    monkeypatch.setattr(broadcast, "ALONE_BYTES", 2 * KIB)
+    senders, receivers = ends()
+    mixed = {
+        "small": torch.ones(8),
+        "large": torch.randn(512),
+        "turned": torch.randn(32, 16).t(),
+        "last": torch.ones(4),
+    }
+    loader = KeepingLoader()
+    plan = plan_for(mixed, bucket_bytes=16 * KIB)
+    await run_sync(plan, senders, [StreamingTrainer(mixed)], receivers, [loader])
+    assert list(loader.loaded) == ["large", "turned", "small", "last"]
+    assert all(torch.equal(loader.loaded[name], tensor) for name, tensor in mixed.items())
+    used = [slot for slot in range(3) if slot in senders[0]._buffers._buffers]
+    assert used == [0, 1], "of the large ones only the transposed one was copied"
+
+
+@pytest.mark.parametrize("channel", ["tensors", "process_group"])
+async def test_a_corrupted_bucket_is_noticed(pieces, plan_for, run_sync, ends, monkeypatch, channel):
     pack = flat_buffers.copy_with_checksum
 
     def corrupt(source, target):
@@ -160,17 +181,20 @@ async def test_a_corrupted_bucket_is_noticed(pieces, plan_for, run_sync, ends, m
 
     monkeypatch.setattr(flat_buffers, "copy_with_checksum", corrupt)
     senders, receivers = ends()
-    _, received = await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    plan = plan_for(pieces, bucket_bytes=8 * KIB, channel=channel)
+    sent, received = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
     assert isinstance(received, WeightSyncError)
     assert "tensor 't3' is corrupted" in str(received)
+    assert "bucket 1 of sender" in str(received)
+    assert "tensor 't3' is corrupted" in str(sent), "the sender hears it, too"
 
 
 async def test_an_engine_that_breaks_in_a_group_fails_the_sync_and_is_named(pieces, plan_for, run_sync, ends):
     class Broken(KeepingLoader):
-        async def load_broadcast(self, group, tensors):
+        async def load_broadcast(self, group, tensors, checksums=None):
             if tensors[0].name == "t2":
                 raise BackendError("engine is gone")
-            await super().load_broadcast(group, tensors)
+            await super().load_broadcast(group, tensors, checksums)
 
     senders, receivers = ends()
     plan = plan_for(pieces, channel="process_group")
@@ -196,6 +220,53 @@ def test_nccl_needs_every_end_on_a_gpu(pieces, plan_for, devices, option, backen
         receivers=(dataclasses.replace(plan.receivers[0], device=devices[1]),),
     )
     assert backend_of(plan, BroadcastOptions(backend=option)) == backend
+
+
+def on_gpus(plan, sender, receiver):
+    return dataclasses.replace(
+        plan,
+        senders=(dataclasses.replace(plan.senders[0], device=sender),),
+        receivers=(dataclasses.replace(plan.receivers[0], device=receiver),),
+    )
+
+
+async def test_two_ends_on_one_gpu_use_gloo_and_it_is_said_why_once(pieces, plan_for, run_sync, caplog):
+    for number in (1, 2):
+        plan = on_gpus(plan_for(pieces, number), "cuda:0", "cuda:0")
+        if number == 1:
+            sender = BroadcastSender(BroadcastOptions(), plan.senders[0])
+            receiver = BroadcastReceiver(BroadcastOptions(), plan.receivers[0])
+        results = await run_sync(plan, [sender], [StreamingTrainer(pieces)], [receiver], [KeepingLoader()])
+        assert results == [6 * KIB, 6 * KIB]
+    said = [record.getMessage() for record in caplog.records if "gloo instead of nccl" in record.getMessage()]
+    assert len(said) == 1
+    assert "two ends of its process group are on GPU 0 of host host-a" in said[0]
+    for end in (sender, receiver):
+        end.close()
+
+
+async def test_nccl_that_was_asked_for_is_refused_for_two_ends_on_one_gpu(pieces, plan_for, run_sync):
+    plan = on_gpus(plan_for(pieces), "cuda:1", "cuda:1")
+    sender = BroadcastSender(BroadcastOptions(backend="nccl"), plan.senders[0])
+    receiver = BroadcastReceiver(BroadcastOptions(backend="nccl"), plan.receivers[0])
+    sent, received = await run_sync(plan, [sender], [StreamingTrainer(pieces)], [receiver], [KeepingLoader()])
+    assert "two ends of its process group are on GPU 1 of host host-a" in str(sent)
+    assert "Set weight_sync.options.backend to gloo" in str(received)
+    for end in (sender, receiver):
+        end.close()
+
+
+async def test_the_rendezvous_listens_at_one_address_alone(pieces, plan_for, run_sync, ends):
+    senders, receivers = ends()
+    await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [KeepingLoader()])
+    port = senders[0]._member.store.port
+    listening = {
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    }
+    assert listening == {f"0100007F:{port:04X}"}, "127.0.0.1, in the kernel's writing"
 
 
 async def test_a_receiver_that_does_not_join_is_named(pieces, plan_for, run_sync, ends, monkeypatch):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -80,6 +82,25 @@ async def test_every_rank_sends_all_and_a_handle_has_a_block_for_each_gpu(pieces
     assert await run_sync(plan, senders, trainers, [receiver], [loader]) == [size, size, size]
     assert loader.num_blocks == {2}
     assert all(torch.equal(loader.loaded[name], tensor) for name, tensor in pieces.items())
+
+
+async def test_blocks_outlive_a_sync_and_are_exported_once(pieces, plan, endpoint, run_sync):
+    exports = []
+
+    def export(block):
+        exports.append(block.data_ptr())
+        return export_of(0)(block)
+
+    sender = CudaIpcSender(CudaIpcOptions(), endpoint("trainer"), export)
+    receiver = CudaIpcReceiver(CudaIpcOptions(), endpoint("generator"))
+    for number in (1, 2, 3):
+        tensors = {name: tensor + number for name, tensor in pieces.items()}
+        loader = HandleLoader()
+        one = dataclasses.replace(plan, sync_id=f"s{number}", senders=plan.senders[:1])
+        await run_sync(one, [sender], [StreamingTrainer(tensors)], [receiver], [loader])
+        assert all(torch.equal(loader.loaded[name], tensor) for name, tensor in tensors.items())
+    assert len(exports) == len(set(exports)) == 2
+    sender.close()
 
 
 async def test_ranks_that_do_not_stream_alike_are_refused(pieces, plan, ends, run_sync):

@@ -59,6 +59,19 @@ async def test_memory_stays_under_the_bucket_bytes(pages, make_plan, trainer, lo
     assert [len(load.calls), max(load.calls)] == [4, 2 * PAGE]
 
 
+async def test_a_block_is_read_when_an_eighth_of_the_model_is_in_it_and_not_when_it_is_full(
+    pages, make_plan, trainer, loader, run_sync, ends, monkeypatch
+):
+    monkeypatch.setattr(shared_memory, "LEAST_FILL_BYTES", PAGE)
+    tensors = {"first": torch.randn(3 * PAGE_OF_FLOATS), **pages, "last": torch.randn(5)}
+    senders, receivers = ends()
+    load = loader()
+    await run_sync(make_plan(tensors, bucket_bytes=30 * PAGE), senders, [trainer(tensors)], receivers, [load])
+    assert senders[0].held_bytes == 2 * 3 * PAGE, "a block has room for the largest tensor"
+    assert load.calls[0] == 3 * PAGE, "which is a bucket by itself"
+    assert load.calls[1:] == [*([PAGE] * 7), PAGE + 20], "an eighth of eleven pages and a bit holds one"
+
+
 async def test_a_tensor_above_the_limit_has_a_block_of_its_own(pages, make_plan, trainer, loader, run_sync, ends):
     tensors = pages | {"large": torch.randn(20 * PAGE_OF_FLOATS), "after": torch.randn(5)}
     senders, receivers = ends()

@@ -52,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ChatLearnError as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
+        if isinstance(error, Interrupted):  # what was asked for is no error
+            typer.echo(str(error), err=True)
+            sys.exit(EXIT_INTERRUPTED)
         typer.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_INTERRUPTED if isinstance(error, Interrupted) else EXIT_ERROR)
+        sys.exit(EXIT_ERROR)
 
 
 if __name__ == "__main__":

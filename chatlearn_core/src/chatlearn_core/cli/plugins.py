@@ -13,7 +13,7 @@ from chatlearn_core.cli.plugins_new import new
 from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.plugins.matrix import compatibility_matrix, matrix_json, read_tested
+from chatlearn_core.plugins.matrix import compatibility_matrix, matrix_json, read_environment, read_tested
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.report import (
     entry_json,
@@ -67,7 +67,8 @@ def matrix(
 ) -> None:
     """Show which trainer, generator and weight sync fit together, and why not."""
     rows = compatibility_matrix(discover_plugins(), read_tested(tested) if tested else None)
-    typer.echo(to_json(matrix_json(rows)) if as_json else matrix_text(rows))
+    environment = read_environment(tested) if tested else None
+    typer.echo(to_json(matrix_json(rows)) if as_json else matrix_text(rows, environment))
 
 
 def entries_named(registry: PluginRegistry, name: str, kind: str | None) -> list[PluginEntry]:

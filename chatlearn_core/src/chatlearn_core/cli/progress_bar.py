@@ -33,7 +33,7 @@ class ProgressBar(RunListener):
             disable=not self.live,
         )
         self._task: TaskID | None = None
-        self._total = 0
+        self._total, self._first = 0, 1
         self._last_line = 0.0
 
     def __enter__(self) -> ProgressBar:
@@ -47,7 +47,7 @@ class ProgressBar(RunListener):
 
     def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
         """Show the bar."""
-        self._total = total_steps
+        self._total, self._first = total_steps, first_step
         self.console.print(f"run directory: {run_dir}")
         self._task = self._progress.add_task(
             "run", total=total_steps, completed=first_step - 1, phase="starting", numbers=""
@@ -86,7 +86,9 @@ class ProgressBar(RunListener):
     def finished(self, summary: Mapping[str, object]) -> None:
         """Say how it ended."""
         if summary["status"] == "completed":
-            self.console.print(f"completed {summary['steps']} steps in {summary['wall_s']:.0f} s")
+            made = f", the last {self._total - self._first + 1} of them" if self._first > 1 else ""
+            steps = f"{self._total} step{'' if self._total == 1 else 's'}"
+            self.console.print(f"completed {steps}{made} in {summary['wall_s']:.0f} s")
         if summary["model"]:
             self.console.print(f"trained model: {summary['model']}", markup=False)
 

@@ -99,10 +99,9 @@ def describe(assembly: Assembly) -> str:
     for role in plan.roles.values():
         backends = " + ".join(backend.record.name for backend in role.backends)
         learns = ", learns" if role.trainable else ""
-        lines.append(
-            f"  {role.name:<12} {role.kind:<10} {backends:<20} device {role.device}, "
-            f"{role.replicas} replica(s) x {role.ranks} rank(s){learns}"
-        )
+        device = "" if role.kind == "reward" else f"device {role.device}, "
+        size = f"{role.replicas} replica(s)" + ("" if role.kind == "reward" else f" x {role.ranks} rank(s)")
+        lines.append(f"  {role.name:<12} {role.kind:<10} {backends:<20} {device}{size}{learns}")
     lines += ["", "places"]
     runtime = build_runtime(assembly)
     sharing = build_memory(assembly, runtime).sharing

@@ -38,6 +38,8 @@ class LoadedConfig:
     config: RunConfig
     resolved: dict[str, Any]
     """The plain values as written, overridden and resolved; defaults are not filled in."""
+    written: dict[str, Any]
+    """The same before they were resolved."""
     source: str
     """The file's name as given; ``<text>`` for text."""
     choices: Mapping[str, SelectedPlugin]
@@ -95,7 +97,7 @@ def load_config(
     if problems:
         raise InvalidConfigError(source, problems, document.marks)
     assert config is not None
-    return LoadedConfig(config, resolved, source, choices.selected)
+    return LoadedConfig(config, resolved, document.values, source, choices.selected)
 
 
 def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:

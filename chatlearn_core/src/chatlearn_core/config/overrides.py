@@ -17,8 +17,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Apply ``key=value`` (set) and ``~key`` (delete) to the document, in order; what is wrong becomes a problem.
 
     Keys are dotted; list items go by index, ``data.train.0.path`` or ``data.train[0].path``, and the index one past
-    the end appends. The value is YAML, so ``top_k=5`` is a number and ``name='5'`` text; an empty one is null. A
-    mapping or list replaces what was there.
+    the end appends; index 0 of a key that is not there begins a list. The value is YAML, so ``top_k=5`` is a number and
+    ``name='5'`` text; an empty one is null. A mapping or list replaces what was there.
     """
     for override in overrides:
         mark = Mark(f"override {show_value(override)}")
@@ -71,7 +71,7 @@ def _set(document: Document, override: str, mark: Mark) -> None:
                 parent[step] = value
         else:
             if not present or parent[step] is None:
-                child: dict[Any, Any] = {}
+                child: dict[Any, Any] | list[Any] = [] if path[position + 1] == "0" else {}
                 if isinstance(parent, list) and not present:
                     parent.append(child)
                 else:

@@ -20,8 +20,13 @@ def resolved_values(loaded: LoadedConfig) -> dict[str, Any]:
         for part in _path(key, values):
             section = section[part]
         section["options"] = choice.options.model_dump(mode="json", by_alias=True)
-    escaped: dict[str, Any] = _escape(values)
-    return escaped
+    return escaped(values)
+
+
+def escaped(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with every ``${`` as a configuration file writes it where it means itself."""
+    result: dict[str, Any] = _escape(values)
+    return result
 
 
 def to_yaml(values: dict[str, Any]) -> str:

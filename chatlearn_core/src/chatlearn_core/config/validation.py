@@ -65,6 +65,8 @@ def _rule(details: ErrorDetails) -> str:
         return "must be a mapping of keys to values"
     if details["type"] == "list_type":
         return "must be a list"
+    if details["type"] == "too_short":
+        return f"must have at least {details['ctx']['min_length']} item(s)"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if message.startswith("Input should be "):
         return f"must be {message.removeprefix('Input should be ')}"

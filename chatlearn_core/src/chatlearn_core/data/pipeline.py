@@ -136,7 +136,10 @@ class _Builder:
 
     def build(self, plugins: PluginRegistry) -> Dataset:
         path = self.settings.path
-        rows = list(islice(read_rows(path, self.settings.split, row_readers(plugins)), self.settings.limit))
+        try:
+            rows = list(islice(read_rows(path, self.settings.split, row_readers(plugins)), self.settings.limit))
+        except DataError as error:
+            raise DataError(f"{self.where}: {error}") from error
         if not rows:
             raise DataError(f"Data file '{path}' ({self.where}.path) is empty: it has no row.")
         format_name = self._format_name(rows, plugins)

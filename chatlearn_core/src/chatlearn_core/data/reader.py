@@ -90,7 +90,7 @@ def _missing(source: Path) -> str:
         lines.append(f"  Did you mean '{source.parent / near[0]}'?")
     elif not source.parent.is_dir():
         lines.append(f"  The directory '{source.parent}' does not exist either.")
-    lines.append("  Set data.train or data.eval to a path that exists, relative to where you are or absolute.")
+    lines.append("  Give a path that exists, relative to where you are or absolute.")
     return "\n".join(lines)
 
 

@@ -45,7 +45,8 @@ def bad_rows_error(bad_rows: list[str], path: str, num_rows: int) -> DataError:
     """The error about rows that cannot be used: the first few in full, all counted."""
     shown = "\n".join(f"  {row}" for row in bad_rows[:_SHOWN])
     more = f"\n  ... and {len(bad_rows) - _SHOWN} more" if len(bad_rows) > _SHOWN else ""
-    return DataError(
-        f"{len(bad_rows)} of {num_rows} rows of '{path}' cannot be used:\n{shown}{more}\n"
-        "  Correct them, or set data.on_bad_row=skip to leave them out (named and counted)."
-    )
+    if len(bad_rows) == num_rows:
+        remedy = "There is no other row: see that path, format and options of the dataset are meant"
+    else:
+        remedy = "Correct them, or set data.on_bad_row=skip to leave them out (named and counted)"
+    return DataError(f"{len(bad_rows)} of {num_rows} rows of '{path}' cannot be used:\n{shown}{more}\n  {remedy}.")

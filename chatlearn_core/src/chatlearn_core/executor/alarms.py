@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.environment import Experience
+from chatlearn_core.types import Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
 """Exclusions that are nobody's intention."""
@@ -50,8 +51,7 @@ class Alarms:
         sentences: list[str] = []
         failed = int(metrics.get("samples/excluded", 0))
         if failed:
-            reasons = Counter(s.exclusion for s in experience.samples if s.exclusion).most_common(3)
-            listed = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+            listed = "; ".join(_reasons(experience.samples)[:3])
             sentences.append(f"{failed} of {len(experience.samples)} samples excluded: {listed}")
         values = {s.reward.value for s in experience.samples if s.reward and s.reward.value is not None}
         value = values.pop() if len(values) == 1 else None
@@ -85,7 +85,16 @@ def require_some_sample(experience: Experience) -> None:
     """Raises BackendError if every sample of the step failed in generation or reward."""
     samples = experience.samples
     if samples and all(s.exclusion and s.exclusion.partition(":")[0] in FAILURES for s in samples):
-        reason, count = Counter(s.exclusion for s in samples).most_common(1)[0]
         raise BackendError(
-            f"all {len(samples)} samples of step {experience.step} failed; most frequent reason ({count} x): {reason}"
+            f"all {len(samples)} samples of step {experience.step} failed; most frequent reason: {_reasons(samples)[0]}"
         )
+
+
+def _reasons(samples: Sequence[Sample]) -> list[str]:
+    """Why samples are left out, the most frequent first, each with how many they are and one of them."""
+    first: dict[str, str] = {}
+    for sample in samples:
+        if sample.exclusion:
+            first.setdefault(sample.exclusion, sample.id)
+    counts = Counter(sample.exclusion for sample in samples if sample.exclusion).most_common()
+    return [f"{count} x {reason} (first: sample {first[reason]})" for reason, count in counts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig, SamplingConfig
 from chatlearn_core.data import ExampleSet, build_dataset
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.flow_checks import check_outputs, check_partial_rollouts, check_roles
 from chatlearn_core.executor.planning import model_source, plan_run
@@ -54,7 +56,8 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     config = loaded.config
     family = _model_family(registry)
     source = model_source(config.model, config.model)
-    facts = family.facts(source)
+    with _asked_for_by(f"{loaded.source}, model.path"):
+        facts = family.facts(source)
     sampling = sampling_params(config.sampling)
     eval_sampling = sampling_params(config.eval.sampling) if config.eval.sampling else greedy(sampling)
     algorithm = build_algorithm(loaded, registry)
@@ -78,7 +81,8 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             f"{loaded.source}: data.max_prompt_tokens is {room_for_prompt} and sampling.max_tokens {room}, together "
             f"more than the longest sequence of the model, {max_length} tokens (model.max_length). Lower one of the two"
         )
-    tokenizer = family.load_tokenizer(source)
+    with _asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
+        tokenizer = family.load_tokenizer(source)
     train_set = build_dataset(
         config.data,
         tokenizer,
@@ -128,6 +132,15 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 def greedy(sampling: SamplingParams) -> SamplingParams:
     """The same lengths and stops, without chance."""
     return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
+
+
+@contextmanager
+def _asked_for_by(where: str) -> Iterator[None]:
+    """What reads models knows directories, not who named them."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def _model_family(registry: PluginRegistry) -> ModelFamily:

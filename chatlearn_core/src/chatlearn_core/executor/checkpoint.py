@@ -72,10 +72,11 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise  # not the disk's fault: the trainer may be rebuilt
         except (OSError, BackendError) as error:
+            room = _room(self.directory)  # before what was written is removed
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {final}: {reason}. The run can be "
+                f"cannot write the checkpoint of step {step} to {final}: {reason}{room}. The run can be "
                 "resumed from the checkpoint before; free space or permissions on that disk first"
             ) from error
         except BaseException:
@@ -163,6 +164,8 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         step, state, files = int(seal["step"]), dict(seal["state"]), dict(seal["files"])
         if seal["format"] != _FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {seal['format']}; this version reads {_FORMAT}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {SEAL}, written last") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {SEAL}: {error}") from error
     for name, facts in files.items():
@@ -202,6 +205,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _room(directory: Path) -> str:
+    """How much space was left: what writers of tensors say of a full disk does not tell that it is full."""
+    try:
+        return f" ({shutil.disk_usage(directory).free / 2**20:,.0f} MiB were free)"
+    except OSError:
+        return ""  # the directory itself may be what is missing
 
 
 def _step_of(path: Path) -> int:

@@ -53,7 +53,7 @@ class Ending:
         """Keep what is complete, and write down what happened, where, and how to go on."""
         phase, phase_s, step = self._phase_of(error), self.journal.phase_s, self.journal.step  # saving is one, too
         self.observers.error(error)
-        kept = await self._rescue(state, hangs=_is_timeout(error))
+        kept = await self._rescue(state, hangs=_is_timeout(error), unsaved=isinstance(error, CheckpointError))
         facts = FailureFacts(
             name=self.assembly.config.name,
             error=error,
@@ -96,11 +96,12 @@ class Ending:
         except ChatLearnError as unwritten:
             self.journal.listener.warning(f"how the run ended could not be recorded: {unwritten}")
 
-    async def _rescue(self, state: RunState, *, hangs: bool = False) -> str:
+    async def _rescue(self, state: RunState, *, hangs: bool = False, unsaved: bool = False) -> str:
         """Save the last completed step if it is still in memory; says what can be resumed.
 
         Args:
             hangs: a role did not answer in time: saving would wait behind the call that hangs, for as long again.
+            unsaved: a checkpoint is what failed, so that why is told already.
         """
         lost = ""
         if state.step > state.saved_step and state.step > 0 and not state.policy_changed:
@@ -110,7 +111,7 @@ class Ending:
                 try:
                     await self.saver.save(state)
                 except ChatLearnError as error:
-                    lost = f"Step {state.step} could not be saved ({error}). "
+                    lost = f"Step {state.step} could not be saved{' at a second try' if unsaved else f' ({error})'}. "
         if state.saved_path is not None:
             return f"{lost}A checkpoint of step {state.saved_step} is in {state.saved_path.parent}."
         if lost:

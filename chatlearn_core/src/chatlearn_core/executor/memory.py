@@ -38,14 +38,19 @@ class MemoryTurns:
         self._locks = {role: asyncio.Lock() for role in self.roles}
         """Held while parts of a role are moved, or have to stay."""
         self._timers = Timers()
-        """Those of the newest turn."""
+        """Those of the newest turn, or of the start or recovery since then."""
 
     def _find_sharing(self) -> Sharing:
         return find_sharing(self.roles, self.runtime.devices(), self.mode) if self.mode != "never" else Sharing()
 
-    async def start(self) -> None:
-        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next."""
+    async def start(self, timers: Timers) -> None:
+        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next.
+
+        Args:
+            timers: the moves are added to them, as those of a turn are.
+        """
         self.runtime.lend_weights = self.lend_weights
+        self._timers = timers
         if self.sharing.devices:
             await self.runtime.start(self._put_aside)
         else:
@@ -55,12 +60,12 @@ class MemoryTurns:
         for role in planned.parts:
             if role in self._held:
                 self._held[role] = held[role]
-            else:  # it sits alone after all
-                await self._group(role).onload(planned.parts[role])
+            else:  # it sits alone after all: nothing of it is moved from here on
+                await self._carry_out(Move("onload", role, planned.parts[role]), timers, None)
 
     async def _put_aside(self, role: str) -> None:
         if parts := self.sharing.parts.get(role):
-            await self._move(Move("offload", role, parts), Timers(), None)
+            await self._move(Move("offload", role, parts), self._timers, None)
 
     def turn(self, *uses: Use, timers: Timers, level: int | None = None) -> Turn:
         """A place in the queue for the devices of ``uses``: entered with ``async with``, or left with ``leave``.
@@ -77,18 +82,22 @@ class MemoryTurns:
             self._queue.append(turn)
         return turn
 
-    async def recover(self, lost: TrainerLostError) -> None:
+    async def recover(self, lost: TrainerLostError, timers: Timers) -> None:
         """Let the runtime rebuild a trainer that lost a rank, with the generators out of its way.
 
         What the trainers hold afterwards is made sure of when they are used next.
 
+        Args:
+            timers: the moves are added to them, as those of a turn are.
+
         Raises:
             TrainerLostError: it may not be rebuilt.
         """
+        self._timers = timers
         for role, parts in self.sharing.parts.items():
             live = tuple(part for part in parts if self._held[role][part] is not False)
             if live and self.roles[role].kind == "generator":
-                await self._move(Move("offload", role, live), Timers(), None)
+                await self._move(Move("offload", role, live), timers, None)
         await self.runtime.recover(lost)
         for role, parts in self.sharing.parts.items():
             if self.roles[role].kind == "trainer":
@@ -129,6 +138,11 @@ class MemoryTurns:
     async def _move(self, move: Move, timers: Timers, level: int | None) -> None:
         held = self._held[move.role]
         held.update(dict.fromkeys(move.parts, None))  # until it is done
+        await self._carry_out(move, timers, level)
+        held.update(dict.fromkeys(move.parts, move.action == "onload"))
+
+    async def _carry_out(self, move: Move, timers: Timers, level: int | None) -> None:
+        """Ask for a move, put it into the trace, and check what is live then."""
         group = self._group(move.role)
         with timers.measure(move.action, role=move.role, action=move.action, level=level) as facts:
             events = await (group.offload if move.action == "offload" else group.onload)(move.parts)
@@ -140,7 +154,6 @@ class MemoryTurns:
                     "bytes of them are still live on the device. This is a fault of the backend's offload: it must "
                     "free the memory before it returns"
                 )
-        held.update(dict.fromkeys(move.parts, move.action == "onload"))
 
     def _group(self, role: str) -> ModelGroup:
         if self.roles[role].kind == "trainer":

@@ -15,12 +15,15 @@ ResumeMode = Literal["auto", "never"]
 
 MAY_CHANGE = (
     "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
-    "rollout.max_retries", "rollout.request_timeout_s",
+    "roles.*.ranks", "roles.*.replicas", "roles.*.device", "rollout.max_retries", "rollout.request_timeout_s",
 )  # fmt: skip
 """Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
-Two of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
-``train.steps``, and another number of threads in ``runtime`` rounds differently.
+Some of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
+``train.steps``, and other ranks, another device or another number of threads in ``runtime`` round differently.
 """
+
+_MOST_CHANGES = 8
+"""Changed settings that a refusal lists."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +77,7 @@ def find_resume_point(
     """
     notes: list[str] = []
     if isinstance(resume, Path):
-        checkpoint: Checkpoint | None = read_checkpoint(resume)
+        checkpoint: Checkpoint | None = _named_checkpoint(resume, store)
     else:
         checkpoint, problems = store.newest()
         notes += [f"passed over a checkpoint: {problem}" for problem in problems]
@@ -89,10 +92,11 @@ def find_resume_point(
         return ResumePoint(None, notes)
     changed = [key for key in changed_settings(checkpoint.state["config"], config) if not _may_change(key)]
     if changed:
-        listed = "; ".join(changed[:8])
+        left_out = f"\n  ... and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise CheckpointError(
-            f"{checkpoint.path} belongs to a run with other settings and cannot be continued: {listed}. Restore them, "
-            "or start a new run with another output_dir"
+            f"{checkpoint.path} belongs to a run with other settings and cannot be continued:"
+            + "".join(f"\n  {line}" for line in changed[:_MOST_CHANGES])
+            + f"{left_out}\n  Restore them, or start a new run with another output_dir"
         )
     if checkpoint.step > planned_steps or (checkpoint.step == planned_steps and is_complete):
         raise ConfigError(
@@ -109,15 +113,32 @@ def find_resume_point(
     return ResumePoint(checkpoint, notes)
 
 
+def _named_checkpoint(path: Path, store: CheckpointStore) -> Checkpoint:
+    if path.is_dir():
+        return read_checkpoint(path)
+    there = ", ".join(str(checkpoint.path) for checkpoint in store.complete()) or "none"
+    raise CheckpointError(
+        f"--resume names {path}, and there is no such directory (checkpoints of {store.directory.parent}: {there}). "
+        "Name one of them, or leave --resume out to go on from the newest"
+    )
+
+
 def changed_settings(then: Any, now: Any, key: str = "") -> list[str]:
-    """Every setting that differs, as ``key: was X, is Y``."""
+    """Every setting that differs, as ``key: was X, is Y``; a section that only one has is one line."""
+    if isinstance(then, list) and isinstance(now, list):
+        then, now = dict(enumerate(then)), dict(enumerate(now))
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         lines: list[str] = []
         for name in sorted(then.keys() | now.keys(), key=str):
             path = f"{key}.{name}" if key else str(name)
             lines += changed_settings(then.get(name), now.get(name), path)
         return lines
-    return [] if then == now else [f"{key}: was {then!r}, is {now!r}"]
+    return [] if then == now else [f"{key}: was {_told(then)}, is {_told(now)}"]
+
+
+def _told(setting: Any) -> str:
+    """A value as it is; of a section that the other run does not have, only that it is there."""
+    return "set" if isinstance(setting, Mapping | list) else "not set" if setting is None else repr(setting)
 
 
 def _may_change(line: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from chatlearn_core.config.recorded import recorded_values
+from chatlearn_core.config.show import to_yaml
 from chatlearn_core.exceptions import ChatLearnError, TrainerLostError
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.assembly import Assembly
@@ -59,7 +59,7 @@ class Run:
         self.listener = listener or RunListener()
         self.observers = observers or Observers()
         self.state = RunState(build_sampler(assembly))
-        self._settings: dict[str, Any] = self.config.model_dump(mode="json")
+        self._settings: dict[str, Any] = recorded_values(assembly.loaded)
 
     async def train(self, resume: ResumeMode | Path = "auto") -> dict[str, Any]:
         """Train to the end, or from the newest checkpoint to the end; returns the content of ``summary.json``.
@@ -94,12 +94,13 @@ class Run:
             try:
                 self.loggers.start(self._settings)
                 self.journal.enter(Phase.STARTING, self.state.step)
-                await self.memory.start()
+                timers = Timers()
+                await self.memory.start(timers)
                 for sync in self.assembly.plan.weight_syncs:
                     flow = {"trainer": sync.trainer, "generator": sync.generator, "channel": sync.channel}
                     self.journal.record("weight_sync", backend=sync.record.name, why=sync.why, **flow)
                 self.listener.started(self.directory.path, self.config.train.steps, self.state.step + 1)
-                return await self._train_through_losses(point.checkpoint)
+                return await self._train_through_losses(point.checkpoint, timers)
             except asyncio.CancelledError:
                 raise await self.ending.interrupted(self.state) from None
             except Exception as error:
@@ -115,7 +116,7 @@ class Run:
 
     def _write_static_files(self) -> None:
         self.directory.remove(FAILURE_PAGE)  # of a run that goes on now
-        self.directory.write_text("config.yaml", yaml.safe_dump(self._settings, sort_keys=False))
+        self.directory.write_text("config.yaml", to_yaml(self._settings))
         self.directory.write_text("flow.svg", to_svg(self.assembly.graph))
         evaluated = self.assembly.eval_set.reports if self.assembly.eval_set is not None else ()
         for dataset in [*self.assembly.train_set.reports, *evaluated]:
@@ -146,8 +147,11 @@ class Run:
         )
         self.ending = Ending(self.assembly, self.journal, self.observers, self.saver)
 
-    async def _train_through_losses(self, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    async def _train_through_losses(self, checkpoint: Checkpoint | None, timers: Timers) -> dict[str, Any]:
         """Train to the end; go back to the last checkpoint as often as the runtime rebuilds a trainer that lost a rank.
+
+        Args:
+            timers: those of the start, for the trace.
 
         Raises:
             TrainerLostError: it may not be rebuilt any more.
@@ -157,31 +161,35 @@ class Run:
             if lost is not None:
                 self.state.policy_changed = True  # whatever the other ranks hold is of no use
                 self.journal.enter(Phase.RECOVERING)
-                await self.memory.recover(lost)
+                timers = Timers()
+                await self.memory.recover(lost, timers)
             try:
                 if lost is None:
-                    await self._restore(checkpoint)
+                    await self._restore(checkpoint, timers, during="start")
                 else:
-                    await self._go_back(lost)
+                    await self._go_back(lost, timers)
                 await self._loop()
                 return await self._finish()
             except TrainerLostError as error:
                 lost = error
 
-    async def _restore(self, checkpoint: Checkpoint | None) -> None:
-        """Bring every role to where the checkpoint was taken, and every generator to the trainer's weights."""
+    async def _restore(self, checkpoint: Checkpoint | None, timers: Timers, during: str) -> None:
+        """Bring every role to where the checkpoint was taken, and every generator to the trainer's weights.
+
+        Args:
+            timers: what they hold already, and what this adds, is written to the trace as of ``during``.
+        """
         await self.environment.close()  # what it still has in the generators is not of the checkpoint
         self.state.pending = ()
         if checkpoint is not None:
-            await self.saver.load(checkpoint)
+            await self.saver.load(checkpoint, timers)
             self.state.pending = load_pending(checkpoint.path, self.assembly.train_set, self.environment.slots_of)
         self._say_what_is_removed()
         self.directory.rewind(self.state.step if checkpoint else -1)
         self.store.forget_after(self.state.step)
         self.journal.enter(Phase.SYNCING, self.state.step)
-        timers = Timers()
         await self._sync_weights(timers, self.state.step)
-        self.directory.append_trace(self.state.step, timers, during="start")
+        self.directory.append_trace(self.state.step, timers, during)
 
     def _say_what_is_removed(self) -> None:
         """Checkpoints newer than the one that the run goes on from, and the metrics beside them: the steps are made
@@ -197,7 +205,7 @@ class Run:
             text += f", and metrics and rollouts of steps {min(metrics)} to {max(metrics)}"
         self.journal.say(text, "removed", step=step, checkpoints=checkpoints, metrics=metrics)
 
-    async def _go_back(self, lost: TrainerLostError) -> None:
+    async def _go_back(self, lost: TrainerLostError, timers: Timers) -> None:
         """To the last checkpoint, with the trainer rebuilt. A rank that dies meanwhile is another loss."""
         checkpoint, problems = self.saver.last(self.state)
         if checkpoint is not None:
@@ -205,7 +213,7 @@ class Run:
         else:
             self.state = RunState(build_sampler(self.assembly), policy_changed=True)
         self.state.alarms, self.state.line = Alarms(), {}  # they told of steps that are made again
-        await self._restore(checkpoint)
+        await self._restore(checkpoint, timers, during="recovery")
         self.state.policy_changed = False
         at = f"step {self.state.step}" if checkpoint is not None else "the beginning"
         self.journal.warn(

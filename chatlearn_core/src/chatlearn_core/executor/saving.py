@@ -17,6 +17,7 @@ from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.sharing import Use
 from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.plugins.sources import did_you_mean
 from chatlearn_core.protocols import Runtime
 
 
@@ -51,6 +52,7 @@ class Saver:
         self.journal = journal
         self.observers = observers
         self.memory = memory
+        self._unranked_told = False
 
     async def save(self, state: RunState) -> None:
         """Write a checkpoint of the last completed step. Once begun it is finished, also when the run is stopped.
@@ -68,6 +70,7 @@ class Saver:
 
     async def _write(self, state: RunState) -> None:
         self.journal.enter(Phase.SAVING, state.step)
+        self._warn_of_no_rank(state)
         timers = Timers()
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(self.store.write(state.step, state.content(self.settings, self.metric)))
@@ -82,10 +85,21 @@ class Saver:
         self.observers.checkpoint_saved(state.step, state.saved_path)
         self.journal.directory.append_trace(state.step, timers, during="checkpoint")
 
-    async def load(self, checkpoint: Checkpoint) -> None:
+    def _warn_of_no_rank(self, state: RunState) -> None:
+        """Say once that a metric which should rank checkpoints is none: which there are, only a run knows."""
+        known = {**state.before, **state.after, **state.line}
+        not_measured_yet = self.metric.startswith("eval/") and not any(name.startswith("eval/") for name in known)
+        if self._unranked_told or self.store.keep_best == 0 or self.metric in known or not_measured_yet:
+            return
+        self._unranked_told = True
+        self.journal.warn(
+            f"checkpoint.metric is {self.metric!r}, and this run has no such metric: checkpoint.keep_best keeps none."
+            f"{did_you_mean(self.metric, sorted(known))} It is a name of metrics.jsonl"
+        )
+
+    async def load(self, checkpoint: Checkpoint, timers: Timers) -> None:
         """Bring every role that learns to where the checkpoint was taken."""
         self.journal.enter(Phase.RESTORING, checkpoint.step)
-        timers = Timers()
         for role in self.roles:
             async with self.memory.turn(Use(role, "load"), timers=timers):
                 with timers.measure("load", role=role):

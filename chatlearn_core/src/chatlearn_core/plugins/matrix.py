@@ -112,6 +112,18 @@ def read_tested(path: Path) -> dict[Combination, TestResult]:
         ) from error
 
 
+def read_environment(path: Path) -> dict[str, str]:
+    """The versions that a recorded kit run was made with, by distribution; none if it does not say.
+
+    Raises:
+        PluginError: what it says is no mapping.
+    """
+    environment = json.loads(path.read_text(encoding="utf-8")).get("environment", {})
+    if not isinstance(environment, dict):
+        raise PluginError(f"{path}: environment is {environment!r}; it must map distributions to versions")
+    return {name: str(version) for name, version in environment.items()}
+
+
 def strict_bool(value: object) -> bool:
     """The value, which must be true or false and nothing that merely counts as such."""
     if not isinstance(value, bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chatlearn_core import __version__
@@ -105,9 +105,13 @@ def field_text(value: Any) -> str:
     return "any" if value is None else str(value)
 
 
-def matrix_text(rows: Sequence[MatrixRow]) -> str:
-    """The table of ``chatlearn plugins matrix``."""
-    return table(MATRIX_HEADER, list(matrix_cells(rows)))
+def matrix_text(rows: Sequence[MatrixRow], environment: Mapping[str, str] | None = None) -> str:
+    """The table of ``chatlearn plugins matrix``, and under it the versions that the tests were run with."""
+    text = table(MATRIX_HEADER, list(matrix_cells(rows)))
+    if not environment:
+        return text
+    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
+    return f"{text}\n\ntested with {versions}; --json has the cases"
 
 
 def matrix_cells(rows: Sequence[MatrixRow]) -> Iterator[tuple[str, ...]]:
@@ -116,7 +120,7 @@ def matrix_cells(rows: Sequence[MatrixRow]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         tested = "-" if row.tested is None else "passed" if row.tested.passed else "failed"
         notes = [*row.reasons, *row.missing]
-        if row.tested is not None and row.tested.detail:
+        if row.tested is not None and not row.tested.passed and row.tested.detail:
             notes.append(row.tested.detail)
         declared = f"yes, {reach[row.reach]}" if row.fits else "no"
         yield row.trainer, row.generator, row.weight_sync, declared, tested, "; ".join(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from chatlearn_core.exceptions import (
@@ -13,13 +14,15 @@ from chatlearn_core.exceptions import (
 )
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.records import Kind, PluginRecord
+from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
 from chatlearn_core.plugins.requirements import InstalledVersion, installed_here, missing_requirements
 from chatlearn_core.plugins.sources import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+META_DISTRIBUTION = "chatlearn"
+"""The distribution that only depends on others; its extras are named after the plugins that they bring."""
 KIND_TITLES: dict[Kind, str] = {
     "trainer": "trainer backend",
     "generator": "generator backend",
@@ -68,11 +71,11 @@ def select_entry(
     if usable:
         (entry,) = usable
         missing = missing_requirements(entry.record.requires, installed) if entry.record and installed else []
-        if missing:
+        if entry.record and missing:
             raise PluginIncompatibleError(
                 f"The {title} {entry.title} cannot run here{place}.\n"
                 + "\n".join(f"  {line}" for line in missing)
-                + "\n  Install one of the alternatives, or choose another backend."
+                + f"\n  {_engine_remedy(entry.record)}"
                 + choices(entries, kind, name)
             )
         return entry
@@ -83,7 +86,9 @@ def select_entry(
             + "\n".join(f"  {entry.title}: {entry.reason}" for entry in incompatible)
             + choices(entries, kind, name)
         )
-    raise PluginNotFoundError(f"No {title} named {name!r}{place}." + choices(entries, kind, name, suggest=True))
+    raise PluginNotFoundError(
+        f"No {title} named {name!r}{place}." + choices(entries, kind, name, suggest=True) + _where_from(entries, name)
+    )
 
 
 def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: bool = False) -> str:
@@ -114,6 +119,34 @@ def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: b
         hint = did_you_mean(name, known)
         text += f"\n {hint}" if hint else ""
     return text
+
+
+def _engine_remedy(record: PluginRecord) -> str:
+    """How to come by the engine that a record needs."""
+    commands = [
+        "pip install " + " or ".join(f"'{alternative}'" for alternative in alternatives)
+        for alternatives in record.requires
+    ]
+    elsewhere = ", name an interpreter that holds it in options.python" if _runs_elsewhere(record) else ""
+    return f"Install it there ({'; '.join(commands)}){elsewhere}, or choose another backend."
+
+
+def _runs_elsewhere(record: PluginRecord) -> bool:
+    return isinstance(record, GeneratorSpec) and record.own_interpreter
+
+
+def _where_from(entries: Sequence[PluginEntry], name: str) -> str:
+    """A line on a name that nothing here registers for that kind: what else it is, or what brings it."""
+    other = sorted({KIND_TITLES[entry.kind] for entry in entries if entry.name == name and entry.kind is not None})
+    if other:
+        return f"\n  {name!r} is the name of a {' and a '.join(other)}."
+    if any(entry.name == name for entry in entries):
+        return ""  # one that is broken or disabled, which is told
+    try:
+        extras = metadata.metadata(META_DISTRIBUTION).get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        extras = []
+    return f"\n  It comes with: pip install '{META_DISTRIBUTION}[{name}]'" if name in extras else ""
 
 
 def load_attribute(record: PluginRecord, attribute: str, origin: str) -> Any:

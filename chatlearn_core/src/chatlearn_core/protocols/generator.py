@@ -89,14 +89,21 @@ class ProcessGroupLoader(WeightLoader, Protocol):
     async def join_group(self, rendezvous: GroupRendezvous) -> None:
         """Meet the sender; returns when the group stands. Groups outlive a sync; joining one again does nothing."""
 
-    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
         """Receive these tensors from rank 0 of a joined group. Calls for different groups may overlap.
 
         They come in one broadcast of a flat uint8 tensor: the tensors' bytes in the given order, without gaps; wider
         element types are given first, so that every tensor is aligned.
 
+        Args:
+            checksums: ``hosting.engine_side.checksums.checksum`` of each tensor as the sender has it; None: nothing is
+                compared.
+
         Raises:
             BackendTimeoutError: the sender did not send within the group's timeout.
+            WeightSyncError: a tensor is not what was sent; names it.
         """
 
     async def leave_group(self, group: str) -> None:

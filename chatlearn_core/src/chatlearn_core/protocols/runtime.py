@@ -99,9 +99,15 @@ class GeneratorFleet(ModelGroup, Protocol):
     @property
     def num_replicas(self) -> int: ...
 
+    @property
+    def accepting(self) -> frozenset[int]:
+        """Replicas that take requests: those that neither load weights nor are rebuilt just now. The same object until
+        that changes.
+        """
+
     async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
         """Sample one completion, on the replica that is named; without one, on a replica that the request's group
-        alone decides.
+        alone decides. Where that one does not take requests, on another that does; where none does, when one does.
 
         Raises:
             ReplicaLostError: a replica died, and may not be rebuilt any more.

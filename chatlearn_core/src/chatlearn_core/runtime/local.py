@@ -14,7 +14,6 @@ from chatlearn_core.exceptions import (
     ChatLearnError,
     ConfigError,
     TrainerLostError,
-    WeightSyncError,
 )
 from chatlearn_core.protocols import (
     Device,
@@ -132,11 +131,9 @@ class LocalRuntime:
         former = self._transfers.pop((sync.trainer, sync.generator), None)
         if former is not None:
             former.close()
+        fleet = self._fleets[sync.generator]
         self._transfers[sync.trainer, sync.generator] = WeightTransfer(
-            sync,
-            self.plan.registry,
-            self.plan.run_dir / "weight_sync",
-            len(self._fleets[sync.generator].replicas),
+            sync, self.plan.registry, self.plan.run_dir / "weight_sync", fleet.num_replicas, fleet.loading
         )
 
     async def _start_role(self, role: RolePlan) -> None:
@@ -196,23 +193,15 @@ class LocalRuntime:
         transfer = self._transfers[trainer, generator]
         local = self._trainers[trainer]
 
-        async def resync(index: int) -> None:
+        async def transfer_to(index: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                receipt = await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
-            if receipt.state != "serving":
-                raise WeightSyncError(
-                    f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
-                )
-            confirmed[index] = receipt
+                return await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
 
-        confirmed: dict[int, SyncReceipt] = {}
-        fleet.resync = resync
-        await fleet.revive()
-        for receipt in await transfer.sync(local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version):
-            confirmed[receipt.replica] = receipt
-            if receipt.state == "dead":
-                await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
-        return [confirmed[index] for index in sorted(confirmed)]
+        return await fleet.sync(
+            policy_version,
+            lambda: transfer.sync(local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version),
+            transfer_to,
+        )
 
     async def recover(self, lost: TrainerLostError) -> None:
         """Raises ``lost``: what kills a rank here kills the whole process."""

@@ -6,11 +6,12 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError, WorkerPlace
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Generator, Trainer, WeightReceiver, WeightSender
 from chatlearn_core.runtime.lane import Lane
@@ -22,13 +23,26 @@ _GRACE_S = 5.0
 """The transport's own timeout speaks first: it knows whom it waits for."""
 
 Replicas = Sequence[tuple[int, Generator]]
+Loading = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 
 class WeightTransfer:
-    """The transport between one trainer and one generator role: its sender, and a receiver for each replica."""
+    """The transport between one trainer and one generator role: its sender, and a receiver for each replica.
 
-    def __init__(self, plan: WeightSyncPlan, registry: PluginRegistry, workspace: Path, num_replicas: int) -> None:
+    Args:
+        loading: entered around every turn, with the replicas that serve nothing in it.
+    """
+
+    def __init__(
+        self,
+        plan: WeightSyncPlan,
+        registry: PluginRegistry,
+        workspace: Path,
+        num_replicas: int,
+        loading: Loading = lambda indices: nullcontext(),
+    ) -> None:
         self.plan = plan
+        self._loading = loading
         self.planner = SyncPlanner(plan, workspace)
         self._sender_endpoint = _endpoint(plan.trainer, 0)
         self._receiver_endpoints = [_endpoint(plan.generator, i) for i in range(num_replicas)]
@@ -56,11 +70,12 @@ class WeightTransfer:
         for turn in turns:
             plan = self._make_plan(trainer, turn, policy_version)
             together = [(index, replica_of[index]) for index in turn]
-            await self._begin(plan, together)
-            try:
-                receipts += await self._transfer(plan, trainer, lane, together)
-            finally:
-                self.sender.release(plan)
+            with self._loading(turn):
+                await self._begin(plan, together)
+                try:
+                    receipts += await self._transfer(plan, trainer, lane, together)
+                finally:
+                    self.sender.release(plan)
         return receipts
 
     async def resync(
@@ -78,8 +93,9 @@ class WeightTransfer:
         if plan is None:
             [receipt] = await self.sync(trainer, lane, [(index, replica)], policy_version)
             return receipt
-        await self._begin(plan, [(index, replica)])
-        return await self._receive(plan, [], index, replica, time.perf_counter())
+        with self._loading([index]):
+            await self._begin(plan, [(index, replica)])
+            return await self._receive(plan, [], index, replica, time.perf_counter())
 
     def _make_plan(self, trainer: Trainer, indices: Sequence[int], policy_version: int) -> SyncPlan:
         receivers = [self._receiver_endpoints[index] for index in indices]
@@ -89,14 +105,28 @@ class WeightTransfer:
     async def _begin(self, plan: SyncPlan, replicas: Replicas) -> None:
         """Every replica checks the manifest; if one refuses, those that had stopped serving are given up."""
         begun: list[Generator] = []
-        for _, replica in replicas:
+        for index, replica in replicas:
             try:
-                await replica.loader.begin(plan.policy_version, plan.manifest)
+                await self._begin_one(plan, index, replica)
             except BaseException as error:
                 for other in begun:
                     await other.loader.fail(f"another replica refused the weights: {error}")
                 raise
             begun.append(replica)
+
+    async def _begin_one(self, plan: SyncPlan, index: int, replica: Generator) -> None:
+        try:
+            async with asyncio.timeout(plan.timeout_s + _GRACE_S) as limit:
+                await replica.loader.begin(plan.policy_version, plan.manifest)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            reason = f"it did not stop serving within {plan.timeout_s:g} s (weight_sync.timeout_s)"
+            await replica.loader.fail(reason)
+            raise BackendTimeoutError(
+                f"weight sync of policy version {plan.policy_version}: role {self.plan.generator!r}, replica {index}: "
+                f"{reason}"
+            ).at(WorkerPlace(self.plan.generator, f"replica {index}", "begin")) from error
 
     async def _transfer(self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Replicas) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
@@ -143,10 +173,11 @@ class WeightTransfer:
                     f"weight sync of policy version {policy_version}: the sender failed before a replica began: {error}"
                 ) from error
             for turn in turns:
-                await self._begin(plan, [(index, replicas[index]) for index in turn])
-                start = time.perf_counter()
-                receiving = [self._receive(plan, [offer], index, replicas[index], start) for index in turn]
-                receipts += await asyncio.gather(*receiving)
+                with self._loading(turn):
+                    await self._begin(plan, [(index, replicas[index]) for index in turn])
+                    start = time.perf_counter()
+                    receiving = [self._receive(plan, [offer], index, replicas[index], start) for index in turn]
+                    receipts += await asyncio.gather(*receiving)
         finally:
             self.sender.release(plan)
         return receipts

@@ -52,6 +52,7 @@ class HeldFleet:
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
+        self.accepting = frozenset(range(num_replicas))
         self.started: list[tuple[int, str]] = []
         """(replica, request) in the order in which they came."""
         self.calls: list[str] = []

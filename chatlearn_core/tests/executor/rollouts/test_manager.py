@@ -210,3 +210,89 @@ async def test_a_step_that_is_cancelled_with_requests_in_the_queue_gives_every_p
     await fleet.end("first")
     await fleet.end("second")
     assert [(await task).request_id for task in after] == ["first", "second"]
+
+
+async def test_a_wave_goes_past_replicas_that_take_no_requests_and_so_do_groups_that_have_their_prefix_there(
+    requests: Any, held_fleet: Any
+) -> None:
+    fleet = held_fleet(3)
+    manager = manager_for(fleet)
+    first = submit(manager, *(requests.make(f"{g}0", group=g) for g in "abc"))
+    await fleet.settled()
+    assert fleet.started == [(0, "a0"), (1, "b0"), (2, "c0")]
+    fleet.accepting = frozenset({0, 2})
+    second = submit(manager, *(requests.make(f"{g}1", group=g) for g in "abc"))
+    await fleet.settled()
+    assert fleet.started[3:] == [(0, "a1"), (0, "b1"), (2, "c1")], "b's prefix is on replica 1"
+    fleet.accepting = frozenset({0, 1, 2})
+    third = submit(manager, requests.make("b2", group="b"), requests.make("d0", group="d"))
+    await fleet.settled()
+    assert fleet.started[6:] == [(0, "b2"), (1, "d0")], "now b's prefix is on replica 0"
+    for name in list(fleet.open):
+        await fleet.end(name)
+    await asyncio.gather(*first, *second, *third)
+
+
+async def test_where_no_replica_takes_requests_the_fleet_is_asked_all_the_same(requests: Any, held_fleet: Any) -> None:
+    fleet = held_fleet(2)
+    fleet.accepting = frozenset()
+    tasks = submit(manager_for(fleet), requests.make("a"), requests.make("b"))
+    await fleet.settled()
+    assert fleet.started == [(0, "a"), (1, "b")], "it knows how long they may wait"
+    for name in "ab":
+        await fleet.end(name)
+    await asyncio.gather(*tasks)
+
+
+async def test_what_waits_for_a_replica_that_takes_no_requests_any_more_goes_to_others_and_some_comes_back(
+    requests: Any, held_fleet: Any
+) -> None:
+    fleet = held_fleet(2)
+    manager = manager_for(fleet, max_concurrent=1)
+    tasks = submit(manager, *(requests.make(f"{g}{i}", group=g, tokens=9) for g in "abcd" for i in (0, 1)))
+    await fleet.settled()
+    assert fleet.started == [(0, "a0"), (1, "b0")]
+    fleet.accepting = frozenset({1})
+    await fleet.end("b0")
+    await fleet.end("b1")
+    assert fleet.on(1) == ["b0", "b1", "d0"]
+    await fleet.end("a0")
+    assert fleet.on(0) == ["a0"], "it has a place, and takes nothing"
+    fleet.accepting = frozenset({0, 1})
+    await fleet.end("d0")
+    assert len(fleet.on(0)) == 2, "it takes over what waits for the other"
+    while fleet.open:
+        await fleet.end(fleet.open[0])
+    await asyncio.gather(*tasks)
+    assert sorted(name for _, name in fleet.started) == sorted(f"{g}{i}" for g in "abcd" for i in (0, 1)), "each once"
+
+
+async def test_a_request_that_stops_waiting_for_a_replica_that_is_gone_past_leaves_nothing_behind(
+    requests: Any, held_fleet: Any
+) -> None:
+    fleet = held_fleet(2)
+    manager = manager_for(fleet, max_concurrent=1)
+    tasks = submit(manager, *(requests.make(f"r{i}", tokens=9 - i) for i in range(4)))
+    await fleet.settled()
+    assert (fleet.on(0), fleet.on(1)) == (["r0"], ["r1"])
+    fleet.accepting = frozenset({1})
+    tasks[3].cancel()  # it waits for replica 0
+    await fleet.end("r1")
+    await fleet.end("r2")
+    await fleet.end("r0")
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [getattr(outcome, "request_id", None) for outcome in outcomes] == ["r0", "r1", "r2", None]
+    [after] = submit(manager, requests.make("after"))
+    await fleet.end("after")
+    assert (await after).request_id == "after"
+    assert fleet.on(1)[-1] == "after"
+
+
+async def test_who_waits_for_a_place_hears_that_there_is_no_fleet_any_more(requests: Any, held_fleet: Any) -> None:
+    fleets = [held_fleet(1)]
+    manager = RolloutManager(lambda: fleets[0], RolloutConfig())
+    manager.begin()
+    fleets.clear()
+    [task] = submit(manager, requests.make("r"))
+    with pytest.raises(IndexError):
+        await asyncio.wait_for(task, 5.0)

@@ -217,15 +217,6 @@ def test_every_sample_ends_exactly_once_wherever_the_run_is_interrupted(
     assert asyncio.run(run(interrupted)) == plain
 
 
-def test_prompts_fill_the_places_that_are_free(scripted_engine: Any, play: Any, prompts: Any) -> None:
-    partial = rounds_for(scripted_engine({}), in_flight=3)
-    assert partial.num_prompts(()) == 3
-    steps = play(partial, max_tokens=4)
-    groups = partial.begin((), steps.slots(prompts[0], 1) + steps.slots(prompts[1], 1), 1).groups
-    assert partial.num_prompts(groups) == 1
-    assert partial.num_prompts(groups * 3) == 0, "a lower setting than before lets them run dry first"
-
-
 def test_what_a_checkpoint_without_pending_rollouts_holds(tmp_path: Path) -> None:
     save_pending(tmp_path, ())
     assert list(tmp_path.iterdir()) == []

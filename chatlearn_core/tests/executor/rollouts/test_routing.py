@@ -61,6 +61,15 @@ def test_a_group_comes_back_to_its_prefix_until_that_is_forgotten(requests: Any)
     assert routing.assign([requests.make("c0", group="c", tokens=1)]) == [1]
 
 
+def test_a_group_leaves_a_prefix_that_is_on_a_replica_which_takes_no_requests(requests: Any) -> None:
+    routing = Routing(3)
+    assert routing.assign([requests.make(f"{g}0", group=g) for g in "abc"]) == [0, 1, 2]
+    assert routing.assign([requests.make(f"{g}1", group=g) for g in "bc"], frozenset({0, 2})) == [0, 2]
+    assert routing.assign([requests.make("b2", group="b")]) == [0], "that is where its prefix is now"
+    assert routing.assign([requests.make("d0", group="d")], frozenset({0, 2})) == [2], "the least open work of the two"
+    assert routing.assign([requests.make("e0", group="e")], frozenset()) == [1], "all, where none is named"
+
+
 waves = st.lists(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 50), st.integers(1, 9)), max_size=12), min_size=1, max_size=4
 )

@@ -103,6 +103,40 @@ def test_prompts_that_are_gone_are_named(group: Group, prompts: Any, tmp_path: P
         load_pending(tmp_path, prompts[:2], slots_of(4))
 
 
+def test_a_prompt_that_has_other_tokens_now_is_refused(group: Group, prompts: Any, tmp_path: Path) -> None:
+    save_pending(tmp_path, [group])
+    edited = [replace(prompts[2], token_ids=np.array([1, 2, 4]))]
+    with pytest.raises(
+        CheckpointError, match=r"prompts that have other tokens in the training data: p2\. Restore data"
+    ):
+        load_pending(tmp_path, edited, slots_of(4))
+
+
+def test_a_repeat_is_not_taken_for_a_prompt_that_is_called_like_it(prompts: Any, tmp_path: Path) -> None:
+    repeat = replace(prompts[1], id="p1~2")
+    save_pending(tmp_path, [Group(1, slots_of(1)(repeat, 1))])
+    [restored] = load_pending(tmp_path, [replace(repeat, token_ids=np.array([9])), *prompts], slots_of(1))
+    assert restored.prompt.token_ids.tolist() == prompts[1].token_ids.tolist()
+
+
+def test_a_checkpoint_that_does_not_tell_the_tokens_is_read(group: Group, prompts: Any, tmp_path: Path) -> None:
+    save_pending(tmp_path, [group])
+    file = tmp_path / "rollouts" / "pending.json"
+    content = json.loads(file.read_text())
+    del content["groups"][0]["prompt_crc"]
+    file.write_text(json.dumps(content))
+    assert len(load_pending(tmp_path, prompts, slots_of(4))) == 1
+
+
+@pytest.mark.parametrize("length", [0, 100, -30])
+def test_arrays_that_are_cut_short_are_said(length: int, group: Group, prompts: Any, tmp_path: Path) -> None:
+    save_pending(tmp_path, [group])
+    file = tmp_path / "rollouts" / "pending.npz"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"pending\.json holds no pending rollouts: (EOFError|BadZipFile)"):
+        load_pending(tmp_path, prompts, slots_of(4))
+
+
 def test_another_group_size_is_refused(group: Group, prompts: Any, tmp_path: Path) -> None:
     save_pending(tmp_path, [group])
     with pytest.raises(CheckpointError, match=r"holds the samples .*'p2@5#3'.* with these settings they are"):

@@ -16,7 +16,7 @@ if os.environ.get(CPU_VARIABLE) == "1":
 
 
 def in_spawned_process() -> None:
-    """Called by ``hosting`` in the processes that the engine spawns: registers the hook that brings seeds."""
-    from . import seeds
+    """Called by ``hosting`` in the processes that the engine spawns."""
+    from . import hooks
 
-    seeds.register()
+    hooks.register()

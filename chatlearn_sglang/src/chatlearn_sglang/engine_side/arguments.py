@@ -7,6 +7,7 @@ from typing import Any
 
 CPU_ARGUMENTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
+    "lora_backend": "torch_native",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.1,
@@ -22,8 +23,8 @@ def compose(user: Mapping[str, Any], owned: Mapping[str, Any], *, cpu: bool) -> 
     """Arguments of ``sglang.Engine``."""
     device = CPU_ARGUMENTS if cpu else {}
     # Sampling by torch takes a seed a request; SGLang's default on GPUs, flashinfer, takes none.
-    common = {"sampling_backend": "pytorch", "log_level": "error", "skip_server_warmup": True}
-    if user.get("enable_memory_saver"):
+    common: dict[str, Any] = {"sampling_backend": "pytorch", "log_level": "error", "skip_server_warmup": True}
+    if not cpu and user.get("enable_memory_saver", True):
         # Without a copy on the host, weights that were released come back as garbage.
-        common["enable_weights_cpu_backup"] = True
+        common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return {**common, **device, **user, **owned}

@@ -7,10 +7,11 @@ torch; SGLang imports it and calls none of them.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,3 +53,24 @@ def install() -> None:
     """Put the finder first, once a process."""
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, StandInFinder())
+
+
+def do_without_pinned_memory() -> None:
+    """Let tensors be made and asked for in pinned memory where torch has none, and be ordinary ones.
+
+    SGLang 0.5.23 computes LoRA by torch's own operators (``lora_backend: torch_native``) and pins small tensors on the
+    way, which torch refuses without an accelerator.
+    """
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]  # see above
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, pin_memory: bool = False, **rest: Any) -> Any:
+        return function(*args, **rest)
+
+    return call

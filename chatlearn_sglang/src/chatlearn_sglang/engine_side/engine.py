@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError, check_names
 
-from . import seeds
+from . import adapter, hooks, memory
 from .arguments import compose
 from .outcome import Outcome
 from .requests import answer, cut_short, engine_request, fresh_tokens
-from .weight_operations import LOADER, encode
+from .weight_operations import LAST, LOADER, encode
 
 RESEND_S = 0.5
 """An abort that overtook its request is sent again after this."""
@@ -42,7 +42,7 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
     taken = sorted(set(arguments) & set(owned))
     if taken:
         raise UnknownArgumentsError("\n".join(f"{name}: owned by the backend" for name in taken))
-    seeds.register()
+    hooks.register()
     engine = sglang.Engine(
         **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True
     )
@@ -58,6 +58,7 @@ class HostedEngine:
         self._open: dict[str, asyncio.Future[None]] = {}
         self._paused: Literal["in_place", "retract"] | None = None
         self._session = False
+        self._adapter = adapter.NAME if engine.server_args.enable_lora else None
         self._outcome = Outcome()
         self._loading = asyncio.Lock()
         """Several senders' buckets may come at a time; SGLang takes one operation after the other, in one session."""
@@ -77,6 +78,11 @@ class HostedEngine:
             "stop_token_ids": [],
             "ignore_eos": True,
         }
+        if self._adapter is not None:
+            arguments = self._engine.server_args
+            first = adapter.first_request(arguments.lora_target_modules, arguments.tp_size)
+            reply = await self._manager.load_lora_adapter_from_tensors(first)
+            _require((reply.success, reply.error_message or ""), "load_lora_adapter_from_tensors")
         drawn = []
         for number, seed in enumerate((1, 1, 2)):
             reply = await self.generate(f"probe-{number}", [0], {**sampling, "seed": seed})
@@ -101,6 +107,7 @@ class HostedEngine:
             "tp_size": arguments.tp_size,
             "pp_size": arguments.pp_size,
             "dp_size": arguments.dp_size,
+            "keeps_memory": arguments.device != "cpu" and not arguments.enable_memory_saver,
         }
 
     # Requests
@@ -120,7 +127,7 @@ class HostedEngine:
         ended = self._open[rid] = asyncio.get_running_loop().create_future()
         stops = frozenset(sampling["stop_token_ids"] if sampling["ignore_eos"] else ())
         try:
-            request = engine_request(rid, input_ids, sampling)
+            request = engine_request(rid, input_ids, sampling, self._adapter)
             if emit is None and not stops:
                 return answer(await self._engine.async_generate(**request))
             seen, end = 0, None
@@ -187,6 +194,19 @@ class HostedEngine:
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
 
+    async def live_bytes(self, part: str) -> int:
+        """What a part occupies now, measured by the schedulers, summed over them; of the first pipeline stage.
+
+        Raises:
+            EngineFailedError: they do not tell; the hook that measures does not fit this version of SGLang.
+        """
+        states = await self._manager.get_internal_state()
+        if any(memory.STATE_KEY not in state for state in states):
+            import sglang
+
+            raise EngineFailedError(f"SGLang {sglang.__version__} does not tell what its memory holds")
+        return sum(int(state[memory.STATE_KEY][part]) for state in states)
+
     # Weights
 
     async def begin_weights(self) -> None:
@@ -210,7 +230,7 @@ class HostedEngine:
             payload = encode(operation, content, self._outcome.path)
             self._outcome.clear()
             request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * ranks, load_format=LOADER, flush_cache=False
+                serialized_named_tensors=[payload] * ranks, load_format=LOADER, flush_cache=operation == LAST
             )
             _require(await self._manager.update_weights_from_tensor(request, None), operation)
             errors = self._outcome.errors()
@@ -228,7 +248,8 @@ class HostedEngine:
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
-        await self._flush_cache()
+        if self._adapter is not None:
+            await self._flush_cache()  # a request of its own collects all of Python's garbage; LAST did without
         if not stay_paused:
             await self.resume()
 

@@ -10,13 +10,16 @@ WHOLE_VOCABULARY = -1
 SEED_LIMIT = 2**63
 
 
-def engine_request(rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+def engine_request(
+    rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str | None = None
+) -> dict[str, Any]:
     """Arguments of ``Engine.async_generate``.
 
     Args:
         rid: its name in the engine; no name may begin with another one.
         input_ids: [T] context.
         sampling: fields of ``SamplingParams``, the seed as any integer.
+        adapter: name of the LoRA adapter to use.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling["max_tokens"],
@@ -35,6 +38,8 @@ def engine_request(rid: str, input_ids: Sequence[int], sampling: Mapping[str, An
         "return_logprob": True,
         "rid": rid,
     }
+    if adapter is not None:
+        request["lora_path"] = adapter
     greedy = sampling["temperature"] == 0.0
     if not greedy and (sampling["top_k"] > 0 or sampling["top_p"] < 1.0):
         parameters["custom_params"] = {name: sampling[name] for name in ("temperature", "top_k", "top_p")}

@@ -6,6 +6,9 @@ the outcome is written to a file that the caller gave, one line a rank.
 
 Tied tensors are loaded under both of their names (``copies``): some models of SGLang 0.5.23 keep a head of their own
 although it is tied (Qwen3-MoE), which otherwise stays what it was, without an error; the others skip the second name.
+
+The operations of one weight sync carry its version (``sync``): what they bring belongs together. An adapter's tensors
+(``adapter``) are kept until the operation ``adapter`` says that they are complete.
 """
 
 from __future__ import annotations
@@ -19,15 +22,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
 from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
-from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
+from chatlearn_core.hosting.engine_side.groups import JoinedGroups
+
+from . import adapter
+from .bucketed_load import BucketedLoad
 
 LOADER = f"{__name__}.apply"
 """Import path under which SGLang finds the loader."""
 
-_groups: dict[str, SenderGroup] = {}
+_groups = JoinedGroups()
 """Groups that this rank has joined; they outlive a sync."""
+_blocks = MappedBlocks()
+"""Blocks of transports that this rank reads again and again."""
+_syncs: dict[int, Arrival] = {}
+"""The sync that is arriving, by its version."""
+
+
+class Arrival:
+    """What a sync has brought to this rank."""
+
+    def __init__(self, model: Any) -> None:
+        self.weights = BucketedLoad(model)
+        self.adapter: dict[str, Tensor] = {}
 
 
 def encode(operation: str, content: Mapping[str, Any], outcome: str) -> bytes:
@@ -64,55 +82,51 @@ def apply(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> No
 
 def load_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in shared memory, read where they lie."""
-    with MappedBlock(content) as block:
-        model.load_weights(_with_copies(block.tensors(), content["copies"]))
+    with _blocks.read(content) as tensors:
+        _take(model, tensors, content)
 
 
 def load_cuda_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in the memory of this rank's GPU, shared by the process that owns them."""
-    model.load_weights(_with_copies(open_cuda_block(content, torch.cuda.current_device()), content["copies"]))
+    _take(model, open_cuda_block(content, torch.cuda.current_device()), content)
     # The owner reuses the block as soon as it is told that this is done.
     torch.cuda.synchronize()
 
 
 def load_checkpoint(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in safetensors files: (file, [(name in it, name to load it by)])."""
-    model.load_weights(_with_copies(_from_files(content["files"]), content["copies"]))
+    _take(model, _from_files(content["files"]), content)
 
 
 def join_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Meet a sender; the engine's ranks follow ``first_rank`` in order."""
-    name = content["name"]
-    if name not in _groups:
-        _groups[name] = join(
-            content["address"],
-            name,
-            content["backend"],
-            content["world_size"],
-            content["first_rank"] + rank,
-            content["timeout_s"],
-        )
+    _groups.join(content, rank)
 
 
 def load_broadcast(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Tensors in one broadcast; those with an empty name are received and left out."""
-    group = _groups[content["group"]]
-    device = "cuda" if content["backend"] == "nccl" else "cpu"
-    specs = content["tensors"]
-    num_bytes = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in specs)
-    flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    group.broadcast(flat).wait()
-    wanted = ((name, tensor) for name, tensor in tensors_in(flat, specs) if name)
-    model.load_weights(_with_copies(wanted, content["copies"]))
+    """Tensors in one broadcast."""
+    _take(model, iter(_groups.receive(content, "cuda")), content)
 
 
 def leave_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Leave a group that may have been joined."""
-    group = _groups.pop(content["name"], None)
-    if group is not None:
-        group.close()
+    _groups.leave(content["name"])
 
 
+def finish(model: Any, content: Mapping[str, Any], rank: int) -> None:
+    """The sync has brought all its weights."""
+    _arrival(model, content["sync"]).weights.finish()
+    _syncs.clear()
+
+
+def serve_adapter(model: Any, content: Mapping[str, Any], rank: int) -> None:
+    """The sync has brought all of an adapter: see ``adapter.replace``."""
+    adapter.replace(_arrival(model, content["sync"]).adapter, content["config"], content["absent"])
+    _syncs.clear()
+
+
+LAST = "finish"
+"""The operation that ends a sync of whole weights: what was cached under the old ones goes with it."""
 OPERATIONS: Mapping[str, Callable[[Any, Mapping[str, Any], int], None]] = {
     "block": load_block,
     "cuda_block": load_cuda_block,
@@ -120,7 +134,26 @@ OPERATIONS: Mapping[str, Callable[[Any, Mapping[str, Any], int], None]] = {
     "join": join_group,
     "broadcast": load_broadcast,
     "leave": leave_group,
+    LAST: finish,
+    "adapter": serve_adapter,
 }
+
+
+def _take(model: Any, tensors: Iterable[tuple[str, Tensor]], content: Mapping[str, Any]) -> None:
+    """Tensors that last as long as this call."""
+    arrival = _arrival(model, content["sync"])
+    if content["adapter"]:
+        arrival.adapter.update((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
+    else:
+        arrival.weights.give(_with_copies(tensors, content["copies"]))
+
+
+def _arrival(model: Any, sync: int) -> Arrival:
+    """Of this sync; whatever one that failed has left is forgotten."""
+    if sync not in _syncs:
+        _syncs.clear()
+        _syncs[sync] = Arrival(model)
+    return _syncs[sync]
 
 
 def _with_copies(

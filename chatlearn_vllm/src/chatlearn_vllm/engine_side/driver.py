@@ -15,15 +15,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from .engine import Engine, Report
-from .process_state import preserved
 
 Event = tuple[str, Any, Any]
 """``("tokens", policy version, reports)``: one step. ``("refused", key, reason)``: the engine did not take a request.
 ``("dead", reason, None)``: the engine failed; nothing follows."""
 Emit = Callable[[Event], None]
 
-_WARM_UP = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9})
-"""Requests of the warm-up: vLLM compiles some of its sampling when it is first used."""
 _JOIN_S = 5.0
 
 
@@ -37,7 +34,8 @@ class EngineDriver:
             emit: called by the thread, at most once a step.
         """
         self._emit = emit
-        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._work: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
+        """What to do between steps, and who waits for it; without one, a failure ends the engine."""
         self._condition = threading.Condition()
         self._engine: Engine | None = None
         self._dead: str | None = None
@@ -51,12 +49,16 @@ class EngineDriver:
     # What the adapter calls
 
     def start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> Future[Any]:
-        """Start the engine and warm it up; the result is ``Engine.facts``."""
+        """Start the engine; the result is ``Engine.facts``."""
         return self._do(lambda: self._start(arguments, log_level, num_threads))
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Take requests, in this order, before the next step."""
-        self._do(lambda: self._submit(requests))
+        """Take requests, in this order, before the next step. Nobody waits: what the engine does not take is told."""
+        self._tell_engine(lambda: self._submit(requests))
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """``abort``, for which nobody waits: an engine that cannot is dead."""
+        self._tell_engine(lambda: self._require().abort(keys))
 
     def abort(self, keys: Sequence[int]) -> Future[Any]:
         """Drop requests. When it is done, no event names them any more; all tokens sampled before have been told."""
@@ -103,6 +105,10 @@ class EngineDriver:
         """Take memory again."""
         return self._do(lambda: self._require().wake(parts))
 
+    def live_bytes(self, part: str) -> Future[Any]:
+        """What a part occupies: see ``Engine.live_bytes``."""
+        return self._do(lambda: self._require().live_bytes(part))
+
     def close(self) -> None:
         """End engine and thread; waits for the step that runs, but not for one that hangs. Twice is fine."""
         with self._condition:
@@ -122,6 +128,12 @@ class EngineDriver:
             self._work.append((work, future))
             self._condition.notify()
         return future
+
+    def _tell_engine(self, work: Callable[[], Any]) -> None:
+        with self._condition:
+            if self._dead is None and not self._closing:
+                self._work.append((work, None))
+                self._condition.notify()
 
     @property
     def _can_step(self) -> bool:
@@ -151,7 +163,10 @@ class EngineDriver:
                 self._engine.close()
                 self._engine = None
 
-    def _settle(self, do: Callable[[], Any], future: Future[Any]) -> None:
+    def _settle(self, do: Callable[[], Any], future: Future[Any] | None) -> None:
+        if future is None:
+            do()
+            return
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -177,7 +192,7 @@ class EngineDriver:
             work = list(self._work)
             self._work.clear()
         for _, future in work:
-            if future.set_running_or_notify_cancel():
+            if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(RuntimeError(reason))
         self._emit(("dead", reason, None))
 
@@ -187,11 +202,8 @@ class EngineDriver:
         return self._engine
 
     def _start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> dict[str, Any]:
-        engine = Engine(arguments, log_level=log_level, num_threads=num_threads)
-        with preserved():
-            _warm_up(engine)
-        self._engine = engine
-        return engine.facts()
+        self._engine = Engine(arguments, log_level=log_level, num_threads=num_threads)
+        return self._engine.facts()
 
     def _submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         engine = self._require()
@@ -200,6 +212,8 @@ class EngineDriver:
                 engine.add(request)
             except ValueError as error:
                 self._emit(("refused", request["key"], str(error)))
+            except Exception as error:  # a request that vLLM stumbles over is no reason to lose the others
+                self._emit(("refused", request["key"], f"{type(error).__name__}: {error}"))
 
     def _pause(self) -> None:
         self._paused = True
@@ -227,15 +241,3 @@ class EngineDriver:
             engine.call_workers("finish_weight_update")
         engine.reset_caches()
         self._version, self._loading = policy_version, False
-
-
-def _warm_up(engine: Engine) -> None:
-    for key, sampling in enumerate(_WARM_UP):
-        engine.add(
-            {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
-            | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
-            | sampling
-        )
-    while engine.has_work:
-        engine.step()
-    engine.reset_caches()

@@ -7,7 +7,6 @@ arrays, and no text is made unless a request has stop strings. Versions: ``versi
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -18,7 +17,7 @@ from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsEr
 
 from .arguments import engine_args
 from .process_groups import make_way_for_groups
-from .process_state import EngineWords, bind_threads, engine_words, imports_quietly, preserved, set_environment
+from .process_state import EngineWords, engine_words, imports_quietly, preserved, set_environment, threads_bound
 from .seeded_draws import EXTRA_ARGUMENT
 from .versions import check_version
 from .weight_transfer_name import BACKEND, WORKER_EXTENSION
@@ -28,6 +27,9 @@ Report = tuple[int, list[int], list[float], str | None, int | None]
 
 ADAPTER_ID = 1
 """The one LoRA adapter that is served; a new version replaces it in place."""
+
+_WARM_UP = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9})
+"""Requests of the warm-up: vLLM compiles some of its sampling when it is first used."""
 
 REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine core runs in the thread that drives it; workers of a parallel engine still have processes of their own."""
@@ -48,7 +50,7 @@ class Engine:
     """One engine. Every method is called by one thread."""
 
     def __init__(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> None:
-        """Start it.
+        """Start it and warm it up.
 
         Args:
             arguments: of ``vllm.EngineArgs``.
@@ -63,16 +65,23 @@ class Engine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         words = engine_words(log_level)
-        with preserved():
-            self._start(arguments, words)
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._watchers: dict[int, Any] = {}
         self._adapter: Any = None
+        with preserved():
+            self._start(arguments, words)
+            try:
+                self.call_workers("chatlearn_prepare", log_level)
+                self._warm_up()
+            except Exception as error:
+                self.close()
+                raise _start_error(error, words) from error
 
     def _start(self, arguments: Mapping[str, Any], words: EngineWords) -> None:
         with imports_quietly():
             import vllm
+            from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
             from vllm.v1.engine.llm_engine import LLMEngine
 
         check_version(vllm.__version__)
@@ -87,20 +96,31 @@ class Engine:
                 }
             )
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind_threads(num_workers))
             make_way_for_groups()
-            self._engine: Any = LLMEngine.from_engine_args(args)
+            _ROPE_DICT.clear()  # rotary tables: shared ones would be given back under another engine's feet
+            with threads_bound(num_workers):
+                self._engine: Any = LLMEngine.from_engine_args(args)
         except UnknownArgumentsError:
             raise
         except Exception as error:
-            raise StartError(f"{type(error).__name__}: {error}\nvLLM said last:\n{words.last()}") from error
+            raise _start_error(error, words) from error
         self._client = self._engine.engine_core
         self._core = self._client.engine_core
         # Ending one engine would take apart the process groups that all engines of this process share.
         self._client._finalizer.detach()
         self._tasks = self._engine.get_supported_tasks()
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self._engine.collective_rpc("chatlearn_prepare")
+
+    def _warm_up(self) -> None:
+        for key, sampling in enumerate(_WARM_UP):
+            self.add(
+                {"key": key, "prompt_ids": [0], "prior_ids": [], "max_tokens": 2, "top_p": 1.0, "top_k": 0, "stop": []}
+                | {"stop_token_ids": [], "ignore_eos": True, "seed": 0}
+                | sampling
+            )
+        while self.has_work:
+            self.step()
+        self.reset_caches()
 
     def facts(self) -> dict[str, Any]:
         """What the adapter needs to know of the engine."""
@@ -111,8 +131,8 @@ class Engine:
             "vocab_size": config.model_config.get_vocab_size(),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "num_workers": parallel.world_size,
-            "workers_in_process": parallel.world_size == 1,
             "takes_adapters": config.lora_config is not None,
+            "stays_awake": why_awake(config, on_cpu=self._is_cpu),
         }
 
     @property
@@ -121,7 +141,7 @@ class Engine:
         return bool(self._keys)
 
     def add(self, request: Mapping[str, Any]) -> None:
-        """Take a request: see ``chatlearn_vllm.requests.wire_request``.
+        """Take a request: see ``chatlearn_vllm.requests.Ticket.wire``.
 
         Raises:
             ValueError: vLLM refuses it.
@@ -146,11 +166,12 @@ class Engine:
             str(key), prompt, params, supported_tasks=self._tasks, lora_request=self._adapter
         )
         self._engine.input_processor.assign_request_id(inner)
-        if stop:
-            self._watchers[key] = self._watch(inner, request, stop)
+        watcher = self._watch(inner, request, stop) if stop else None
+        self._client.add_request(inner)
+        if watcher is not None:
+            self._watchers[key] = watcher
         self._keys[inner.request_id] = key
         self._ids[key] = inner.request_id
-        self._client.add_request(inner)
 
     def step(self) -> list[Report]:
         """Compute one step and return what it sampled."""
@@ -204,9 +225,10 @@ class Engine:
         self._client.reset_mm_cache()
         self._client.reset_encoder_cache()
 
-    def call_workers(self, method: str, argument: Any = None) -> None:
-        """Call a method of every worker; returns when all have."""
-        self._engine.collective_rpc(method, args=() if argument is None else (argument,))
+    def call_workers(self, method: str, argument: Any = None) -> list[Any]:
+        """Call a method of every worker; returns when all have, with their results."""
+        results: list[Any] = self._engine.collective_rpc(method, args=() if argument is None else (argument,))
+        return results
 
     def load_adapter(self, directory: str) -> None:
         """Serve a LoRA adapter from a directory as peft writes it, in place of the one before.
@@ -221,23 +243,29 @@ class Engine:
         self._adapter = LoRARequest("policy", ADAPTER_ID, directory)
 
     def sleep(self, level: int) -> None:
-        """Give memory back, on a GPU; on a CPU vLLM keeps it, and only what was computed is forgotten.
+        """Give memory back.
 
         Args:
             level: 0 the KV cache; 1 that, and the weights go to host memory; 2 that, and the weights are dropped.
         """
         self.reset_caches()
         if self._is_cpu:
-            return
-        if level == 0:
-            self._engine.collective_rpc("discard", args=(("kv_cache",),))
+            self.call_workers("chatlearn_sleep", level)
+        elif level == 0:
+            self._core.model_executor.discard(("kv_cache",))
         else:
             self._core.model_executor.sleep(level)
 
     def wake(self, parts: list[str]) -> None:
         """Take the memory of ``weights`` or ``kv_cache`` again."""
-        if not self._is_cpu:
+        if self._is_cpu:
+            self.call_workers("chatlearn_wake", parts)
+        else:
             self._core.model_executor.wake_up(parts)
+
+    def live_bytes(self, part: str) -> int:
+        """What ``weights`` or ``kv_cache`` occupy now, measured by the workers and summed over them."""
+        return sum(self.call_workers("chatlearn_live_bytes", part))
 
     def close(self) -> None:
         """End the workers and free memory.
@@ -272,3 +300,22 @@ class Engine:
         if inner is not None:
             del self._keys[inner]
         self._watchers.pop(key, None)
+
+
+def _start_error(error: Exception, words: EngineWords) -> StartError:
+    return StartError(f"{type(error).__name__}: {error}\nvLLM said last:\n{words.last()}")
+
+
+def why_awake(config: Any, *, on_cpu: bool) -> str | None:
+    """Why an engine of this configuration of vLLM's cannot give memory back; None if it can."""
+    model = config.model_config
+    if on_cpu:
+        if config.quant_config is not None:
+            return f"on a CPU quantised weights ({model.quantization}) are packed in ways that cannot be undone"
+        if config.compilation_config.mode:
+            return "on a CPU a compiled model keeps its packed weights; set engine.enforce_eager to true"
+    elif not model.enable_sleep_mode:
+        return "engine.enable_sleep_mode is false; remove it"
+    elif model.sleep_mode_backend != "cumem":
+        return f"engine.sleep_mode_backend is {model.sleep_mode_backend!r}, whose memory cannot be measured; remove it"
+    return None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _MAX_WORDS = 40
 _MAX_CHARACTERS = 300
 """Of one message: vLLM logs its whole configuration in one."""
@@ -45,6 +46,18 @@ def imports_quietly() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def threads_bound(num_workers: int) -> Iterator[None]:
+    """Workers of an engine that starts inside are bound to cores as ``bind_threads`` says, or as the user has set."""
+    given = os.environ.get(_BINDING)
+    os.environ[_BINDING] = bind_threads(num_workers) if given is None else given
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_BINDING]
+
+
 def bind_threads(num_workers: int) -> str:
     """The value of ``VLLM_CPU_OMP_THREADS_BIND`` for this machine.
 
@@ -57,6 +70,16 @@ def bind_threads(num_workers: int) -> str:
         return "nobind"
     parts = [cores[rank * share : (rank + 1) * share] for rank in range(num_workers)]
     return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def allow_amx() -> None:
+    """Ask the kernel for this process's AMX registers, where the CPU has them.
+
+    vLLM 0.32 uses them for attention in bfloat16 without asking, and dies of an illegal instruction if nothing else in
+    the process has asked before.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def set_environment(variables: dict[str, str], defaults: dict[str, str]) -> None:

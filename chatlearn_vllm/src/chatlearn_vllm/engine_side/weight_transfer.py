@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,12 +26,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
 from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
-from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
+from chatlearn_core.hosting.engine_side.groups import JoinedGroups
 
+from .pipeline_stages import make_stage_inputs
+from .process_state import allow_amx, engine_words
 from .seeded_draws import install
 from .weight_transfer_name import BACKEND
+from .worker_memory import WorkerMemory
 
 _MAX_NAMES = 5
 _COPIED = "chatlearn_copied"
@@ -62,7 +65,7 @@ class WeightUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: safetensors files and
     [(name there, name to load)].
     ``block``: what ``chatlearn_core.hosting.handle_content`` makes. ``cuda_ipc``: see ``open_cuda_block``.
-    ``broadcast``: {"group", "backend", "tensors": [(name, dtype, shape)]}.
+    ``broadcast``: see ``JoinedGroups.receive``.
     """
     copies: Mapping[str, list[str]]
     """name -> names under which the same tensor is loaded once more (a tied head, which vLLM keeps packed apart)."""
@@ -76,23 +79,15 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._groups: dict[str, SenderGroup] = {}
+        self._groups = JoinedGroups()
+        self._blocks = MappedBlocks()
 
     def init_transfer_engine(self, init_info: GroupRequest) -> None:
         """Join a group, or leave it. Joining one twice does nothing."""
         if init_info.action == "leave":
-            group = self._groups.pop(init_info.name, None)
-            if group is not None:
-                group.close()
-        elif init_info.name not in self._groups:
-            self._groups[init_info.name] = join(
-                init_info.address,
-                init_info.name,
-                init_info.backend,
-                init_info.world_size,
-                init_info.first_rank + self.parallel_config.rank,
-                init_info.timeout_s,
-            )
+            self._groups.leave(init_info.name)
+        else:
+            self._groups.join(asdict(init_info), self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         """Make every layer ready to be loaded anew."""
@@ -126,9 +121,8 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
 
     def shutdown(self) -> None:
         """Leave every group."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
+        self._groups.close()
+        self._blocks.close()
 
     @contextmanager
     def _tensors(self, update: WeightUpdate) -> Iterator[Named]:
@@ -141,33 +135,39 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
         elif update.source == "cuda_ipc":
             yield open_cuda_block(content, torch.cuda.current_device())
         elif update.source == "block":
-            with MappedBlock(content) as block:
-                yield block.tensors()
+            with self._blocks.read(content) as tensors:
+                yield tensors
         else:
-            yield self._receive(content["group"], content["tensors"], content["backend"])
-
-    def _receive(self, name: str, specs: list[tuple[str, str, list[int]]], backend: str) -> Named:
-        """One broadcast of the sender: a flat tensor of bytes."""
-        if name not in self._groups:
-            raise RuntimeError(f"this worker has not joined the group {name!r}")
-        sizes = [getattr(torch, dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape in specs]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if backend == "gloo" else self.device)
-        self._groups[name].broadcast(flat).wait()
-        return tensors_in(flat, specs)
+            yield self._groups.receive(content, self.device)
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker. vLLM imports this module in every worker, which registers the engine above."""
+    """Methods added to vLLM's worker. vLLM imports this module in every worker before it computes anything, which
+    registers the engine above.
+    """
 
-    def chatlearn_prepare(self) -> None:
-        """Called once, before the first request."""
+    def chatlearn_prepare(self, log_level: str) -> None:
+        """Called once, before the first request. A worker in a process of its own logs as the engine does."""
+        engine_words(log_level)
         install(self.model_runner)  # type: ignore[attr-defined]  # self is a vLLM worker
+        make_stage_inputs(self.model_runner)  # type: ignore[attr-defined]  # as above
+        self._chatlearn_memory = WorkerMemory(self)
+
+    def chatlearn_live_bytes(self, part: str) -> int:
+        """See ``WorkerMemory``."""
+        return self._chatlearn_memory.live_bytes(part)
+
+    def chatlearn_sleep(self, level: int) -> None:
+        """See ``WorkerMemory``; on a CPU."""
+        self._chatlearn_memory.sleep(level)
+
+    def chatlearn_wake(self, parts: list[str]) -> None:
+        """See ``WorkerMemory``; on a CPU."""
+        self._chatlearn_memory.wake(parts)
 
 
 def _with_copies(tensors: Named, copies: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        if not name:
-            continue  # broadcast with others, and not wanted: a tied tensor under its second name
         yield name, tensor
         for other in copies.get(name, ()):
             yield other, tensor
@@ -218,3 +218,4 @@ def _untouched_layers(model: torch.nn.Module) -> list[str]:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, CheckpointNameTransfer)
+allow_amx()

@@ -40,7 +40,7 @@ class GRPOOptions(BaseModel):
         description="Tokens that seq_mean_token_sum_norm divides by; the longest completion allowed by default.",
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the role 'reference' in the loss; 0: no KL.")
-    kl_estimator: KLName = "k3"
+    kl_estimator: KLName = Field("k3", description="How the KL to the reference is estimated from sampled tokens.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
     log_entropy: bool = Field(True, description="Measure the policy's entropy even without a bonus.")
     recompute_old_logprobs: bool = Field(

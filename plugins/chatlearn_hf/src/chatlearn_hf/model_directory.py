@@ -124,7 +124,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """
     directory = Path(path).expanduser()
     if directory.is_dir() and not any((directory / name).exists() for name in TOKENIZER_FILES):
-        raise ModelError(f"{directory} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}")
+        raise ModelError(
+            f"{directory} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}. Put it there, or name a "
+            "directory or hub id that has one in model.tokenizer"
+        )
     try:
         return AutoTokenizer.from_pretrained(
             str(directory) if directory.is_dir() else path, trust_remote_code=trust_remote_code
@@ -271,11 +274,13 @@ def _open_header(file: Path) -> None:
 
 def not_loadable(what: str, path: str, error: Exception) -> ModelError:
     """The error for a directory or hub id that transformers or the hub refused."""
+    first_line = (str(error).splitlines() or ["no details"])[0].rstrip(".")
+    reason = f"{type(error).__name__}: {first_line}."
     if Path(path).expanduser().is_dir():
-        return ModelError(f"cannot load the {what} in {path}: {type(error).__name__}: {error}")
+        return ModelError(f"cannot load the {what} in {path}: {reason}")
     return ModelError(
         f"{path!r} is neither a model directory on this machine nor a hub id that can be reached from here"
-        f" ({what}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}."
+        f" ({what}): {reason}"
         " Download the model where there is a network and give its directory."
     )
 

@@ -50,6 +50,26 @@ def require_ready(replica: LoadingReplica, policy_version: int) -> None:
         )
 
 
+def require_payload(
+    replica: LoadingReplica, policy_version: int, manifest: WeightManifest, *, takes_adapters: bool
+) -> None:
+    """What is offered is what the replica's engine was started for: LoRA adapters, or whole models.
+
+    Raises:
+        WeightSyncError: it is the other one.
+    """
+    if takes_adapters != (manifest.adapter is not None):
+        raise WeightSyncError(
+            f"{replica.name} cannot take policy version {policy_version}: "
+            + (
+                "it serves LoRA adapters (options.lora) and is offered a whole model; set weight_sync.payload to"
+                " adapter, or remove options.lora"
+                if takes_adapters
+                else "it is offered a LoRA adapter and serves none; set options.lora, or weight_sync.payload to full"
+            )
+        )
+
+
 class IncomingWeights:
     """One replica's record of a sync: what its model needs, what was announced, what has arrived.
 

@@ -33,4 +33,4 @@ def report(
     written = write_report(run_dir, output, settings)
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
-    typer.echo(f"wrote {written.path} ({written.num_steps} steps, {written.num_rollouts} rollouts)")
+    typer.echo(f"wrote {written.path} (steps: {written.num_steps}, rollouts: {written.num_rollouts})")

@@ -23,13 +23,13 @@ class TensorBoardOptions(_Options):
 class WandbOptions(_Options):
     """Options of the logger ``wandb``; what is None is left to wandb's own environment variables."""
 
-    project: str = Field("chatlearn", min_length=1)
+    project: str = Field("chatlearn", min_length=1, description="Where wandb files the run.")
     entity: str | None = Field(None, description="User or team.")
     name: str | None = Field(None, description="Shown name; the run's name by default.")
-    group: str | None = None
-    job_type: str | None = None
-    tags: list[str] = Field(default_factory=list)
-    notes: str | None = None
+    group: str | None = Field(None, description="Runs of one group are shown together.")
+    job_type: str | None = Field(None, description="What this run is within its group.")
+    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+    notes: str | None = Field(None, description="Text beside the run.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="offline: write to the run directory, upload later with `wandb sync`."
     )

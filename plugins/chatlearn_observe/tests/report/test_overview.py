@@ -16,7 +16,6 @@ def test_a_complete_run(run_dir: Path) -> None:
     assert (overview.before, overview.after, overview.gained) == ("31.0%", "62.5%", "+31.5 points")
     facts = dict(overview.facts)
     assert facts["Steps"] == "6 of 6"
-    assert facts["Wall time"] == "1 min 23 s"
     assert facts["Samples"] == "72, excluded 1"
     assert ("python", "3.11.7") in overview.versions
 
@@ -31,6 +30,24 @@ def test_a_run_in_progress_takes_accuracy_and_time_from_its_metrics(run_dir: Pat
     assert overview.after == "34.8%"  # step 3: 0.31 + 0.4 * (1 - exp(-3/30)) = 0.34806
     assert dict(overview.facts)["Steps"] == "4 of 6"
     assert dict(overview.facts)["Wall time"].endswith("in steps so far")
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_steps(run_dir: Path) -> None:
+    files = read_run(run_dir)
+    files.events = []
+    assert dict(overview_of(files).facts)["Wall time"] == "1 min 23 s"
+    files.events = [{"event": "resume", "note": "resuming after step 2"}]
+    files.metrics = [{"step": 0, "timing_s/eval": 5.0}, {"step": 1, "timing_s/step": 100.0, "timing_s/eval": 2.0}]
+    assert dict(overview_of(files).facts)["Wall time"] == "1 min 47 s in steps, 1 min 23 s since it was last resumed"
+
+
+def test_a_failed_run_points_to_its_page(run_dir: Path) -> None:
+    files = read_run(run_dir)
+    files.summary |= {"status": "failed", "error": "OSError: disk full"}
+    label = "What happened, and how to go on"
+    assert label not in dict(overview_of(files).facts), "there is none"
+    (run_dir / "failure.md").write_text("# Run failed\n")
+    assert dict(overview_of(files).facts)[label] == str(run_dir / "failure.md")
 
 
 @pytest.mark.parametrize(

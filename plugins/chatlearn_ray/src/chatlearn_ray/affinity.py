@@ -9,7 +9,7 @@ from typing import Any
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightSyncPlan
-from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.options import RayRuntimeOptions, SeatOptions
 from chatlearn_ray.seating import SeatedRole, Seating
 
 
@@ -17,7 +17,7 @@ def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
     """What of a role matters for its place.
 
     Args:
-        gpus: whether ``device: auto`` is a GPU.
+        gpus: whether ``device: auto`` is a GPU; where the configuration gives the role some, it is one anyway.
 
     Raises:
         ConfigError: a device that Ray must choose, or two numbers of devices for one engine.
@@ -25,7 +25,7 @@ def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
     device = role.device
     if role.kind != "reward":
         if device == "auto":
-            device = "cuda" if gpus else "cpu"
+            device = "cuda" if gpus or _is_given_gpus(role.name, options) else "cpu"
         elif device.startswith("cuda:"):
             raise ConfigError(
                 f"roles.{role.name}.device is {device!r}, but the runtime 'ray' hands out devices itself. Set it to "
@@ -45,6 +45,13 @@ def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
         near,
         near_why,
     )
+
+
+def _is_given_gpus(role: str, options: RayRuntimeOptions) -> bool:
+    seat = options.roles.get(role, SeatOptions())
+    if seat.gpus is not None:
+        return seat.gpus > 0
+    return seat.pool in options.pools and options.pools[seat.pool].gpus > 0
 
 
 def engine_devices(role: RolePlan) -> int | None:
@@ -105,6 +112,6 @@ def check_reach(sync: WeightSyncPlan, seating: Seating, options: RayRuntimeOptio
     if not seating.on_one_node(sync.trainer, sync.generator):
         raise ConfigError(
             f"the transport {sync.record.name!r} works within one host, but the places of {sync.trainer!r} and "
-            f"{sync.generator!r} may be on several. Put both in one pool with strategy: one_node "
-            "(runtime.options.pools), or choose another weight_sync.backend"
+            f"{sync.generator!r} may be on several. Put both in one pool with strategy: one_node, "
+            "or one slot (runtime.options.pools), or choose another weight_sync.backend"
         )

@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError
+from chatlearn_ray.amounts import Amounts, amounts_text
+from chatlearn_ray.gpus import NodeGpus, gpus_of_slot
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.seating import Amounts, Seat, Seating, amounts_text, shortage
+from chatlearn_ray.room import shortage
+from chatlearn_ray.seating import Seat, Seating
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ class Cluster:
         self.options = options
         self._owns = False
         self._groups: dict[str, PlacementGroup] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+        """By slot: who asks for its GPUs needs all of them."""
 
     def require_room(self, seating: Seating) -> None:
         """Check a run against a Ray that would be started here; a cluster that is joined may still grow.
@@ -123,12 +129,44 @@ class Cluster:
             "num_cpus": amounts.pop("CPU", 0),
             "num_gpus": amounts.pop("GPU", 0),
             "resources": amounts,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._groups[seat.group],
-                placement_group_bundle_index=seat.bundle,
-                placement_group_capture_child_tasks=False,
-            ),
+            "scheduling_strategy": self._in_slot(seat),
         }
+
+    def _in_slot(self, seat: Seat) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            self._groups[seat.group],
+            placement_group_bundle_index=seat.bundle,
+            placement_group_capture_child_tasks=False,
+        )
+
+    async def gpus_of(self, seat: Seat) -> NodeGpus | None:
+        """Which GPUs a seat's share of its slot is; None where Ray divides the slot.
+
+        The slot's reservation holds its GPUs, and nobody asks Ray for one of them except this, for a moment. Asked anew
+        for each worker that is launched: a slot whose node was lost has others.
+
+        Raises:
+            BackendTimeoutError: the slot has no node within ``start_timeout_s``.
+            BackendError: its node was lost meanwhile.
+        """
+        if not seat.gpus:
+            return None
+        of_slot = self._groups[seat.group].bundle_specs[seat.bundle]["GPU"]
+        ask: Any = ray.remote(num_cpus=0, num_gpus=of_slot)(gpus_of_slot)
+        async with self._asking.setdefault(seat.slot, asyncio.Lock()):
+            reference = ask.options(scheduling_strategy=self._in_slot(seat)).remote()
+            try:
+                async with asyncio.timeout(self.options.start_timeout_s):
+                    found: NodeGpus = await reference
+            except TimeoutError:
+                ray.cancel(reference, force=True)
+                raise BackendTimeoutError(
+                    f"{seat.slot} (role {seat.role!r}) got no node with {of_slot:g} GPUs within "
+                    f"{self.options.start_timeout_s:g} s (runtime.options.start_timeout_s). Add one, or raise it"
+                ) from None
+            except RayError as error:
+                raise BackendError(f"{seat.slot} (role {seat.role!r}): its GPUs cannot be had: {error}") from error
+        return found.some(seat.gpus)
 
     def leave(self) -> None:
         """Give reservations back, and stop a Ray that was started here. Twice is fine."""

@@ -1,4 +1,4 @@
-"""All replicas of a generator role: routing by group, one call for many requests, restarts of dead replicas."""
+"""The generator replicas of a role as processes: one call for many requests, and workers that may be gone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import copy
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError
-from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, PauseMode
-from chatlearn_core.runtime.fleet import replica_index, replica_restarts
+from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart
+from chatlearn_core.runtime.replica_fleet import ReplicaFleet
 from chatlearn_core.runtime.restarts import Tell
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SamplingParams
 from chatlearn_ray.answer import Failure
@@ -23,7 +23,6 @@ from chatlearn_ray.remote import RemoteWorker, all_or_first_error
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 """Start the worker of replica ``index``, set up."""
-Resync = Callable[[int], Awaitable[None]]
 _STATUS_S = 5.0
 """A worker whose event loop turns says how it is in milliseconds."""
 
@@ -122,8 +121,14 @@ class Replica:
             self.lose(BackendError(f"{self.worker.label}, collect: {type(error).__name__}: {error}"))
 
     def note(self, report: ReplicaReport, block: RayBlock) -> None:
-        """Take over what the replica says of itself, and give answers to those who wait."""
-        self.state, self.policy_version = report.state, report.policy_version
+        """Take over what the replica says of itself, and give answers to those who wait.
+
+        A report may be older than what the driver knows from the receipt of a sync, or from a call that failed: no
+        version comes back, and death is for good.
+        """
+        if report.state == "dead":
+            self.state = "dead"
+        self.policy_version = max(self.policy_version, report.policy_version)
         self._traffic.stored_bytes += report.num_bytes
         for number, outcome in report.results:
             if number not in self._open:
@@ -146,11 +151,12 @@ class Replica:
                 task.cancel()
 
 
-class RayGeneratorFleet:
-    """All replicas of one generator role.
+class RayGeneratorFleet(ReplicaFleet[Replica]):
+    """Replicas that are workers of their own.
 
-    A replica that died is rebuilt, gets the current weights, and its unfinished requests start again with the same
-    random numbers; after ``max_restarts`` the error is raised.
+    Args:
+        launch: starts the worker of a replica.
+        traffic: counts what goes through the driver.
     """
 
     def __init__(
@@ -163,116 +169,41 @@ class RayGeneratorFleet:
         traffic: Traffic | None = None,
         tell: Tell | None = None,
     ) -> None:
-        self.name = name
-        self.replicas: list[Replica] = []
-        self.resync: Resync | None = None
-        """Brings the current weights to a rebuilt replica; set once weights were synced."""
-        self._launch = launch
-        self._num_replicas = num_replicas
-        self._timeout_s = timeout_s
-        self._restarts = replica_restarts(name, max_restarts, tell)
+        super().__init__(name, num_replicas, timeout_s, max_restarts, tell)
+        self._launch_worker = launch
         self._traffic = traffic or Traffic()
-        self._restart_locks = [asyncio.Lock() for _ in range(num_replicas)]
-        self._away: set[MemoryPart] = set()
-        """Parts that are offloaded, also those of a replica that is yet to be rebuilt."""
-        self._running = asyncio.Event()
-        """Clear between ``pause`` and ``resume``."""
-        self._running.set()
 
     async def start(self) -> None:
         """Launch all replicas at the same time."""
         workers: dict[int, RemoteWorker] = {}
 
         async def launch(index: int) -> None:
-            workers[index] = await self._launch(index)
+            workers[index] = await self._launch_worker(index)
 
         await all_or_first_error(
-            [self._restarts.start(f"replica {i}", partial(launch, i)) for i in range(self._num_replicas)]
+            [self._restarts.start(f"replica {i}", partial(launch, i)) for i in range(self.num_replicas)]
         )
-        self.replicas = [Replica(workers[index], self._traffic) for index in range(self._num_replicas)]
+        self.replicas = [Replica(workers[index], self._traffic) for index in range(self.num_replicas)]
 
-    @property
-    def policy_version(self) -> int:
-        """Oldest version among the replicas that serve."""
-        return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
+    async def _launch(self, index: int) -> Replica:
+        worker = await self._launch_worker(index)
+        if self._away:
+            await worker.call("move", "offload", tuple(self._away))
+        return Replica(worker, self._traffic)
 
-    @property
-    def num_restarts(self) -> int:
-        """How often a replica was rebuilt."""
-        return self._restarts.count
-
-    @property
-    def num_replicas(self) -> int:
-        """As configured."""
-        return self._num_replicas
-
-    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
-        """See ``GeneratorFleet``."""
-        index = replica_index(request, len(self.replicas)) if replica is None else replica
-        return await self._generate(request, index)
-
-    async def _generate(self, request: GenerateRequest, index: int) -> Completion:
-        while True:
-            if self._restart_locks[index].locked():
-                async with self._restart_locks[index]:
-                    pass  # a rebuilt replica serves nobody before it holds the current weights
-            replica = self.replicas[index]
-            limit = asyncio.timeout(self._timeout_s)
-            try:
-                async with limit:
-                    return await replica.generate(request)
-            except TimeoutError:
-                timeout = await self._timed_out(replica, request)
-                if replica.state != "dead":
-                    raise timeout from None
-                cause: ChatLearnError = timeout
-            except ChatLearnError as error:
-                if replica.state != "dead":
-                    raise
-                cause = error
-            await self._running.wait()  # while the fleet is paused the trainer's weights may be those of no version
-            await self.restart(index, replica, cause)
-
-    async def restart(self, index: int, dead: Replica, cause: Exception) -> None:
-        """Replace a dead replica once, however many of its requests noticed."""
-        async with self._restart_locks[index]:
-            if self.replicas[index] is not dead:
-                return
-            await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
-
-    async def rebuild_given_up(self) -> None:
-        """Rebuild replicas that were given up, without weights: the next sync brings them. Nothing is counted: it was
-        not they who failed.
-        """
-        self.resync = None
-        for index, replica in enumerate(self.replicas):
-            if replica.state == "dead":
-                async with self._restart_locks[index]:
-                    self._restarts.report(f"replica {index}", "was given up with the trainer and is rebuilt")
-                    await self._restarts.start(f"replica {index}", partial(self._rebuild, index))
-
-    async def _rebuild(self, index: int) -> None:
-        dead = self.replicas[index]
+    async def _discard(self, dead: Replica) -> None:
         dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # whoever still waits for its answers
         dead.stop()
         dead.worker.kill()
-        worker = await self._launch(index)
-        if self._away:  # others may be using the memory that it was made without
-            await worker.call("move", "offload", tuple(self._away))
-        replica = self.replicas[index] = Replica(worker, self._traffic)
-        if self.resync is not None:
-            try:
-                await self.resync(index)
-            except BaseException:
-                replica.state = "dead"  # it holds the weights of the model directory
-                raise
 
-    async def _timed_out(self, replica: Replica, request: GenerateRequest) -> BackendTimeoutError:
-        """What to say of a request without a completion; a worker that does not even say how it is, is given up."""
+    async def _give_up(self, replica: Replica, reason: str) -> None:
+        replica.lose(BackendError(f"{replica.worker.label}: {reason}"))
+
+    async def _timed_out(self, index: int, replica: Replica, request: GenerateRequest) -> BackendTimeoutError:
         worker = replica.worker
         stack = await worker.stacks()
         timeout = BackendTimeoutError(
-            f"{worker.label}: request {request.id!r} had no completion within {self._timeout_s:g} s "
+            f"{worker.label}: request {request.id!r} had no completion within {self.timeout_s:g} s "
             f"(roles.{self.name}.timeout_s). Raise it, or lower sampling.max_tokens or train.prompts_per_step. {stack}"
         ).at(worker.place(f"generate({request.id})"), stack)
         try:
@@ -281,15 +212,8 @@ class RayGeneratorFleet:
             replica.lose(timeout)
         return timeout
 
-    async def revive(self) -> None:
-        """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
-        await asyncio.gather(*(self._lives(replica) for replica in self.replicas if replica.state != "dead"))
-        for index, replica in enumerate(self.replicas):
-            if replica.state == "dead":
-                await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
-
     async def _lives(self, replica: Replica) -> bool:
-        """Ask a replica how it is: while no request is open nothing else tells that its engine has died."""
+        """While no request is open nothing else tells that its engine has died."""
         try:
             report: ReplicaReport = await replica.worker.call("status", timeout_s=_STATUS_S)
         except (WorkerDiedError, BackendTimeoutError) as error:
@@ -300,41 +224,8 @@ class RayGeneratorFleet:
             return False
         return True
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End these requests on every replica."""
-        ids = None if request_ids is None else tuple(request_ids)
-        living = [replica for replica in self.replicas if replica.state != "dead"]
-        await all_or_first_error([replica.worker.call("abort", ids) for replica in living])
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See ``GeneratorFleet``."""
-        self._running.clear()
-        await all_or_first_error([self._tell(replica, "pause", mode) for replica in self.replicas])
-
-    async def resume(self) -> None:
-        """See ``GeneratorFleet``."""
-        await all_or_first_error([self._tell(replica, "resume") for replica in self.replicas])
-        self._running.set()
-
-    async def _tell(self, replica: Replica, method: str, *arguments: Any) -> None:
-        """Call a replica that lives; if it dies of it, those who wait for its answers are told."""
-        if replica.state == "dead":
-            return
-        try:
-            await replica.worker.call(method, *arguments)
-        except BackendError:
-            if await self._lives(replica):
-                raise
-
-    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """See ``ModelGroup``."""
-        self._away |= set(parts)
-        return await self._move("offload", parts)
-
-    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """See ``ModelGroup``."""
-        self._away -= set(parts)
-        return await self._move("onload", parts)
+    async def _call(self, replica: Replica, method: Literal["abort", "pause", "resume"], *arguments: object) -> None:
+        await replica.worker.call(method, *arguments)
 
     async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         answers = await all_or_first_error(

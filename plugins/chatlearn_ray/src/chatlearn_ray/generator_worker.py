@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.exceptions import TrainerLostError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, PauseMode, WeightReceiver
 from chatlearn_core.runtime.moving import move
@@ -68,14 +68,26 @@ class GeneratorWorker(Worker):
 
     async def submit(self, requests: Sequence[tuple[int, GenerateRequest]]) -> None:
         """Start numbered requests, in order and in one turn of the event loop, so that a batch does not depend on
-        timing.
+        timing. One that resumes from tokens which are lost with their node is answered with that.
         """
         if any(request.resume_from is not None for _, request in requests):
-            requests = await asyncio.to_thread(lambda: [(number, fetched_request(r)) for number, r in requests])
+            requests = await asyncio.to_thread(self._fetched, requests)
+            if self._ended:
+                self._news.set()
         for number, request in requests:
             task = asyncio.create_task(self._generate(number, request))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+
+    def _fetched(self, requests: Sequence[tuple[int, GenerateRequest]]) -> list[tuple[int, GenerateRequest]]:
+        """The requests with what they resume from, without those for which it is gone."""
+        fetched: list[tuple[int, GenerateRequest]] = []
+        for number, request in requests:
+            try:
+                fetched.append((number, fetched_request(request)))
+            except TrainerLostError as error:
+                self._ended.append((number, request, Failure.of(error)))
+        return fetched
 
     async def _generate(self, number: int, request: GenerateRequest) -> None:
         outcome: Completion | Failure

@@ -10,16 +10,33 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chatlearn_ray.gpus import VISIBLE, NodeGpus, node_here
 from chatlearn_ray.user_code import UserCode, enter_directory
 
 
 class WorkerHost:
-    """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread."""
+    """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread.
+
+    Args:
+        environment: variables of this process.
+        path: where the driver finds modules.
+        directory: the driver's.
+        code: the Python files there, for machines that do not have them.
+        gpus: those that it is to see; None where Ray has seen to that.
+    """
 
     def __init__(
-        self, environment: Mapping[str, str], path: Sequence[str], directory: str, code: UserCode | None
+        self,
+        environment: Mapping[str, str],
+        path: Sequence[str],
+        directory: str,
+        code: UserCode | None,
+        gpus: NodeGpus | None = None,
     ) -> None:
         os.environ.update(environment)
+        if gpus is not None:
+            os.environ[VISIBLE] = ",".join(gpus.ids)
+        self._gpus = gpus
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._problem = enter_directory(directory, code)
         # Child processes (reward pools, engines) import what this one does.
@@ -28,13 +45,15 @@ class WorkerHost:
 
     async def start(self, spec: Any) -> Any:
         """Build the worker; returns an ``Answer`` with nothing, or a ``Failure``."""
-        from chatlearn_core.exceptions import ConfigError
+        from chatlearn_core.exceptions import BackendError, ConfigError
         from chatlearn_ray.answer import Answer, Failure
         from chatlearn_ray.workers import build_worker
 
         try:
             if self._problem is not None:
                 raise ConfigError(self._problem)
+            if self._gpus is not None and self._gpus.node != node_here():
+                raise BackendError("its slot moved to another node, with other GPUs, while it started")
             self._worker = build_worker(spec)
         except (Exception, SystemExit) as error:
             return Failure.of(error)

@@ -27,7 +27,10 @@ class PoolOptions(Part):
 
     slots: Positive = Field(description="How many places; a slot lies on one node.")
     cpus: Amount = Field(1.0, description="CPUs of one slot.")
-    gpus: Amount = Field(0.0, description="GPUs of one slot.")
+    gpus: Amount = Field(
+        0.0,
+        description="GPUs of one slot. Of several, each worker gets the whole ones that it drives; roles share them.",
+    )
     resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources of one slot.")
     strategy: Literal["pack", "spread", "one_node", "node_each"] = Field(
         "pack",
@@ -42,10 +45,16 @@ class SeatOptions(Part):
     first_slot: Count = Field(0, description="Its first worker's slot in the pool; roles that overlap share devices.")
     cpus: Amount | None = Field(None, description="CPUs a worker; 1, or its equal share of the pool's slot.")
     gpus: Amount | None = Field(
-        None, description="GPUs a worker, fractions allowed; 1 on cuda, or its equal share of the pool's slot."
+        None,
+        description="GPUs a worker, fractions of one allowed; by default what it drives on cuda, or its equal share of "
+        "a slot with one GPU. In a slot with several, whole ones.",
     )
     resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources a worker.")
-    per_slot: Positive = Field(1, description="Workers that share one slot of the pool.")
+    per_slot: Positive | None = Field(
+        None,
+        description="Workers in one slot of the pool; by default 1, in a slot with several GPUs as many as there are "
+        "GPUs for.",
+    )
     one_node: bool = Field(False, description="Keep all ranks of a replica on one node.")
     together: Positive | None = Field(
         None, description="How many consecutive ranks share a node; by default those that talk in every layer."
@@ -81,7 +90,9 @@ class RayRuntimeOptions(Part):
         True,
         description="Send the Python files of the current directory to workers on machines that do not have them.",
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of every worker.")
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of every worker; secrets as ${oc.env:NAME}."
+    )
     num_threads: Positive | None = Field(
         None,
         description="Threads of torch's CPU operations in every worker; OMP_NUM_THREADS or a worker's CPUs if null.",
@@ -106,10 +117,12 @@ class RayRuntimeOptions(Part):
 
     @property
     def placement(self) -> Literal["host", "anywhere"]:
-        """How far apart roles may be: a Ray that is started here has one node, and so has a pool that all roles with a
-        setting share. (A role that takes part in a weight sync and sits elsewhere is refused by the runtime.)
+        """How far apart roles may be: a Ray that is started here has one node, and so has a pool of one slot or one
+        node that all roles with a setting share. (A role that takes part in a weight sync and sits elsewhere is refused
+        by the runtime.)
         """
         pools = {seat.pool for seat in self.roles.values()}
         name = pools.pop() if len(self.roles) > 1 and len(pools) == 1 else None
-        one_node = name in self.pools and self.pools[name].strategy == "one_node" if name is not None else False
+        pool = self.pools.get(name) if name is not None else None
+        one_node = pool is not None and (pool.slots == 1 or pool.strategy == "one_node")
         return "host" if self.cluster_address is None or one_node else "anywhere"

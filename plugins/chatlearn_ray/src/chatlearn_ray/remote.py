@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WorkerPlace
 from chatlearn_ray.answer import Failure
@@ -85,6 +85,10 @@ class RemoteWorker:
             raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {_first_lines(error)}").at(
                 self.place(method)
             ) from None
+        except ObjectLostError as error:
+            raise WorkerDiedError(
+                f"{self.label}, {method}: its answer was lost with its node: {_first_lines(error)}"
+            ).at(self.place(method)) from None
         except RayError as error:
             raise BackendError(f"{self.label}, {method}: {type(error).__name__}: {error}").at(
                 self.place(method)

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError, WeightSyncError
+from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError
 from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
@@ -207,13 +207,15 @@ class RayRuntime:
             left.kill()  # one that did not come up keeps its place for as long as it lives
         seat = self._seating.of(role.name)[index]
         host: Any = ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)  # type: ignore[call-overload]  # Ray's stub lacks it
+        gpus = await self.cluster.gpus_of(seat)
         options = self.cluster.actor_options(seat)
         actor = host.options(max_restarts=0, **options).remote(
-            self._environment(), [entry for entry in sys.path if entry], self._directory, self._code
+            self._environment(), [entry for entry in sys.path if entry], self._directory, self._code, gpus
         )
         worker = RemoteWorker(_label(role, index), actor, role.timeout_s, f"roles.{role.name}.timeout_s")
         self._workers[role.name, index] = worker
-        await worker.start(self._spec(role, index), self.options.start_timeout_s)
+        spec = replace(self._spec(role, index), gpus=gpus.ids if gpus is not None else ())
+        await worker.start(spec, self.options.start_timeout_s)
         return worker
 
     def _shipped_code(self) -> Any:
@@ -269,24 +271,14 @@ class RayRuntime:
         """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
-        confirmed: dict[int, SyncReceipt] = {}
 
-        async def resync(index: int) -> None:
+        async def transfer_to(index: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                receipt = await transfer.resync(index, policy_version)
-            if receipt.state != "serving":
-                raise WeightSyncError(
-                    f"rebuilt replica {index} of {generator!r} did not take version {policy_version}: {receipt.error}"
-                )
-            confirmed[index] = receipt
+                return await transfer.resync(index, policy_version)
 
-        fleet.resync = resync
-        await fleet.revive()
-        for receipt in await transfer.sync(range(len(fleet.replicas)), policy_version):
-            confirmed[receipt.replica] = receipt
-            if receipt.state == "dead":
-                await fleet.restart(receipt.replica, fleet.replicas[receipt.replica], WeightSyncError(receipt.error))
-        return [confirmed[index] for index in sorted(confirmed)]
+        return await fleet.sync(
+            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
+        )
 
     async def recover(self, lost: TrainerLostError) -> None:
         """End the remaining ranks of every broken trainer, and build it anew on the same places; then also the replicas
@@ -302,18 +294,18 @@ class RayRuntime:
             await fleet.rebuild_given_up()
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
-        """The GPUs that Ray assigned, once the workers run; slots before, and on the host."""
+        """The GPUs that the workers see, once they run; slots before, and on the host."""
         return {
             role.name: frozenset(device for seat in self._seating.of(role.name) for device in self._devices_of(seat))
             for role in self.plan.roles.values()
             if role.kind != "reward"
         }
 
-    def _devices_of(self, seat: Seat) -> list[Device]:
+    def _devices_of(self, seat: Seat) -> Sequence[Device]:
         worker = self._workers.get((seat.role, seat.worker))
         facts = worker.facts if worker is not None else None
         if facts is None or not facts.gpus:
-            return [seat.device]
+            return seat.devices
         return [Device(f"{facts.host}, GPU {gpu}", is_gpu=True) for gpu in facts.gpus]
 
     def describe(self) -> Mapping[str, Any]:

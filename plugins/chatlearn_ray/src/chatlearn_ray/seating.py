@@ -6,17 +6,17 @@ which roles that occupy the same slot share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Device
-from chatlearn_ray.options import NOBODY, RayRuntimeOptions, SeatOptions
+from chatlearn_ray.amounts import TOLERANCE, Amounts, added, amounts_text, floored, positive
+from chatlearn_ray.gpu_division import GpuDemand, divide_gpus
+from chatlearn_ray.options import NOBODY, PoolOptions, RayRuntimeOptions, SeatOptions
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-Amounts = Mapping[str, float]
-"""Ray resource name (``CPU``, ``GPU``, custom) -> amount."""
 
 STRATEGIES: dict[str, Strategy] = {
     "pack": "PACK",
@@ -24,8 +24,6 @@ STRATEGIES: dict[str, Strategy] = {
     "one_node": "STRICT_PACK",
     "node_each": "STRICT_SPREAD",
 }
-_TOLERANCE = 1e-6
-"""Ray counts in ten-thousandths."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,6 +80,9 @@ class Seat:
     group: str
     bundle: int
     amounts: Amounts
+    """What Ray counts."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of a slot with several, counted from 0 within it, which Ray does not count: ``gpu_division`` gave them."""
 
     @property
     def slot(self) -> str:
@@ -90,18 +91,22 @@ class Seat:
 
     @property
     def text(self) -> str:
-        """Such as ``pool 'gpus', slot 0: 1 CPU, 0.5 GPU``."""
-        return f"{self.slot}: {amounts_text(self.amounts)}"
+        """Such as ``pool 'gpus', slot 0: 1 CPU, 0.5 GPU``, or ``pool 'nodes', slot 0: 1 CPU, its GPUs 2 and 3``."""
+        own = f", its GPU{'s' if len(self.gpus) > 1 else ''} {' and '.join(map(str, self.gpus))}" if self.gpus else ""
+        return f"{self.slot}: {amounts_text(self.amounts)}{own}"
 
     @property
-    def device(self) -> Device:
-        """What it will occupy, as far as that is known before Ray assigns GPUs: workers with fractions of a GPU in one
-        slot share it, whole GPUs are a worker's own, and on the host workers of one slot share its memory.
+    def devices(self) -> tuple[Device, ...]:
+        """What it will occupy, as far as that is known before Ray assigns GPUs: those that it was given of a slot with
+        several are known, workers with fractions of a GPU in one slot share it, whole GPUs are a worker's own, and on
+        the host workers of one slot share its memory.
         """
+        if self.gpus:
+            return tuple(Device(f"{self.slot}, GPU {gpu}", is_gpu=True) for gpu in self.gpus)
         gpus = self.amounts.get("GPU", 0.0)
         if gpus and gpus == int(gpus):
-            return Device(f"{self.slot}, GPU of {self.role} {self.worker}", is_gpu=True)
-        return Device(self.slot, is_gpu=gpus > 0)
+            return (Device(f"{self.slot}, GPU of {self.role} {self.worker}", is_gpu=True),)
+        return (Device(self.slot, is_gpu=gpus > 0),)
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,7 +168,7 @@ def seat_roles(roles: Sequence[SeatedRole], options: RayRuntimeOptions) -> Seati
         if not guests:
             continue  # an evaluation has some of the roles only: what nobody uses is not reserved
         groups.append(BundleGroup(f"pool {name!r}", STRATEGIES[pool.strategy], (bundle,) * pool.slots))
-        seats += _seats_in_pool(name, bundle, pool.slots, guests)
+        seats += _seats_in_pool(name, pool, bundle, guests)
     order = {role.name: index for index, role in enumerate(roles)}
     seats.sort(key=lambda seat: (order[seat.role], seat.worker))
     assert {seat.role for seat in seats} <= known
@@ -226,132 +231,108 @@ def _moved_next_to(
 
 
 def _seats_in_pool(
-    name: str, bundle: Amounts, num_slots: int, guests: Sequence[tuple[SeatedRole, SeatOptions]]
+    name: str, pool: PoolOptions, bundle: Amounts, guests: Sequence[tuple[SeatedRole, SeatOptions]]
 ) -> list[Seat]:
-    occupants: list[list[tuple[SeatedRole, SeatOptions, int]]] = [[] for _ in range(num_slots)]
+    """Seats of all roles of a pool. A slot with several GPUs is divided here, any other one by Ray."""
+    is_divided = pool.gpus > 1
+    if is_divided and pool.gpus != int(pool.gpus):
+        raise ConfigError(
+            f"runtime.options.pools.{name}.gpus is {pool.gpus:g}: a slot with several GPUs has whole ones"
+        )
     for role, wanted in guests:
-        last = wanted.first_slot - (-role.num_workers // wanted.per_slot)
-        if last > num_slots:
+        _check_gpus(role, wanted, name, pool.gpus)
+    per_slot = {role.name: _workers_per_slot(role, wanted, pool.gpus) for role, wanted in guests}
+    occupants: list[list[tuple[SeatedRole, SeatOptions, int]]] = [[] for _ in range(pool.slots)]
+    for role, wanted in guests:
+        last = wanted.first_slot - (-role.num_workers // per_slot[role.name])
+        if last > pool.slots:
+            each = f" ({per_slot[role.name]} a slot)" if per_slot[role.name] > 1 else ""
             raise ConfigError(
                 f"role {role.name!r} has {role.num_workers} worker(s) from slot {wanted.first_slot} on, which needs "
-                f"{last} slots, but pool {name!r} has {num_slots} (runtime.options.pools.{name}.slots). Raise it, or "
-                "lower the role's ranks or replicas"
+                f"{last} slots{each}, but pool {name!r} has {pool.slots} (runtime.options.pools.{name}.slots). Raise "
+                "it, or lower the role's ranks or replicas"
             )
         for worker in range(role.num_workers):
-            occupants[wanted.first_slot + worker // wanted.per_slot].append((role, wanted, worker))
+            occupants[wanted.first_slot + worker // per_slot[role.name]].append((role, wanted, worker))
     # A role takes the same from each of its slots: its equal share of the most crowded one, over its workers there.
     crowd: dict[str, int] = {}
     on_gpu: dict[str, int] = {}
-    for role, wanted in guests:
+    for role, _ in guests:
         shared = [{r.name: r for r, _, _ in slot}.values() for slot in occupants if any(r is role for r, _, _ in slot)]
-        crowd[role.name] = wanted.per_slot * max(len(names) for names in shared)
-        on_gpu[role.name] = wanted.per_slot * max(sum(r.wants_gpu for r in names) for names in shared)
+        crowd[role.name] = per_slot[role.name] * max(len(names) for names in shared)
+        on_gpu[role.name] = per_slot[role.name] * max(sum(r.wants_gpu for r in names) for names in shared)
     seats: list[Seat] = []
     for index, slot in enumerate(occupants):
         here: list[Seat] = []
         for role, wanted, worker in slot:
             cpus = wanted.cpus if wanted.cpus is not None else bundle.get("CPU", 0.0) / crowd[role.name]
-            gpus = wanted.gpus
-            if gpus is None:
-                gpus = bundle.get("GPU", 0.0) / on_gpu[role.name] if role.wants_gpu else 0.0
-                _check_whole_gpus(role, name, bundle.get("GPU", 0.0), gpus)
-            amounts = positive({"CPU": _floor(cpus), "GPU": _floor(gpus), **wanted.resources})
+            gpus = 0.0
+            if not is_divided and (wanted.gpus is not None or role.wants_gpu):
+                gpus = wanted.gpus if wanted.gpus is not None else pool.gpus / on_gpu[role.name]
+            amounts = positive({"CPU": floored(cpus), "GPU": floored(gpus), **wanted.resources})
             here.append(Seat(role.name, worker, f"pool {name!r}", index, amounts))
-        taken = added(seat.amounts for seat in here)
-        for resource, amount in taken.items():
-            if amount > bundle.get(resource, 0.0) + _TOLERANCE:
-                shares = " + ".join(f"{seat.role} {seat.amounts.get(resource, 0.0):g}" for seat in here)
-                raise ConfigError(
-                    f"slot {index} of pool {name!r} has {bundle.get(resource, 0.0):g} {resource}, but its roles take "
-                    f"{shares} = {amount:g}. Give the slot more, or the roles less (runtime.options.roles)"
-                )
-        seats += here
+        _check_not_overfull(here, bundle, name, index)
+        seats += _with_gpus(here, slot, name, index, int(pool.gpus)) if is_divided else here
     return seats
 
 
-def _check_whole_gpus(role: SeatedRole, pool: str, of_slot: float, share: float) -> None:
-    """Raises ConfigError: a worker would get less than the GPUs it drives; Ray cannot give parts of several."""
-    needed = role.devices_per_worker
-    if not role.wants_gpu or share >= needed or (needed == 1 and of_slot <= 1.0):
-        return
-    raise ConfigError(
-        f"a worker of role {role.name!r} drives {needed} GPU(s), and its share of a slot of pool {pool!r} is {share:g} "
-        f"of {of_slot:g}: Ray divides single GPUs only. Roles that share GPUs need slots of one GPU "
-        f"(runtime.options.pools.{pool}.gpus) and one GPU a worker; give the others slots of their own"
-    )
+def _check_gpus(role: SeatedRole, wanted: SeatOptions, pool: str, of_slot: float) -> None:
+    """Raises ConfigError: a slot cannot give a worker the GPUs that it drives."""
+    needed = role.devices_per_worker if role.wants_gpu else 0
+    gpus_key = f"runtime.options.roles.{role.name}.gpus"
+    if of_slot > 1 and wanted.gpus is not None and (wanted.gpus != int(wanted.gpus) or wanted.gpus < needed):
+        raise ConfigError(
+            f"{gpus_key} is {wanted.gpus:g}, but a worker of role {role.name!r} in a slot of {of_slot:g} GPUs drives "
+            f"whole ones{f', {needed} of them' if needed else ''}. Leave it out: roles that share GPUs take turns on "
+            "them"
+        )
+    if needed and wanted.gpus is None and needed > max(of_slot, 1.0):
+        raise ConfigError(
+            f"a worker of role {role.name!r} drives {needed} GPU(s), but a slot of pool {pool!r} has {of_slot:g} "
+            f"(runtime.options.pools.{pool}.gpus). Raise it to {needed} or a multiple of it, or let the role's engine "
+            "drive fewer; other roles may share these GPUs"
+        )
+    if needed and wanted.gpus is None and not of_slot:
+        raise ConfigError(
+            f"a worker of role {role.name!r} is to run on a GPU, but the slots of pool {pool!r} have none. Set "
+            f"runtime.options.pools.{pool}.gpus, or roles.{role.name}.device to cpu"
+        )
 
 
-def shortage(seating: Seating, nodes: Mapping[str, Amounts]) -> str | None:
-    """Why a cluster with these nodes can never hold the run, with the arithmetic; None if it may.
+def _workers_per_slot(role: SeatedRole, wanted: SeatOptions, of_slot: float) -> int:
+    """As the configuration says; otherwise as many as a slot with several GPUs has GPUs for."""
+    if wanted.per_slot is not None:
+        return wanted.per_slot
+    drives = _driven_gpus(role, wanted)
+    return max(1, int(of_slot) // drives) if of_slot > 1 and drives else 1
 
-    Args:
-        nodes: node name -> its total resources, whoever uses them now.
-    """
-    have = added(nodes.values())
-    need = seating.total
-    lines: list[str] = []
-    for resource, amount in need.items():
-        if amount > have.get(resource, 0.0) + _TOLERANCE:
-            parts = " + ".join(
-                f"{sum(bundle.get(resource, 0.0) for bundle in group.bundles):g} ({group.name})"
-                for group in seating.groups
-                if any(bundle.get(resource) for bundle in group.bundles)
+
+def _driven_gpus(role: SeatedRole, wanted: SeatOptions) -> int:
+    """How many GPUs of a slot with several one worker drives."""
+    if wanted.gpus is not None:
+        return int(wanted.gpus)
+    return role.devices_per_worker if role.wants_gpu else 0
+
+
+def _check_not_overfull(here: Sequence[Seat], bundle: Amounts, pool: str, index: int) -> None:
+    for resource, amount in added(seat.amounts for seat in here).items():
+        if amount > bundle.get(resource, 0.0) + TOLERANCE:
+            shares = " + ".join(f"{seat.role} {seat.amounts.get(resource, 0.0):g}" for seat in here)
+            raise ConfigError(
+                f"slot {index} of pool {pool!r} has {bundle.get(resource, 0.0):g} {resource}, but its roles take "
+                f"{shares} = {amount:g}. Give the slot more, or the roles less (runtime.options.roles)"
             )
-            lines.append(
-                f"{resource}: {parts} = {amount:g}, and {len(nodes)} node(s) have {have.get(resource, 0.0):g}: "
-                f"{amount - have.get(resource, 0.0):g} missing"
-            )
-    for group in seating.groups:
-        together = group.strategy == "STRICT_PACK"
-        kinds = [added(group.bundles)] if together else list({str(b): b for b in group.bundles}.values())
-        for wanted in kinds:
-            fitting = [node for node in nodes.values() if _fits(wanted, node)]
-            if not fitting:
-                what = "together " if together and len(group.bundles) > 1 else ""
-                reasons = f" ({'; '.join(group.why)})" if group.why else ""
-                have_now = "; ".join(f"{name} has {amounts_text(node)}" for name, node in nodes.items())
-                lines.append(
-                    f"{group.name} needs {what}{amounts_text(wanted)} on one node{reasons}: "
-                    f"{have_now or 'there is none'}"
-                )
-            elif group.strategy == "STRICT_SPREAD" and len(fitting) < len(group.bundles):
-                lines.append(
-                    f"{group.name} needs {len(group.bundles)} nodes with {amounts_text(wanted)} each, and "
-                    f"{len(fitting)} have it"
-                )
-    return "\n".join(f"  {line}" for line in lines) or None
 
 
-def _fits(amounts: Amounts, node: Amounts) -> bool:
-    return all(amount <= node.get(resource, 0.0) + _TOLERANCE for resource, amount in amounts.items())
-
-
-def added(parts: Iterable[Amounts]) -> dict[str, float]:
-    """Sum by resource."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for resource, amount in part.items():
-            total[resource] = total.get(resource, 0.0) + amount
-    return total
-
-
-def positive(amounts: Amounts) -> dict[str, float]:
-    """Without what is zero."""
-    return {resource: amount for resource, amount in amounts.items() if amount > 0}
-
-
-def amounts_text(amounts: Amounts) -> str:
-    """``1 CPU, 0.5 GPU``; what Ray adds by itself (memory, node names) is left out."""
-    shown = [f"{amount:g} {resource}" for resource, amount in _interesting(amounts)]
-    return ", ".join(shown) or "nothing"
-
-
-def _interesting(amounts: Amounts) -> Iterator[tuple[str, float]]:
-    for resource, amount in amounts.items():
-        if resource not in ("memory", "object_store_memory") and not resource.startswith("node:"):
-            yield resource, amount
-
-
-def _floor(amount: float) -> float:
-    """To Ray's precision, so that equal shares never exceed the whole."""
-    return int(amount * 10_000 + _TOLERANCE) / 10_000
+def _with_gpus(
+    here: Sequence[Seat], slot: Sequence[tuple[SeatedRole, SeatOptions, int]], pool: str, index: int, num_gpus: int
+) -> list[Seat]:
+    """The seats of a slot with the GPUs that each drives; a reward takes no turns, so its GPUs are its own."""
+    driven = [_driven_gpus(role, wanted) for role, wanted, _ in slot]
+    demands = [
+        GpuDemand(role.name, count, takes_turns=role.kind != "reward")
+        for (role, _, _), count in zip(slot, driven, strict=True)
+        if count
+    ]
+    given = iter(divide_gpus(num_gpus, demands, pool, index))
+    return [replace(seat, gpus=next(given)) if count else seat for seat, count in zip(here, driven, strict=True)]

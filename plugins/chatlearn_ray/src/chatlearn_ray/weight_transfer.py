@@ -70,11 +70,12 @@ class RayWeightTransfer:
             replicas = {index: self._fleet.replicas[index] for index in turn}
             plan = await self._make_plan(replicas.values(), policy_version)
             shared = ray.put(plan)
-            await self._begin(shared, replicas)
-            try:
-                receipts += self._note(plan, replicas, await self._transfer(shared, plan, replicas))
-            finally:
-                await self._release(shared)
+            with self._fleet.loading(turn):
+                await self._begin(shared, replicas)
+                try:
+                    receipts += self._note(plan, replicas, await self._transfer(shared, plan, replicas))
+                finally:
+                    await self._release(shared)
         return receipts
 
     async def _gone(self, indices: Sequence[int], policy_version: int) -> list[SyncReceipt]:
@@ -100,9 +101,10 @@ class RayWeightTransfer:
             [receipt] = await self.sync([index], policy_version)
             return receipt
         shared, replicas = ray.put(plan), {index: replica}
-        await self._begin(shared, replicas)
-        receipt = await self._receive(plan, shared, [], index, replica, plan.timeout_s + GRACE_S)
-        self._note(plan, replicas, [receipt])
+        with self._fleet.loading([index]):
+            await self._begin(shared, replicas)
+            receipt = await self._receive(plan, shared, [], index, replica, plan.timeout_s + GRACE_S)
+            self._note(plan, replicas, [receipt])
         return receipt
 
     async def _make_plan(self, replicas: Any, policy_version: int) -> SyncPlan:
@@ -133,11 +135,12 @@ class RayWeightTransfer:
                 ) from error
             for turn in turns:
                 replicas = {index: self._fleet.replicas[index] for index in turn}
-                await self._begin(shared, replicas)
-                answers = await asyncio.gather(
-                    *(self._receive(plan, shared, offers, i, replica, limit) for i, replica in replicas.items())
-                )
-                receipts += self._note(plan, replicas, answers)
+                with self._fleet.loading(turn):
+                    await self._begin(shared, replicas)
+                    answers = await asyncio.gather(
+                        *(self._receive(plan, shared, offers, i, replica, limit) for i, replica in replicas.items())
+                    )
+                    receipts += self._note(plan, replicas, answers)
         finally:
             await self._release(shared)
         return receipts

@@ -16,6 +16,7 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.local import resolve_device
 from chatlearn_core.types import Endpoint
+from chatlearn_ray.gpus import assigned_gpus
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
 GRACE_S = 5.0
@@ -34,7 +35,7 @@ class WorkerFacts:
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     gpus: tuple[str, ...] = ()
-    """Those of its node that Ray gave it, by number or UUID; several workers with a fraction each have the same."""
+    """Those of its node that it sees, by number or UUID; several workers may have the same."""
 
 
 class Worker:
@@ -62,7 +63,7 @@ class Worker:
 
     def facts(self) -> WorkerFacts:
         """Who this is."""
-        gpus = gpus_of_this_worker() if self.context.device.startswith("cuda") else ()
+        gpus = (self.spec.gpus or assigned_gpus()) if self.context.device.startswith("cuda") else ()
         return WorkerFacts(os.getpid(), socket.gethostname(), self.context.device, gpus=gpus)
 
     async def set_up(self, setup: Callable[[], None]) -> None:
@@ -87,10 +88,3 @@ class Worker:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-
-def gpus_of_this_worker() -> tuple[str, ...]:
-    """The GPUs that Ray assigned to this process."""
-    import ray
-
-    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))

@@ -82,6 +82,8 @@ class WorkerSpec:
     """Of a reward."""
     num_threads: int | None = None
     driver_host: str = ""
+    gpus: tuple[str, ...] = ()
+    """Its share of a slot with several; empty where Ray assigns GPUs, or it has none."""
     core_version: str = core_version
     python_version: str = platform.python_version()
 

@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 LENGTH = struct.Struct("!I")
@@ -59,9 +60,11 @@ def main() -> None:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type, message and the innermost frames, on one line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__][-SHOWN_FRAMES:]
-    where = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+    """Type, message and the innermost frames, on one line; the frames of this package only if there are no others."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    others = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    shown = (others or frames)[-SHOWN_FRAMES:]
+    where = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in shown)
     message = " ".join(str(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if len(text) > MAX_ERROR_CHARACTERS:

@@ -9,6 +9,7 @@ and the one before is loaded. Groups outlive a sync; one is formed anew when its
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,11 +21,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore, Work
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message, listening_host
+from chatlearn_sync.addresses import bound_socket, listening_host
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
+from chatlearn_sync.gpus import shared_gpu, visible_gpus
+from chatlearn_sync.hub import Hub
+from chatlearn_sync.messages import Message
+from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import BroadcastOptions
 from chatlearn_sync.stream import (
     Bucket,
@@ -37,22 +43,23 @@ from chatlearn_sync.stream import (
     stream,
 )
 
+log = logging.getLogger(__name__)
+
 NAME = "broadcast"
 Backend = Literal["gloo", "nccl"]
+LOOPBACK = "127.0.0.1"
 GLANCE_S = 0.0005
 """How often a wait for a broadcast looks at the control path."""
 
 
+ALONE_BYTES = 4 << 20
+"""A tensor of this size travels alone, out of its own memory: packing it with others would cost more."""
 LAST_BUCKET_S = 1.0
 """How long a sender that failed waits for buckets that are on their way."""
 
 
-@dataclass(slots=True, frozen=True)
-class BroadcastOffer:
-    """Where a sender's control path is; groups are announced there."""
-
-    sender: Endpoint
-    address: Address
+Running = dict[int, tuple[int, Work, Tensor]]
+"""Buffer -> bucket on its way: its number, its broadcast, and its memory, which is held until it has arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,9 +79,11 @@ class BroadcastSender:
     def __init__(self, options: BroadcastOptions, endpoint: Endpoint) -> None:
         self._options = options
         self._endpoint = endpoint
-        self._hubs: dict[str, tuple[Hub, str]] = {}
+        self._hubs = OpenHubs(NAME, endpoint)
         self._member: Membership | None = None
         self._buffers: FlatBuffers | None = None
+        self._said: str | None = None
+        """Why it is not NCCL, once that was said."""
 
     def offer(self, plan: SyncPlan) -> SyncOffer:
         """Listen for the receivers.
@@ -82,80 +91,99 @@ class BroadcastSender:
         Raises:
             WeightSyncError: this host has no address that the receivers reach.
         """
-        self.release(plan)
         host = listening_host(plan, self._endpoint, self._options.host)
-        hub = Hub(plan, NAME, self._endpoint, host, collective=True)
-        self._hubs[plan.sync_id] = (hub, host or "127.0.0.1")
-        return SyncOffer(self._endpoint.rank, BroadcastOffer(self._endpoint, hub.address))
+        return self._hubs.open(plan, host, collective=True)
 
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
         """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
-        hub, host = self._hubs.get(plan.sync_id, (None, ""))
-        if hub is None:
-            raise WeightSyncError(f"{describe(plan, NAME)}: send was called without an open offer")
-        running: dict[int, tuple[int, Work]] = {}
+        hub = self._hubs.of(plan)
+        running: Running = {}
         try:
             with hub.sending():
                 try:
-                    return self._send(plan, trainer, hub, host, running)
+                    return self._send(plan, trainer, hub, running)
                 except Exception:
-                    _let_finish([work for _, work in running.values()])
+                    _let_finish([work for _, work, _ in running.values()])
                     raise
         except BaseException:
             self._leave()  # nobody knows how far the others are
             raise
 
-    def _send(self, plan: SyncPlan, trainer: Trainer, hub: Hub, host: str, running: dict[int, tuple[int, Work]]) -> int:
+    def _send(self, plan: SyncPlan, trainer: Trainer, hub: Hub, running: Running) -> int:
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
-        backend = backend_of(plan, self._options)
         limit = flat_limit(plan, self._options.slot_mb << 20)
+        hub.wait_connected()
+        backend = self._backend(plan, hub, where)
         device = self._endpoint.device if backend == "nccl" else "cpu"
         if self._buffers is None or not self._buffers.fits(limit, device):
             self._buffers = FlatBuffers(limit, device)
-        hub.wait_connected()
         number = sent = 0
-        for bucket in buckets(stream(plan, trainer), self._endpoint.rank, check, limit):
+        tensors = stream(plan, trainer)
+        for bucket in buckets(tensors, self._endpoint.rank, check, limit, alone_bytes=ALONE_BYTES):
             hub.check()
             if number == 0:
-                self._form(plan, hub, host, backend, where)
+                self._form(plan, hub, backend, where)
             slot = self._buffers.slot(number, num_bytes(bucket))
             if slot in running:
-                self._finish(*running.pop(slot), hub, where)
+                number_before, work, _ = running.pop(slot)
+                self._finish(number_before, work, hub, where)
             flat = self._fill(bucket, slot, number, hub)
             assert self._member is not None
-            running[slot] = (number, self._member.group.broadcast(flat))
+            running[slot] = (number, self._member.group.broadcast(flat), flat)
             sent += num_bytes(bucket)
             number += 1
-            del bucket  # what was gathered for it may go
-        for pending in running.values():
-            self._finish(*pending, hub, where)
+            del bucket, flat  # what was gathered for it may go, once it is sent
+        for pending, work, _ in running.values():
+            self._finish(pending, work, hub, where)
         hub.end(number)
         return sent
 
     def release(self, plan: SyncPlan) -> None:
         """Close the control path; a receiver or a send that is still at it raises. The group stays."""
-        hub, _ = self._hubs.pop(plan.sync_id, (None, ""))
-        if hub is not None:
-            hub.release(WeightSyncError("the sync was released"))
+        self._hubs.release(plan)
 
     def close(self) -> None:
         """Leave the group and close every control path."""
-        while self._hubs:
-            _, (hub, _) = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
+        self._hubs.close()
         self._leave()
         self._buffers = None
 
+    def _backend(self, plan: SyncPlan, hub: Hub, where: str) -> Backend:
+        """As ``backend_of`` says, unless two ends are on one GPU.
+
+        Raises:
+            WeightSyncError: they are, and the options ask for NCCL.
+        """
+        backend = backend_of(plan, self._options)
+        if backend == "gloo":
+            return backend
+        mine = (self._endpoint.host, visible_gpus(self._endpoint.device))
+        shared = shared_gpu([mine, *((peer.endpoint.host, peer.hello["gpus"]) for peer in hub.live)])
+        if shared is None:
+            return backend
+        reason = f"two ends of its process group are on {shared}, where NCCL takes one process"
+        if self._options.backend == "nccl":
+            raise WeightSyncError(
+                f"{where}: {reason}. Set weight_sync.options.backend to gloo or auto, or weight_sync.backend to "
+                "cuda_ipc, or place them apart"
+            )
+        if self._said != reason:
+            log.warning("%s: gloo instead of nccl: %s; weight_sync.backend cuda_ipc is faster here", where, reason)
+            self._said = reason
+        return "gloo"
+
     def _fill(self, bucket: Bucket, slot: int, number: int, hub: Hub) -> Tensor:
-        """Pack a bucket into its buffer and announce it."""
+        """Bring a bucket into one piece of memory and announce it."""
         assert self._buffers is not None
         ordered = wider_first(list(bucket))
-        flat = self._buffers.get(slot, num_bytes(bucket))
-        assert self._member is not None, "the group was formed before the first bucket"
-        channel, _ = self._member.terms
-        verifies = self._options.verify_checksums and channel == "tensors"
-        checksums = pack(ordered, flat, with_checksums=verifies)
+        verifies = self._options.verify_checksums
+        flat = self._buffers.as_it_lies(ordered)
+        if flat is not None:
+            checksums = [checksum(flat)] if verifies else None
+        else:
+            flat = self._buffers.get(slot, num_bytes(bucket))
+            checksums = pack(ordered, flat, with_checksums=verifies)
         announcement: Message = {
             "bucket": number,
             "num_bytes": flat.numel(),
@@ -178,7 +206,7 @@ class BroadcastSender:
                 f"{hub.behind(number)}"
             ) from error
 
-    def _form(self, plan: SyncPlan, hub: Hub, host: str, backend: Backend, where: str) -> None:
+    def _form(self, plan: SyncPlan, hub: Hub, backend: Backend, where: str) -> None:
         """Have a group of exactly the plan's receivers."""
         terms = (plan.channel, backend)
         peers = hub.live
@@ -191,14 +219,24 @@ class BroadcastSender:
             return
         self._leave()
         limit = timedelta(seconds=plan.timeout_s)
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        host = hub.address.host if hub.address.family == "tcp" else LOOPBACK
+        listener = bound_socket(host)  # a store that is given no socket listens on every interface
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listener.detach(),
+        )
         name = f"chatlearn-{self._endpoint.role}-{self._endpoint.rank}-{secrets.token_hex(6)}"
         world_size = 1 + sum(int(peer.hello["ranks"]) for peer in peers)
         first_rank = 1
         for peer in peers:
             rendezvous: Message = {
                 "join": name,
-                "address": f"{host}:{store.port}",
+                "address": f"{host}:{port}",
                 "backend": backend,
                 "world_size": world_size,
                 "first_rank": first_rank,

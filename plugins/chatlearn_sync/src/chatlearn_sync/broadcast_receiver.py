@@ -13,11 +13,12 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
 from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
-from chatlearn_sync.broadcast import GLANCE_S, LAST_BUCKET_S, NAME, BroadcastOffer
+from chatlearn_sync.broadcast import GLANCE_S, LAST_BUCKET_S, NAME
 from chatlearn_sync.checksum import load_and_verify
-from chatlearn_sync.control import Message, error_text
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
+from chatlearn_sync.gpus import visible_gpus
 from chatlearn_sync.intake import Intake, Source, offers_of
+from chatlearn_sync.messages import ControlOffer, Message, error_text
 from chatlearn_sync.options import BroadcastOptions
 from chatlearn_sync.stream import describe_endpoint
 
@@ -37,7 +38,7 @@ class BroadcastReceiver:
 
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket from every sender; the event loop stays free while waiting."""
-        contents = offers_of(BroadcastOffer, offers, plan, NAME)
+        contents = offers_of(offers, plan, NAME)
         if plan.channel == "process_group":
             assert isinstance(loader, ProcessGroupLoader), "the generator declares 'process_group'"
             return await self._let_engine_receive(plan, contents, loader)
@@ -49,7 +50,7 @@ class BroadcastReceiver:
             raise
 
     async def _let_engine_receive(
-        self, plan: SyncPlan, offers: Sequence[BroadcastOffer], loader: ProcessGroupLoader
+        self, plan: SyncPlan, offers: Sequence[ControlOffer], loader: ProcessGroupLoader
     ) -> int:
         if self._engine is not loader:
             self._engine, self._joined = loader, {}  # another engine: it is in no group
@@ -73,7 +74,7 @@ class BroadcastReceiver:
             group.close()
 
 
-class _FlatIntake(Intake[BroadcastOffer]):
+class _FlatIntake(Intake):
     """This process is in the groups. A loader that fails does not end its part in them: others depend on it."""
 
     def __init__(
@@ -96,9 +97,10 @@ class _FlatIntake(Intake[BroadcastOffer]):
         self._failure: Exception | None = None
 
     def hello(self) -> Message:
-        return {"ranks": 1, "groups": [group.name for group in self._groups.values()]}
+        names = [group.name for group in self._groups.values()]
+        return {"ranks": 1, "groups": names, "gpus": visible_gpus(self.endpoint.device)}
 
-    async def run(self, offers: Sequence[BroadcastOffer]) -> int:
+    async def run(self, offers: Sequence[ControlOffer]) -> int:
         try:
             return await super().run(offers)
         except WeightSyncError:
@@ -110,7 +112,7 @@ class _FlatIntake(Intake[BroadcastOffer]):
                 task.cancel()
             await asyncio.gather(*self._loads.values(), return_exceptions=True)
 
-    async def take(self, source: Source[BroadcastOffer], message: Message) -> None:
+    async def take(self, source: Source, message: Message) -> None:
         if "join" in message:
             await self._join(source, message)
             return
@@ -129,7 +131,7 @@ class _FlatIntake(Intake[BroadcastOffer]):
         if self._failure is not None:
             raise self._failure
 
-    async def _join(self, source: Source[BroadcastOffer], message: Message) -> None:
+    async def _join(self, source: Source, message: Message) -> None:
         rank = source.sender.rank
         if rank in self._groups:
             self._groups.pop(rank).close()
@@ -145,7 +147,7 @@ class _FlatIntake(Intake[BroadcastOffer]):
         if rank not in self._buffers or not self._buffers[rank].fits(self._limit, device):
             self._buffers[rank] = FlatBuffers(self._limit, device)
 
-    async def _arrival(self, work: Work, source: Source[BroadcastOffer], message: Message) -> None:
+    async def _arrival(self, work: Work, source: Source, message: Message) -> None:
         """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up."""
         gone_at: float | None = None
         while not work.is_completed():
@@ -165,7 +167,7 @@ class _FlatIntake(Intake[BroadcastOffer]):
                 f"{describe_endpoint(source.sender)} failed: {error}. The sender or another receiver has ended or hangs"
             ) from error
 
-    async def _load(self, source: Source[BroadcastOffer], message: Message, flat: Tensor) -> None:
+    async def _load(self, source: Source, message: Message, flat: Tensor) -> None:
         if self._failure is not None:
             return
         try:
@@ -183,7 +185,7 @@ class _FlatIntake(Intake[BroadcastOffer]):
                 one.say({"failed": error_text(error)})
 
 
-class _EngineIntake(Intake[BroadcastOffer]):
+class _EngineIntake(Intake):
     """The engine's processes are in the groups; this one tells them what comes."""
 
     def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: ProcessGroupLoader, joined: dict[int, str]) -> None:
@@ -192,9 +194,11 @@ class _EngineIntake(Intake[BroadcastOffer]):
         self._joined = joined
 
     def hello(self) -> Message:
-        return {"ranks": self._loader.num_group_ranks, "groups": list(self._joined.values())}
+        ranks = self._loader.num_group_ranks
+        gpus = visible_gpus(self.endpoint.device, ranks)
+        return {"ranks": ranks, "groups": list(self._joined.values()), "gpus": gpus}
 
-    async def take(self, source: Source[BroadcastOffer], message: Message) -> None:
+    async def take(self, source: Source, message: Message) -> None:
         rank = source.sender.rank
         if "join" in message:
             if rank in self._joined:
@@ -213,5 +217,10 @@ class _EngineIntake(Intake[BroadcastOffer]):
         specs = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in message["tensors"]]
         for spec in specs:
             self.check.admit_spec(spec)
-        await self._loader.load_broadcast(self._joined[rank], specs)
+        try:
+            await self._loader.load_broadcast(self._joined[rank], specs, message["checksums"])
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"{self.where}, bucket {message['bucket']} of sender {describe_endpoint(source.sender)}: {error}"
+            ) from error
         self.num_bytes += int(message["num_bytes"])

@@ -9,7 +9,16 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.options import CheckpointOptions
-from chatlearn_sync.stream import StreamCheck, bucket_limit, buckets, describe, describe_endpoint, name_list, stream
+from chatlearn_sync.stream import (
+    StreamCheck,
+    bucket_limit,
+    buckets,
+    describe,
+    describe_endpoint,
+    name_list,
+    require_streamed,
+    stream,
+)
 from chatlearn_sync.version_directory import VersionDirectory
 from chatlearn_sync.weight_files import (
     INDEX_NAME,
@@ -44,24 +53,11 @@ class CheckpointSender:
         version = VersionDirectory(plan, NAME, self._endpoint)
 
         def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
-            missing = sorted(set(plan.manifest.tensors) - set(index.tensors))
-            if missing:
-                raise WeightSyncError(
-                    f"{describe(plan, NAME)}: {len(missing)} of {len(plan.manifest.tensors)} tensors were not "
-                    f"streamed by any rank: {name_list(missing)}"
-                )
+            require_streamed(plan.manifest, index.tensors, describe(plan, NAME), " by any rank")
             write_hugging_face_index(version.staging, index)
             return index
 
-        try:
-            part = self._write(plan, version, trainer)
-            version.write_part(part)
-            if version.is_lead:
-                version.complete(finish)
-        except BaseException as error:
-            version.publish_failure(error)
-            raise
-        return part.num_bytes
+        return version.publish(lambda: self._write(plan, version, trainer), finish).num_bytes
 
     def release(self, plan: SyncPlan) -> None:
         """Remove what is unfinished, and whole versions of this role beyond the newest ``keep_versions``.

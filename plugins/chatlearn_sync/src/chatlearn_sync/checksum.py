@@ -1,36 +1,17 @@
-"""A checksum of a tensor that costs less than copying it."""
+"""Checksums of tensors while they are copied, and while they are loaded."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.engine_side.checksums import CorruptedTensorError, checksum, require_intact
 
-WORD_BYTES = 8
 PIECE_BYTES = 1 << 20
 """Fits into the second-level cache of any processor that this is worth running on."""
-
-
-def checksum(tensor: Tensor) -> int:
-    """Sum of the 8-byte words of a contiguous tensor's bytes, modulo 2**64, any rest byte by byte.
-
-    One word that changed, by a single bit or altogether, always changes it. It runs at the speed at which memory is
-    read (a CRC is several times slower) and on the tensor's own device; what it misses is words that swapped places,
-    which no memory and no wire does.
-    """
-    if tensor.dim() == 0:
-        tensor = tensor.reshape(1)
-    data = tensor.reshape(-1).view(torch.uint8)
-    if data.storage_offset() % WORD_BYTES:
-        data = data.clone()  # a view into a larger tensor, whose words lie across ours
-    whole = data.numel() // WORD_BYTES * WORD_BYTES
-    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
-    rest = int(data[whole:].sum()) if whole < data.numel() else 0
-    return (words + rest) % (1 << 64)
 
 
 def copy_with_checksum(source: Tensor, target: Tensor) -> int:
@@ -61,12 +42,10 @@ def verify(tensors: Iterable[tuple[str, Tensor]], checksums: Sequence[int], wher
     Raises:
         WeightSyncError: a tensor is not what was sent; names it.
     """
-    for (name, tensor), expected in zip(tensors, checksums, strict=True):
-        found = checksum(tensor)
-        if found != expected:
-            raise WeightSyncError(
-                f"{where}: tensor {name!r} is corrupted: its checksum is {found:#x}, the sender has {expected:#x}"
-            )
+    try:
+        require_intact(tensors, checksums)
+    except CorruptedTensorError as error:
+        raise WeightSyncError(f"{where}: {error}") from error
 
 
 async def load_and_verify(

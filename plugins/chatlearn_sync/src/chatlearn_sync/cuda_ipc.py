@@ -23,9 +23,11 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.shared_block import ALIGNMENT
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
-from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message
 from chatlearn_sync.flat_buffers import IN_FLIGHT, spec_of
+from chatlearn_sync.hub import Hub
 from chatlearn_sync.intake import Intake, Source, offers_of
+from chatlearn_sync.messages import Message
+from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import CudaIpcOptions
 from chatlearn_sync.shared_memory import require_one_host
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint, stream
@@ -40,19 +42,17 @@ def export_block(block: Tensor) -> tuple[str, Any]:
     return str(torch.cuda.get_device_properties(block.device).uuid), reduce_tensor(block)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-@dataclass(slots=True, frozen=True)
-class CudaIpcOffer:
-    """Where a sender's control path is; the blocks are announced there."""
-
-    sender: Endpoint
-    address: Address
-
-
 @dataclass(slots=True, eq=False)
 class Block:
-    """GPU memory that is filled, sent, and filled again once everyone has read it."""
+    """GPU memory that is filled, sent, and filled again once everyone has read it.
+
+    It outlives a sync and is exported once: torch gives memory back whose handle went out only when every handle was
+    opened and closed, and an engine without a rank on this GPU opens none.
+    """
 
     memory: Tensor
+    exported: str | None = None
+    """What rebuilds it in another process, pickled."""
     bucket: int = -1
     """The bucket it was last sent with."""
     places: list[TensorPlace] = field(default_factory=list)
@@ -81,7 +81,8 @@ class CudaIpcSender:
         self._options = options
         self._endpoint = endpoint
         self._export = export
-        self._hubs: dict[str, Hub] = {}
+        self._blocks: list[Block] = []
+        self._hubs = OpenHubs(NAME, endpoint)
 
     def offer(self, plan: SyncPlan) -> SyncOffer:
         """Listen for the receivers.
@@ -90,9 +91,7 @@ class CudaIpcSender:
             WeightSyncError: a receiver is on another host.
         """
         require_one_host(plan, self._endpoint, NAME)
-        self.release(plan)
-        hub = self._hubs[plan.sync_id] = Hub(plan, NAME, self._endpoint)
-        return SyncOffer(self._endpoint.rank, CudaIpcOffer(self._endpoint, hub.address))
+        return self._hubs.open(plan)
 
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
         """Stream every tensor into this GPU's blocks; returns after every receiver loaded all of them.
@@ -100,9 +99,7 @@ class CudaIpcSender:
         Raises:
             WeightSyncError: the trainer's tensors are not on a GPU, or as for every transport.
         """
-        hub = self._hubs.get(plan.sync_id)
-        if hub is None:
-            raise WeightSyncError(f"{describe(plan, NAME)}: send was called without an open offer")
+        hub = self._hubs.of(plan)
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
         with hub.sending():
@@ -121,20 +118,20 @@ class CudaIpcSender:
 
     def release(self, plan: SyncPlan) -> None:
         """Close the control path; a receiver or a send that is still at it raises."""
-        hub = self._hubs.pop(plan.sync_id, None)
-        if hub is not None:
-            hub.release(WeightSyncError("the sync was released"))
+        self._hubs.release(plan)
 
     def close(self) -> None:
-        """Close every control path."""
-        while self._hubs:
-            _, hub = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
+        """Close every control path and let go of the blocks."""
+        self._hubs.close()
+        self._blocks = []
 
     def _filled(self, plan: SyncPlan, trainer: Trainer, check: StreamCheck, hub: Hub) -> Iterator[Block]:
         """Blocks as they get full; which tensors share one depends on the plan alone, so that all ranks agree."""
-        blocks: list[Block] = []
         turn, size = 0, self._block_bytes(plan)
+        for block in self._blocks:
+            block.bucket = -1
+            block.clear()
+        blocks: list[Block] = []
         for shard in stream(plan, trainer):
             hub.check()
             if not shard.is_whole:
@@ -142,7 +139,7 @@ class CudaIpcSender:
             check.admit(shard.name, shard.tensor)
             tensor = shard.tensor.detach()
             if not blocks:
-                blocks = [Block(torch.empty(size, dtype=torch.uint8, device=tensor.device)) for _ in range(2)]
+                blocks = self._blocks_on(tensor.device, size)
             if not blocks[turn].add(shard.name, tensor):
                 yield blocks[turn]
                 turn = 1 - turn
@@ -154,6 +151,13 @@ class CudaIpcSender:
         if blocks and blocks[turn].places:
             yield blocks[turn]
 
+    def _blocks_on(self, device: torch.device, size: int) -> list[Block]:
+        if any((block.memory.device, block.memory.numel()) != (device, size) for block in self._blocks):
+            self._blocks = []
+        if not self._blocks:
+            self._blocks = [Block(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
+        return self._blocks
+
     def _block_bytes(self, plan: SyncPlan) -> int:
         """What ``bucket_bytes`` has room for, and the largest tensor at least."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
@@ -161,7 +165,8 @@ class CudaIpcSender:
 
     def _announcement(self, block: Block, number: int, where: str) -> Message:
         try:
-            exported = base64.b64encode(pickle.dumps(self._export(block.memory))).decode()
+            if block.exported is None:
+                block.exported = base64.b64encode(pickle.dumps(self._export(block.memory))).decode()
         except (RuntimeError, ValueError, AssertionError) as error:
             raise WeightSyncError(
                 f"{where}: its block on {block.memory.device} cannot be shared by CUDA IPC: {error}. The trainer must "
@@ -169,7 +174,7 @@ class CudaIpcSender:
             ) from error
         return {
             "bucket": number,
-            "block": exported,
+            "block": block.exported,
             "num_bytes": block.memory.numel(),
             "tensors": [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.offset] for p in block.places],
         }
@@ -184,7 +189,7 @@ class CudaIpcReceiver:
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket; the event loop stays free while waiting."""
         assert isinstance(loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
-        contents = offers_of(CudaIpcOffer, offers, plan, NAME)
+        contents = offers_of(offers, plan, NAME)
         return await _HandleIntake(plan, self._endpoint, loader, len(contents)).run(contents)
 
     def close(self) -> None:
@@ -201,14 +206,14 @@ class Meeting:
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class _HandleIntake(Intake[CudaIpcOffer]):
+class _HandleIntake(Intake):
     def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: MemoryHandleLoader, num_senders: int) -> None:
         super().__init__(plan, NAME, endpoint)
         self._loader = loader
         self._num_senders = num_senders
         self._meetings: dict[int, Meeting] = {}
 
-    async def take(self, source: Source[CudaIpcOffer], message: Message) -> None:
+    async def take(self, source: Source, message: Message) -> None:
         """The rank that comes last loads the bucket for all; the others' blocks are acknowledged after that."""
         number = int(message["bucket"])
         meeting = self._meetings.setdefault(number, Meeting())

@@ -14,12 +14,20 @@ from pathlib import Path
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.changes import changes
-from chatlearn_sync.checksum import checksum
 from chatlearn_sync.options import DeltaOptions
-from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, name_list, owned, stream
+from chatlearn_sync.stream import (
+    StreamCheck,
+    bucket_limit,
+    describe,
+    describe_endpoint,
+    owned,
+    require_streamed,
+    stream,
+)
 from chatlearn_sync.version_directory import VersionDirectory
 from chatlearn_sync.weight_files import FileEntry, TensorEntry, WeightIndex, write_shard
 
@@ -63,24 +71,12 @@ class DeltaSender:
         held.version = None  # until this version is whole
 
         def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
-            missing = sorted(set(plan.manifest.tensors) - set(index.streamed))
-            if missing:
-                raise WeightSyncError(
-                    f"{describe(plan, NAME)}: {len(missing)} of {len(plan.manifest.tensors)} tensors were not "
-                    f"streamed by any rank: {name_list(missing)}"
-                )
+            require_streamed(plan.manifest, index.streamed, describe(plan, NAME), " by any rank")
             if set(index.streamed) <= set(index.tensors):
                 return index  # all of them are whole: nothing before it is needed
             return replace(index, base=self._base(plan, version))
 
-        try:
-            part = self._write(plan, version, trainer)
-            version.write_part(part)
-            if version.is_lead:
-                version.complete(finish)
-        except BaseException as error:
-            version.publish_failure(error)
-            raise
+        part = version.publish(lambda: self._write(plan, version, trainer), finish)
         held.version, held.age = plan.policy_version, 0 if builds_on is None else held.age + 1
         return part.num_bytes
 

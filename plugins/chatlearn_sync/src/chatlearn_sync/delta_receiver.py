@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.shared_block import ALIGNMENT, SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, WeightManifest
 from chatlearn_sync.changes import apply, tensor_of
-from chatlearn_sync.checksum import checksum
 from chatlearn_sync.delta import NAME
 from chatlearn_sync.options import DeltaOptions
 from chatlearn_sync.shared_memory import Mapping, view_of

@@ -40,6 +40,15 @@ class FlatBuffers:
         """Which buffer bucket ``number`` uses; both ends count alike."""
         return 2 if num_bytes > self._limit else number % 2
 
+    def as_it_lies(self, bucket: list[tuple[str, Tensor]]) -> Tensor | None:
+        """[num_bytes] uint8, the memory of a bucket of one tensor that can travel out of it; else None."""
+        if len(bucket) != 1:
+            return None
+        [(_, tensor)] = bucket
+        if not tensor.is_contiguous() or tensor.device != torch.device(self._device) or tensor.storage_offset() % 8:
+            return None
+        return tensor.reshape(-1).view(torch.uint8)
+
     def get(self, slot: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 of one buffer."""
         buffer = self._buffers.get(slot)

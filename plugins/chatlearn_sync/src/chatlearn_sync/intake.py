@@ -7,35 +7,22 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-from chatlearn_sync.control import READ_BYTES, Address, Decoder, Message, encode, error_text, hello_of
+from chatlearn_sync.messages import READ_BYTES, ControlOffer, Decoder, Message, encode, error_text, hello_of
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
 
 LAST_WORDS_S = 0.2
 """How long to listen to a sender whose bucket broke off."""
 
 
-class Offer(Protocol):
-    """What every transport with a control path offers."""
-
-    @property
-    def sender(self) -> Endpoint: ...
-
-    @property
-    def address(self) -> Address: ...
-
-
-OfferT = TypeVar("OfferT", bound=Offer)
-
-
 @dataclass(slots=True, eq=False)
-class Source(Generic[OfferT]):
+class Source:
     """One sender as a receiver sees it."""
 
-    offer: OfferT
+    offer: ControlOffer
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     decoder: Decoder = field(default_factory=Decoder)
@@ -51,7 +38,7 @@ class Source(Generic[OfferT]):
         self.writer.write(encode(message))
 
 
-class Intake(ABC, Generic[OfferT]):
+class Intake(ABC):
     """Takes one sync from all senders at the same time, so that no rank's stream waits for another's.
 
     A transport says what a bucket is (``take``). Bucket ``n`` is acknowledged when ``take`` returns; the end of the
@@ -67,20 +54,20 @@ class Intake(ABC, Generic[OfferT]):
         self.where = f"{describe(plan, transport)}, receiver {describe_endpoint(endpoint)}"
         self.check = StreamCheck(plan.manifest, self.where)
         self.num_bytes = 0
-        self.sources: list[Source[OfferT]] = []
+        self.sources: list[Source] = []
 
     @abstractmethod
-    async def take(self, source: Source[OfferT], message: Message) -> None:
+    async def take(self, source: Source, message: Message) -> None:
         """One bucket, or another message of the transport's own that is answered like one."""
 
-    async def settle(self) -> None:
+    async def settle(self) -> None:  # noqa: B027  # most transports leave nothing running
         """All senders have ended: finish what ``take`` left running."""
 
     def hello(self) -> Message:
         """What a sender has to know of this receiver."""
         return {}
 
-    async def run(self, offers: Sequence[OfferT]) -> int:
+    async def run(self, offers: Sequence[ControlOffer]) -> int:
         """Follow every sender to its end; returns the number of bytes taken.
 
         Raises:
@@ -104,7 +91,7 @@ class Intake(ABC, Generic[OfferT]):
                 source.writer.close()
         return self.num_bytes
 
-    async def _connect(self, offer: OfferT) -> Source[OfferT]:
+    async def _connect(self, offer: ControlOffer) -> Source:
         address = offer.address
         try:
             async with asyncio.timeout(self.plan.timeout_s):
@@ -122,7 +109,7 @@ class Intake(ABC, Generic[OfferT]):
         source.say(hello_of(self.endpoint, address, **self.hello()))
         return source
 
-    async def _follow(self, source: Source[OfferT]) -> None:
+    async def _follow(self, source: Source) -> None:
         while True:
             message = await self._next(source)
             if "failed" in message:
@@ -141,7 +128,7 @@ class Intake(ABC, Generic[OfferT]):
             if "bucket" in message:
                 source.say({"acknowledged": message["bucket"]})
 
-    async def _next(self, source: Source[OfferT]) -> Message:
+    async def _next(self, source: Source) -> Message:
         while not source.waiting:
             try:
                 # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the result.
@@ -161,7 +148,7 @@ class Intake(ABC, Generic[OfferT]):
             source.waiting += source.decoder.feed(data)
         return source.waiting.pop(0)
 
-    async def _require_alive(self, source: Source[OfferT], error: Exception) -> None:
+    async def _require_alive(self, source: Source, error: Exception) -> None:
         """A bucket that broke off is most often the doing of its sender, which may have said why."""
         message: Message = {}
         try:
@@ -192,21 +179,22 @@ async def first_error(work: Sequence[Any]) -> None:
             task.result()
 
 
-def offers_of(kind: type[OfferT], offers: Sequence[SyncOffer], plan: SyncPlan, transport: str) -> list[OfferT]:
+def offers_of(offers: Sequence[SyncOffer], plan: SyncPlan, transport: str) -> list[ControlOffer]:
     """The offers of this transport.
 
     Raises:
         WeightSyncError: one is of another transport.
     """
-    contents: list[OfferT] = []
+    contents: list[ControlOffer] = []
     for offer in offers:
-        if not isinstance(offer.content, kind):
+        content = offer.content
+        if not isinstance(content, ControlOffer) or content.transport != transport:
+            kind = repr(content.transport) if isinstance(content, ControlOffer) else type(content).__name__
             raise WeightSyncError(
-                f"{describe(plan, transport)}: sender rank {offer.sender_rank} offered a "
-                f"{type(offer.content).__name__}, which is not an offer of {transport!r}; both ends must be given the "
-                "same transport"
+                f"{describe(plan, transport)}: sender rank {offer.sender_rank} made an offer of {kind}, which is not "
+                f"one of {transport!r}; both ends must be given the same transport"
             )
-        contents.append(offer.content)
+        contents.append(content)
     return contents
 
 

@@ -19,10 +19,10 @@ class SharedMemoryOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     slot_mb: int = Field(
-        16,
+        64,
         ge=1,
-        description="Size of each of the two blocks, MiB, where no tensor is larger; weight_sync.bucket_mb / 3 bounds "
-        "it. Small blocks stay in the processor's cache between the two ends.",
+        description="What of each of the two blocks is filled at most before it is read, MiB, where no tensor is "
+        "larger; weight_sync.bucket_mb / 3 bounds it. Of a smaller model an eighth is, or 16 MiB.",
     )
     verify_checksums: bool = Field(
         False,
@@ -40,7 +40,8 @@ class CudaIpcOptions(BaseModel):
         64,
         ge=1,
         description="Size of each of the two blocks on every GPU, MiB, where no tensor is larger; "
-        "weight_sync.bucket_mb / 4 bounds it.",
+        "weight_sync.bucket_mb / 4 bounds it. They are kept until the run ends: memory that another process was given "
+        "the handle of, and did not open, comes back late.",
     )
 
 
@@ -50,7 +51,7 @@ class BroadcastOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="Of torch.distributed. auto: nccl where every end is on a GPU, else gloo."
+        "auto", description="Of torch.distributed. auto: nccl where every end is on a GPU of its own, else gloo."
     )
     host: str | None = Field(
         None, description="Address of the trainer's host that the generators reach; found by itself where possible."
@@ -62,8 +63,8 @@ class BroadcastOptions(BaseModel):
     )
     verify_checksums: bool = Field(
         True,
-        description="Compare a checksum of every tensor while it is loaded; where the engine's own processes receive "
-        "(channel process_group), nothing is compared.",
+        description="Compare a checksum of every tensor: while it is loaded, or before, where the engine's own "
+        "processes receive (channel process_group).",
     )
 
 

@@ -23,22 +23,19 @@ from chatlearn_core.hosting.shared_block import SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
 from chatlearn_sync.checksum import copy_with_checksum, load_and_verify
-from chatlearn_sync.control import LAST_STEP_S, Address, Hub, Message
+from chatlearn_sync.hub import Hub
 from chatlearn_sync.intake import Intake, Source, offers_of
+from chatlearn_sync.messages import Message
+from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import SharedMemoryOptions
 from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, stream
 
 NAME = "shared_memory"
 PAGE_BYTES = mmap.PAGESIZE
+PARTS = 8
+"""Of a model that travels: until the first is full, nobody loads."""
+LEAST_FILL_BYTES = 16 << 20
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
-
-
-@dataclass(slots=True, frozen=True)
-class SharedMemoryOffer:
-    """Where a sender's control path is; the blocks are announced there."""
-
-    sender: Endpoint
-    address: Address
 
 
 @dataclass(slots=True, eq=False)
@@ -46,27 +43,34 @@ class Slot:
     """One block of a sender and when it may be filled again."""
 
     block: SharedBlock
+    fill_bytes: int
+    """When it holds as much, or a larger tensor, it is full."""
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells it apart from any other block that ever had the same path."""
     bucket: int = -1
     """The bucket it was last sent with."""
+    held_bytes: int = 0
     checksums: list[int] = field(default_factory=list)
     """Of the tensors in it; empty where nobody compares them."""
 
     def add(self, name: str, tensor: Tensor, *, with_checksum: bool) -> bool:
-        """Copy a tensor into the block; False if there is no room."""
-        if not with_checksum:
-            return self.block.add(name, tensor)
-        target = self.block.reserve(name, tensor)
-        if target is None:
+        """Copy a tensor into the block; False if that is full."""
+        if self.held_bytes and self.held_bytes + tensor.nbytes > self.fill_bytes:
             return False
-        self.checksums.append(copy_with_checksum(tensor, target))
+        if with_checksum:
+            target = self.block.reserve(name, tensor)
+            if target is None:
+                return False
+            self.checksums.append(copy_with_checksum(tensor, target))
+        elif not self.block.add(name, tensor):
+            return False
+        self.held_bytes += tensor.nbytes
         return True
 
     def clear(self) -> None:
         """Make room."""
         self.block.clear()
-        self.checksums = []
+        self.held_bytes, self.checksums = 0, []
 
 
 class Mapping:
@@ -87,7 +91,7 @@ class SharedMemorySender:
     def __init__(self, options: SharedMemoryOptions, endpoint: Endpoint) -> None:
         self._options = options
         self._endpoint = endpoint
-        self._hubs: dict[str, Hub] = {}
+        self._hubs = OpenHubs(NAME, endpoint)
         self._slots: list[Slot] = []
         self._large: Slot | None = None
         """For tensors that are larger than a slot."""
@@ -105,15 +109,11 @@ class SharedMemorySender:
             WeightSyncError: a receiver is on another host.
         """
         require_one_host(plan, self._endpoint, NAME)
-        self.release(plan)
-        hub = self._hubs[plan.sync_id] = Hub(plan, NAME, self._endpoint)
-        return SyncOffer(self._endpoint.rank, SharedMemoryOffer(self._endpoint, hub.address))
+        return self._hubs.open(plan)
 
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
         """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
-        hub = self._hubs.get(plan.sync_id)
-        if hub is None:
-            raise WeightSyncError(f"{describe(plan, NAME)}: send was called without an open offer")
+        hub = self._hubs.of(plan)
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         with hub.sending():
             hub.wait_connected()
@@ -128,15 +128,11 @@ class SharedMemorySender:
 
     def release(self, plan: SyncPlan) -> None:
         """Close the control path; a receiver or a send that is still at it raises. Blocks stay for the next sync."""
-        hub = self._hubs.pop(plan.sync_id, None)
-        if hub is not None:
-            hub.release(WeightSyncError("the sync was released"))
+        self._hubs.release(plan)
 
     def close(self) -> None:
         """Close every control path and give the memory back."""
-        while self._hubs:
-            _, hub = self._hubs.popitem()
-            hub.release(WeightSyncError("the sender was closed"), wait_s=LAST_STEP_S)
+        self._hubs.close()
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.block.close()
         self._slots, self._large = [], None
@@ -149,16 +145,18 @@ class SharedMemorySender:
                 slot.block.close()
             self._slots = []
         while len(self._slots) < 2:
-            self._slots.append(Slot(SharedBlock(size)))
+            self._slots.append(Slot(SharedBlock(size), 0))
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.bucket = -1
+        for slot in self._slots:
+            slot.fill_bytes = self._fill_bytes(plan)
         turn, checks = 0, self._options.verify_checksums
         current = self._emptied(self._slots[turn], hub)
         for name, tensor in tensors:
             hub.check()
             if tensor.nbytes > size:
                 if self._large is None:
-                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)))
+                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)), tensor.nbytes)
                 self._emptied(self._large, hub).add(name, tensor, with_checksum=checks)
                 yield self._large
             elif not current.add(name, tensor, with_checksum=checks):
@@ -176,10 +174,15 @@ class SharedMemorySender:
         slot.clear()
         return slot
 
+    def _fill_bytes(self, plan: SyncPlan) -> int:
+        """Engines load few large buckets faster than many small ones, but begin when the first is full."""
+        most = self._options.slot_mb << 20
+        return min(most, max(plan.manifest.num_bytes // PARTS, LEAST_FILL_BYTES))
+
     def _slot_bytes(self, plan: SyncPlan) -> int:
-        """As large as the largest tensor, so that those overlap, too; at least ``slot_mb``; never above the limit."""
+        """As large as the largest tensor, so that those overlap, too; never above the limit."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
-        wanted = max(largest, self._options.slot_mb << 20)
+        wanted = max(largest, self._fill_bytes(plan))
         return _whole_pages(min(wanted, bucket_limit(plan) // PAGE_BYTES * PAGE_BYTES))
 
     def _announcement(self, slot: Slot, number: int) -> Message:
@@ -205,7 +208,7 @@ class SharedMemoryReceiver:
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every block from every sender; the event loop stays free while waiting."""
         intake = _BlockIntake(plan, self._endpoint, loader, self._mappings)
-        received = await intake.run(offers_of(SharedMemoryOffer, offers, plan, NAME))
+        received = await intake.run(offers_of(offers, plan, NAME))
         self._mappings = {key: self._mappings[key] for key in intake.seen if key in self._mappings}
         return received
 
@@ -214,7 +217,7 @@ class SharedMemoryReceiver:
         self._mappings = {}
 
 
-class _BlockIntake(Intake[SharedMemoryOffer]):
+class _BlockIntake(Intake):
     def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]) -> None:
         super().__init__(plan, NAME, endpoint)
         self.seen: set[str] = set()
@@ -222,7 +225,7 @@ class _BlockIntake(Intake[SharedMemoryOffer]):
         self._mappings = mappings
         self._loading = asyncio.Lock()
 
-    async def take(self, source: Source[SharedMemoryOffer], message: Message) -> None:
+    async def take(self, source: Source, message: Message) -> None:
         places = [
             TensorPlace(TensorSpec(name, tuple(shape), dtype), offset)
             for name, dtype, shape, offset in message["tensors"]
@@ -242,7 +245,7 @@ class _BlockIntake(Intake[SharedMemoryOffer]):
             await load_and_verify(load, views, checksums, where)
         self.num_bytes += sum(place.spec.num_bytes for place in places)
 
-    def _contents(self, source: Source[SharedMemoryOffer], message: Message) -> Tensor:
+    def _contents(self, source: Source, message: Message) -> Tensor:
         key = message["slot"]
         self.seen.add(key)
         mapping = self._mappings.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -82,12 +82,24 @@ class StreamCheck:
         Raises:
             WeightSyncError: names those that did not.
         """
-        missing = sorted(set(self.manifest.tensors) - self.arrived)
-        if missing:
-            raise WeightSyncError(
-                f"{self.where}: {len(missing)} of {len(self.manifest.tensors)} tensors were not "
-                f"streamed: {name_list(missing)}"
-            )
+        require_streamed(self.manifest, self.arrived, self.where)
+
+
+def require_streamed(manifest: WeightManifest, arrived: Collection[str], where: str, by: str = "") -> None:
+    """Every tensor of a manifest is among those that arrived.
+
+    Args:
+        where: leads the message.
+        by: who should have streamed them, where that is not clear.
+
+    Raises:
+        WeightSyncError: names those that are not.
+    """
+    missing = sorted(set(manifest.tensors) - set(arrived))
+    if missing:
+        raise WeightSyncError(
+            f"{where}: {len(missing)} of {len(manifest.tensors)} tensors were not streamed{by}: {name_list(missing)}"
+        )
 
 
 def stream(plan: SyncPlan, trainer: Trainer) -> Iterator[WeightShard]:
@@ -113,8 +125,13 @@ def owned(shards: Iterable[WeightShard], rank: int, check: StreamCheck) -> Itera
         yield shard.name, shard.tensor.detach()
 
 
-def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int) -> Iterator[Bucket]:
+def buckets(
+    shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int, *, alone_bytes: int | None = None
+) -> Iterator[Bucket]:
     """This rank's tensors, gathered into buckets of at most ``limit`` bytes; a larger tensor is a bucket of its own.
+
+    Args:
+        alone_bytes: a tensor of this size is one, too, and overtakes the bucket that is being gathered.
 
     Raises:
         WeightSyncError: a tensor is not whole or not as the manifest says.
@@ -122,6 +139,10 @@ def buckets(shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit:
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in owned(shards, rank, check):
+        if alone_bytes is not None and tensor.nbytes >= alone_bytes:
+            yield ((name, tensor),)
+            del tensor
+            continue
         if bucket and held + tensor.nbytes > limit:
             yield tuple(bucket)
             bucket, held = [], 0

@@ -85,6 +85,27 @@ class VersionDirectory:
                 raise write_error(Path(self._plan.workspace), error) from error
         return SyncOffer(self._end.rank, DirectoryOffer(self._transport, str(self.final)))
 
+    def publish(
+        self,
+        write: Callable[[], WeightIndex],
+        finish: Callable[[Sequence[WeightIndex], WeightIndex], WeightIndex],
+    ) -> WeightIndex:
+        """Write this rank's part; the lead returns when the version is whole. A failure is told to the other ends.
+
+        Args:
+            write: writes this rank's files and returns what they are.
+            finish: see ``complete``.
+        """
+        try:
+            part = write()
+            self.write_part(part)
+            if self.is_lead:
+                self.complete(finish)
+        except BaseException as error:
+            self.publish_failure(error)
+            raise
+        return part
+
     def write_part(self, part: WeightIndex) -> None:
         """Publish what this rank wrote into ``staging``."""
         write_index(self.staging, part, self._part(self._end.rank).name)

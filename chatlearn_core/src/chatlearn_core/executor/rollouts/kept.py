@@ -5,19 +5,19 @@ the new weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
-from chatlearn_core.executor.rollouts.pending import Group, Progress, groups_of, num_samples
-from chatlearn_core.executor.rollouts.rounds import Generate, progressed
+from chatlearn_core.executor.rollouts.in_flight import Generate, PromptsInFlight
+from chatlearn_core.executor.rollouts.pending import Group, Progress
+from chatlearn_core.executor.rollouts.rounds import progressed
 from chatlearn_core.executor.rollouts.turn import RolloutTurn
-from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.protocols import GeneratorFleet
-from chatlearn_core.types import Completion, Metric, Metrics
+from chatlearn_core.types import Completion, Metrics
 
 
-class KeptRollouts:
+class KeptRollouts(PromptsInFlight):
     """Completions that are paused in the engine while the trainer learns, and go on under the new weights.
 
     A step has ``in_flight_prompts`` prompts in flight: those that are pending, and new ones. It ends, and the engine is
@@ -42,62 +42,33 @@ class KeptRollouts:
         max_rounds: int,
         in_flight_prompts: int,
     ) -> None:
+        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts)
         self.prompts_per_step = prompts_per_step
-        self.max_rounds = max_rounds
-        self.in_flight_prompts = in_flight_prompts
-        self._generate = generate
         self._fleet = fleet
         self._running: dict[str, asyncio.Task[Completion]] = {}
         """Sample id -> its request, from its first step to its last."""
         self._paused = False
 
-    def num_prompts(self, pending: Sequence[Group]) -> int:
-        """See ``PartialRollouts``."""
-        return max(0, self.in_flight_prompts - len(pending))
-
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
-        """See ``PartialRollouts``."""
-        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
-
-    async def play(self, turn: RolloutTurn) -> None:
-        """Sample until enough groups are complete, then pause. Errors reach those who wait for the completions."""
-        await turn.wanted.wait()
+    async def _sample(self, turn: RolloutTurn) -> None:
+        """Sample until enough groups are complete, then pause."""
         turn.num_rounds = 1
-        try:
-            self._start(turn)
+        self._start(turn)
+        self._collect(turn)
+        while not self._enough(turn):
+            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
             self._collect(turn)
-            while not self._enough(turn):
-                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
-                self._collect(turn)
-            if self._running:
-                self._paused = True
-                await self._fleet().pause("keep")
-        except BaseException as error:
-            # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
-            if isinstance(error, BackendError) and not isinstance(error, RoleLostError):
-                turn.end(ExceptionGroup("rollouts", [error]))
-            else:
-                turn.end(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            turn.end()
+        if self._running:
+            self._paused = True
+            await self._fleet().pause("keep")
 
     def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
-        unfinished = turn.unfinished
-        for group in unfinished:
+        for group in turn.unfinished:
             group.progress = [
                 progress if progress.ended else replace(progress, rounds=progress.rounds + 1)
                 for progress in group.progress
             ]
-        metrics: Metrics = {
-            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
-            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
-            "rollout/unfinished": Metric(len(self._running), reducer="sum"),
-            "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
-        }
-        return tuple(group.at_hand() for group in unfinished), metrics
+        return self._pending(turn, len(self._running))
 
     async def weights_changed(self) -> None:
         """Let what was kept go on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chatlearn_core.config.models import RolloutConfig
@@ -33,7 +33,8 @@ class RolloutManager:
 
     Requests that are made in one turn of the event loop are a wave: they are spread over the replicas together, a
     group to one replica, and start in the order of their work, longest first. With ``max_concurrent`` a replica has at
-    most so many open and gets the next as soon as one ends. A request that fails on a living replica is made again
+    most so many open and gets the next as soon as one ends. What waits for a replica that takes no requests, since it
+    loads weights or is rebuilt, goes to others that do. A request that fails on a living replica is made again
     ``max_retries`` times, in its place and with the same random numbers; one that takes longer than
     ``request_timeout_s`` is ended in the engine and given up. What a dead replica had is the fleet's matter.
 
@@ -58,6 +59,8 @@ class RolloutManager:
         self._num_open: list[int] = []
         """Of each replica: requests that have been started."""
         self._routing = Routing(0)
+        self._accepting: frozenset[int] = frozenset()
+        """Replicas that took requests when that was looked at last."""
         self._occupancy = Occupancy(0, clock)
         self.num_retries = 0
         """Since ``begin``."""
@@ -71,6 +74,7 @@ class RolloutManager:
             assert not any(self._num_open), "the number of replicas changed while requests were open"
             self._routing = Routing(replicas)
             self._queues, self._num_open = [[] for _ in range(replicas)], [0] * replicas
+            self._accepting = frozenset(range(replicas))
         self._routing.forget()
         self._occupancy = Occupancy(replicas, self._clock, self._num_open)
         self.num_retries = 0
@@ -108,19 +112,49 @@ class RolloutManager:
     def _place_wave(self) -> None:
         wave, self._arrived = self._arrived, []
         wave = [entry for entry in wave if not entry.turn.done()]
+        try:
+            self._follow_fleet()
+            self._queue_up(wave)
+        except Exception as error:  # nobody awaits this callback: those who wait for a place must hear of it
+            for entry in wave:
+                if not entry.turn.done():
+                    entry.turn.set_exception(error)
+
+    def _queue_up(self, wave: Sequence[_Entry]) -> None:
         requests = [entry.request for entry in wave]
-        for entry, replica in zip(wave, self._routing.assign(requests), strict=True):
+        some = len(self._accepting) < len(self._queues)
+        for entry, replica in zip(wave, self._routing.assign(requests, self._accepting if some else ()), strict=True):
             entry.replica = replica
         for index in longest_first(requests):
             self._queues[wave[index].replica].append(wave[index])
         for replica in range(len(self._queues)):
             self._start(replica)
 
+    def _follow_fleet(self) -> None:
+        """What waits for replicas that take no requests any more goes to those that do; one that takes them again gets
+        its share of what waits for the others. If none does, everything stays where it is.
+        """
+        accepting = self._fleet().accepting
+        if accepting is self._accepting or not accepting:
+            return
+        returned, self._accepting = accepting - self._accepting, accepting
+        passed: list[_Entry] = []
+        for replica, queue in enumerate(self._queues):
+            if queue and replica not in accepting:
+                passed += [entry for entry in queue if not entry.turn.done()]
+                for entry in queue:
+                    self._routing.done(entry.request, replica)
+                queue.clear()
+        if passed:
+            self._queue_up(passed)
+        for replica in sorted(returned):
+            while not self._queues[replica] and self._has_place(replica) and self._steal(replica):
+                self._start(replica)
+
     def _start(self, replica: int) -> None:
         """Let requests start while the replica has places."""
-        limit = self.config.max_concurrent
         queue = self._queues[replica]
-        while queue and (limit is None or self._num_open[replica] < limit):
+        while queue and self._has_place(replica):
             entry = queue.pop(0)
             if entry.turn.done():  # cancelled, and about to withdraw
                 self._routing.done(entry.request, replica)
@@ -129,20 +163,29 @@ class RolloutManager:
             self._occupancy.opened(replica)
             entry.turn.set_result(None)
 
+    def _has_place(self, replica: int) -> bool:
+        limit = self.config.max_concurrent
+        return limit is None or self._num_open[replica] < limit
+
     def _release(self, entry: _Entry) -> None:
         replica = entry.replica
         self._num_open[replica] -= 1
         self._occupancy.closed(replica)
         self._routing.done(entry.request, replica)
-        if not self._queues[replica] and self.config.work_stealing:
+        self._follow_fleet()
+        if not self._queues[replica] and self.config.work_stealing and replica in self._accepting:
             self._steal(replica)
         self._start(replica)
 
-    def _steal(self, thief: int) -> None:
-        """Take over the group that would start last on the replica with the most open work, as far as it waits."""
+    def _steal(self, thief: int) -> bool:
+        """Take over the group that would start last on the replica with the most open work, as far as it waits.
+
+        Returns:
+            Whether anything waited.
+        """
         waiting = [i for i, queue in enumerate(self._queues) if queue]
         if not waiting:
-            return
+            return False
         victim = max(waiting, key=lambda i: (self._routing.open_work[i], -i))
         group = affinity_of(self._queues[victim][-1].request)
         taken = [entry for entry in self._queues[victim] if affinity_of(entry.request) == group]
@@ -151,6 +194,7 @@ class RolloutManager:
             self._routing.move(entry.request, victim, thief)
             entry.replica = thief
         self._queues[thief].extend(taken)
+        return True
 
     def _withdraw(self, entry: _Entry) -> None:
         """Nobody waits for this request any more."""

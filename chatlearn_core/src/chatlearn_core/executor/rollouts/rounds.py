@@ -7,19 +7,16 @@ that was killed therefore goes on bit-identically from the pending rollouts of i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
-from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand, groups_of, num_samples
+from chatlearn_core.executor.rollouts.in_flight import Generate, PromptsInFlight
+from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand
 from chatlearn_core.executor.rollouts.turn import RolloutTurn
-from chatlearn_core.executor.scheduler import Slot
-from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
-
-Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+from chatlearn_core.types import Completion, GenerateRequest, Metrics
 
 
-class RoundRollouts:
+class RoundRollouts(PromptsInFlight):
     """Completions that go on over several steps, each time under the newest weights.
 
     A step begins with ``in_flight_prompts`` prompts: those that are pending, and new ones in the places of those that
@@ -35,43 +32,18 @@ class RoundRollouts:
     """
 
     def __init__(self, generate: Generate, *, round_tokens: int, max_rounds: int, in_flight_prompts: int) -> None:
+        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts)
         self.round_tokens = round_tokens
-        self.max_rounds = max_rounds
-        self.in_flight_prompts = in_flight_prompts
-        self._generate = generate
 
-    def num_prompts(self, pending: Sequence[Group]) -> int:
-        """See ``PartialRollouts``."""
-        return max(0, self.in_flight_prompts - len(pending))
-
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
-        """See ``PartialRollouts``."""
-        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
-
-    async def play(self, turn: RolloutTurn) -> None:
-        """Make rounds until a group is complete and has a completion. Errors reach those who wait for the turn."""
-        await turn.wanted.wait()
-        try:
-            while turn.unfinished and not any(group.has_completion for group in turn.complete):
-                await self._round(turn)
-        except BaseException as error:
-            turn.end(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            turn.end()
+    async def _sample(self, turn: RolloutTurn) -> None:
+        """Make rounds until a group is complete and has a completion."""
+        while turn.unfinished and not any(group.has_completion for group in turn.complete):
+            await self._round(turn)
 
     def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
-        unfinished = turn.unfinished
-        carried = sum(not progress.ended for group in unfinished for progress in group.progress)
-        metrics: Metrics = {
-            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
-            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
-            "rollout/unfinished": Metric(carried, reducer="sum"),
-            "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
-        }
-        return tuple(group.at_hand() for group in unfinished), metrics
+        carried = sum(not progress.ended for group in turn.unfinished for progress in group.progress)
+        return self._pending(turn, carried)
 
     async def close(self) -> None:
         """Nothing runs between steps."""

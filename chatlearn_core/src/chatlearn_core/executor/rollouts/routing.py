@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from chatlearn_core.types import GenerateRequest
@@ -62,22 +62,29 @@ class Routing:
     def __post_init__(self) -> None:
         self.open_work = [Work()] * self.num_replicas
 
-    def assign(self, requests: Sequence[GenerateRequest]) -> list[int]:
+    def assign(self, requests: Sequence[GenerateRequest], accepting: Collection[int] = ()) -> list[int]:
         """The replica of each request of a wave.
 
         Groups whose prefix is known go where it is; of the others the one with the most work comes first, and goes to
         the replica with the least open work, the first one of equals.
+
+        Args:
+            requests: the wave.
+            accepting: replicas to choose from; all if there are none. A prefix that is elsewhere is given up.
         """
+        choice: Collection[int] = accepting or range(self.num_replicas)
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(affinity_of(request), []).append(index)
         work = {name: sum((work_of(requests[i]) for i in members), Work()) for name, members in groups.items()}
         replicas = [0] * len(requests)
-        known = [name for name in groups if name in self._home]
-        new = sorted((name for name in groups if name not in self._home), key=lambda name: work[name], reverse=True)
+        known = [name for name in groups if self._home.get(name) in choice]
+        new = sorted(
+            (name for name in groups if self._home.get(name) not in choice), key=work.__getitem__, reverse=True
+        )
         for name in (*known, *new):
-            if name not in self._home:
-                self._home[name] = min(range(self.num_replicas), key=lambda i: (self.open_work[i], i))
+            if self._home.get(name) not in choice:
+                self._home[name] = min(choice, key=lambda i: (self.open_work[i], i))
             replica = self._home[name]
             self.open_work[replica] += work[name]
             self._num_open[name] = self._num_open.get(name, 0) + len(groups[name])

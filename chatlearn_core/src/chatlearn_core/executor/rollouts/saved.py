@@ -7,6 +7,8 @@ run that resumes must not change. Stored is what cannot be computed again: the t
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,10 +66,10 @@ def load_pending(
         if content["format"] != _FORMAT:
             raise CheckpointError(f"{file} has format {content['format']}; this version reads {_FORMAT}")
         described = content["groups"]
-        prompts = _find_prompts({group["prompt"] for group in described}, examples, file)
+        prompts = _find_prompts({group["prompt"]: group.get("prompt_crc") for group in described}, examples, file)
         with np.load(file.with_name(_ARRAYS), allow_pickle=False) as arrays:
             return tuple(_restore(group, prompts, arrays, make_slots, file) for group in described)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{file} holds no pending rollouts: {type(error).__name__}: {error}") from error
 
 
@@ -81,7 +83,12 @@ def _describe(group: Group, arrays: Arrays) -> dict[str, Any]:
         elif progress.completion is not None:
             sample["completion"] = _describe_completion(progress.completion, arrays)
         samples.append(sample)
-    return {"prompt": group.prompt.id, "step": group.step, "samples": samples}
+    return {"prompt": group.prompt.id, "prompt_crc": _crc(group.prompt), "step": group.step, "samples": samples}
+
+
+def _crc(prompt: Prompt) -> int:
+    """Of the tokens: what was sampled after others must not go on after these."""
+    return zlib.crc32(np.ascontiguousarray(prompt.token_ids, np.int64).tobytes())
 
 
 def _describe_completion(completion: Completion, arrays: Arrays) -> dict[str, Any]:
@@ -144,10 +151,17 @@ def _restore_progress(sample: Mapping[str, Any], slot: Slot, arrays: Mapping[str
     return Progress(completion, rounds=sample["rounds"])
 
 
-def _find_prompts(ids: set[str], examples: Iterable[Example], file: Path) -> dict[str, Prompt]:
-    """The prompts of these ids. The sampler numbers the repeats of a prompt in a batch: ``p~2`` is prompt ``p``."""
+def _find_prompts(crcs: Mapping[str, int | None], examples: Iterable[Example], file: Path) -> dict[str, Prompt]:
+    """The prompts of these ids. The sampler numbers the repeats of a prompt in a batch: ``p~2`` is prompt ``p``.
+
+    Args:
+        crcs: id -> what ``_crc`` gave when the rollouts were stored; None in a checkpoint that does not say.
+        examples: to look in.
+        file: for messages.
+    """
     wanted: dict[str, list[str]] = {}
-    for name in ids:
+    changed: set[str] = set()
+    for name in crcs:
         wanted.setdefault(name, []).append(name)
         base, mark, number = name.rpartition("~")
         if mark and number.isdecimal():
@@ -156,9 +170,16 @@ def _find_prompts(ids: set[str], examples: Iterable[Example], file: Path) -> dic
     for example in examples:
         prompt = example.prompt if isinstance(example, Demonstration) else example
         for name in wanted.get(prompt.id, ()):
-            if name == prompt.id or name not in found:
+            if crcs[name] not in (None, _crc(prompt)):
+                changed.add(name)
+            elif name == prompt.id or name not in found:
                 found[name] = prompt if name == prompt.id else replace(prompt, id=name)
-    missing = sorted(ids - found.keys())
+    missing = sorted(crcs.keys() - found.keys())
+    if changed & set(missing):
+        raise CheckpointError(
+            f"{file} holds rollouts of prompts that have other tokens in the training data: "
+            f"{', '.join(sorted(changed & set(missing))[:5])}. Restore data and tokenizer, or start a new run"
+        )
     if missing:
         raise CheckpointError(
             f"{file} holds rollouts of prompts that the training data does not have: {', '.join(missing[:5])}. Restore "

@@ -23,6 +23,7 @@ class RolloutTurn:
         self.wanted = asyncio.Event()
         """Set when the flow asks for the first completion: before that the generator may not have its memory."""
         self._places = {slot.sample_id: (group, i) for group in self.groups for i, slot in enumerate(group.slots)}
+        assert len(self._places) == len(self.slots), "a sample is in two groups, or twice in one"
         self._known = {group.id: asyncio.Event() for group in self.groups}
         self._error: BaseException | None = None
 

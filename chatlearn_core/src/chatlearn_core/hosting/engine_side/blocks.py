@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +30,7 @@ class MappedBlock:
             OSError: the process that owns the block is gone.
         """
         self._places = content["tensors"]
-        descriptor = os.open(content["path"], os.O_RDWR)
-        try:
-            self._map = mmap.mmap(descriptor, content["num_bytes"])
-        finally:
-            os.close(descriptor)
+        self._map = _open(content).map
 
     def __enter__(self) -> MappedBlock:
         return self
@@ -45,16 +45,8 @@ class MappedBlock:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, view) of every tensor in the block."""
-        for name, dtype, shape, offset in self._places:
-            count = 1
-            for size in shape:
-                count *= size
-            kind = getattr(torch, dtype)
-            if count == 0:
-                yield name, torch.empty(shape, dtype=kind)
-            else:
-                # Through a memoryview, which torch keeps: closing the map under a view is then an error, not a crash.
-                yield name, torch.frombuffer(memoryview(self._map), dtype=kind, count=count, offset=offset).view(shape)
+        for name, tensor, _ in _views(self._map, self._places):
+            yield name, tensor
 
     def close(self) -> None:
         """Unmap.
@@ -63,3 +55,105 @@ class MappedBlock:
             BufferError: a view is still alive, and would change under its holder when the owner reuses the block.
         """
         self._map.close()
+
+
+@dataclass
+class _Kept:
+    """A mapping and the file that it is of: a path is used again by other blocks, a file that is mapped is not."""
+
+    file: tuple[int, int]
+    map: mmap.mmap
+
+
+class MappedBlocks:
+    """Reads blocks that their owners fill again and again, each mapped once: a fault a page costs as much as a copy.
+
+    A block that its owner gave back stays in memory until another is read, or until ``close``.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are mapped now."""
+        return len(self._kept)
+
+    @contextmanager
+    def read(self, content: Mapping[str, Any]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """(name, view) of every tensor in a block; the views are valid inside the context.
+
+        Args:
+            content: what ``shared_block.handle_content`` made of its handle; with ``is_reused`` its mapping is kept.
+
+        Raises:
+            OSError: the process that owns the block is gone.
+            BufferError: on leaving, a view is still alive, and would change under its holder.
+        """
+        if not content.get("is_reused", False):
+            with MappedBlock(content) as block:
+                yield block.tensors()
+            return
+        windows: list[weakref.ref[memoryview]] = []
+
+        def views() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor, window in _views(self._mapping(content), content["tensors"]):
+                if window is not None:
+                    windows.append(window)
+                yield name, tensor
+
+        yield views()
+        if any(window() is not None for window in windows):
+            raise BufferError(f"views of the block at {content['path']} are still alive")
+
+    def close(self) -> None:
+        """Unmap all of them, each when its last view is gone."""
+        self._kept.clear()
+
+    def _mapping(self, content: Mapping[str, Any]) -> mmap.mmap:
+        path = content["path"]
+        for other in [other for other, kept in self._kept.items() if _file(other) != kept.file]:
+            del self._kept[other]  # its owner gave it back, or has ended
+        kept = self._kept.get(path)
+        if kept is None or len(kept.map) != content["num_bytes"]:
+            kept = self._kept[path] = _open(content)
+        return kept.map
+
+
+def _open(content: Mapping[str, Any]) -> _Kept:
+    descriptor = os.open(content["path"], os.O_RDWR)
+    try:
+        return _Kept(_identity(os.fstat(descriptor)), mmap.mmap(descriptor, content["num_bytes"]))
+    finally:
+        os.close(descriptor)
+
+
+def _file(path: str) -> tuple[int, int] | None:
+    """Which file a path leads to now; None: to none."""
+    try:
+        return _identity(Path(path).stat())
+    except OSError:
+        return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _views(mapped: mmap.mmap, places: Any) -> Iterator[tuple[str, torch.Tensor, weakref.ref[memoryview] | None]]:
+    """(name, view, what lives as long as the view)."""
+    for name, dtype, shape, offset in places:
+        count = 1
+        for size in shape:
+            count *= size
+        kind = getattr(torch, dtype)
+        if count == 0:
+            yield name, torch.empty(shape, dtype=kind), None
+        else:
+            # Through a memoryview, which torch keeps: closing the map under a view is then an error, not a crash.
+            window = memoryview(mapped)
+            tensor = torch.frombuffer(window, dtype=kind, count=count, offset=offset).view(shape)
+            alive = weakref.ref(window)
+            del window
+            yield name, tensor, alive
+            del tensor

@@ -7,12 +7,18 @@ own use (SGLang's ``init_weights_update_group``, and ``init_custom_process_group
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from .checksums import require_intact
+
+Specs = Sequence[tuple[str, str, Sequence[int]]]
+"""(name, dtype, shape) of the tensors of one broadcast, in order."""
 
 FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 """The device type under which torch puts the keys of a backend."""
@@ -72,7 +78,77 @@ def join(address: str, name: str, backend: str, world_size: int, rank: int, time
     return SenderGroup(store, name, backend, world_size, rank, timeout_s)
 
 
-def tensors_in(flat: torch.Tensor, specs: list[tuple[str, str, list[int]]]) -> list[tuple[str, torch.Tensor]]:
+class JoinedGroups:
+    """The groups that one process of an engine has joined, by name; they outlive a sync."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[SenderGroup, str]] = {}
+        self._flat: dict[str, torch.Tensor] = {}
+        """Host memory that a group's broadcasts arrive in, kept: touching new pages costs as much as copying."""
+
+    def join(self, rendezvous: Mapping[str, Any], rank: int) -> None:
+        """Join a group, unless that was done.
+
+        Args:
+            rendezvous: the fields of ``GroupRendezvous``.
+            rank: of this process in its engine.
+
+        Raises:
+            RuntimeError: the sender or another receiver did not come in time.
+        """
+        name, backend = rendezvous["name"], rendezvous["backend"]
+        if name not in self._groups:
+            first_rank, world_size = rendezvous["first_rank"], rendezvous["world_size"]
+            address, timeout_s = rendezvous["address"], rendezvous["timeout_s"]
+            self._groups[name] = join(address, name, backend, world_size, first_rank + rank, timeout_s), backend
+
+    def receive(self, content: Mapping[str, Any], device: torch.device | str) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the sender's next broadcast; valid until the one after it. Those without a name are left out.
+
+        Args:
+            content: {"group": name, "tensors": ``Specs``, "checksums": one for each tensor, or None}.
+            device: where NCCL puts them.
+
+        Raises:
+            RuntimeError: the group was not joined, or the sender did not send in time.
+            CorruptedTensorError: a tensor is not what was sent.
+        """
+        name, specs, checksums = content["group"], content["tensors"], content.get("checksums")
+        if name not in self._groups:
+            raise RuntimeError(f"this process has not joined the group {name!r}")
+        group, backend = self._groups[name]
+        num_bytes = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in specs)
+        if backend == "gloo":
+            flat = self._host_memory(name, num_bytes)
+        else:
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)  # from torch's cache
+        group.broadcast(flat).wait()
+        tensors = tensors_in(flat, specs)
+        if checksums is not None:
+            require_intact(tensors, checksums)
+        return [(name, tensor) for name, tensor in tensors if name]
+
+    def leave(self, name: str) -> None:
+        """Leave a group that may have been joined."""
+        found = self._groups.pop(name, None)
+        self._flat.pop(name, None)
+        if found is not None:
+            found[0].close()
+
+    def close(self) -> None:
+        """Leave all of them."""
+        for name in list(self._groups):
+            self.leave(name)
+
+    def _host_memory(self, name: str, num_bytes: int) -> torch.Tensor:
+        held = self._flat.get(name)
+        if held is None or held.numel() < num_bytes:
+            self._flat.pop(name, None)
+            held = self._flat[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return held[:num_bytes]
+
+
+def tensors_in(flat: torch.Tensor, specs: Specs) -> list[tuple[str, torch.Tensor]]:
     """The tensors of one broadcast, as views.
 
     Args:

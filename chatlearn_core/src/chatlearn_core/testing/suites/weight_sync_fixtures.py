@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.engine_side.blocks import MappedBlock
+from chatlearn_core.hosting.engine_side.checksums import CorruptedTensorError, require_intact
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.hosting.shared_block import handle_content
 from chatlearn_core.plugins.records import Channel, Export
@@ -140,12 +142,20 @@ class KeepingLoader:
             join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s
         )
 
-    async def load_broadcast(self, group: str, tensors: Sequence[TensorSpec]) -> None:
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
         """Receive into new memory and keep it."""
         self.called.add("load_broadcast")
         flat = torch.empty(sum(spec.num_bytes for spec in tensors), dtype=torch.uint8)
         await asyncio.to_thread(self._groups[group].broadcast(flat).wait)
-        for name, tensor in tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in tensors]):
+        named = tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in tensors])
+        if checksums is not None:
+            try:
+                require_intact(named, checksums)
+            except CorruptedTensorError as error:
+                raise WeightSyncError(str(error)) from error
+        for name, tensor in named:
             if self.before is not None:
                 self.before(name)
             assert name not in self.loaded, f"{name} was loaded twice"

@@ -17,6 +17,8 @@ _STATUS = {
 }
 """``status`` of ``summary.json``: how it looks, how it reads."""
 _MOST_EVENTS = 500
+_FAILURE_PAGE = "failure.md"
+"""What a run that failed leaves beside ``summary.json``."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,15 +118,19 @@ def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
     if summary.get("model"):
         facts.append(("Trained model", str(summary["model"])))
     facts.append(("Run directory", str(files.path)))
+    if summary.get("status") == "failed" and (files.path / _FAILURE_PAGE).exists():
+        facts.append(("What happened, and how to go on", str(files.path / _FAILURE_PAGE)))
     return facts
 
 
 def _wall_time(files: RunFiles) -> str:
     wall = files.summary.get("wall_s")
-    if isinstance(wall, int | float):
+    resumed = any(record.get("event") == "resume" for record in files.events)
+    if isinstance(wall, int | float) and not resumed:
         return duration(wall)
     timed = sum(_number(record.get(name)) for record in files.metrics for name in ("timing_s/step", "timing_s/eval"))
-    return f"{duration(timed)} in steps so far"
+    last = f", {duration(wall)} since it was last resumed" if isinstance(wall, int | float) else " so far"
+    return f"{duration(timed)} in steps{last}"
 
 
 def _accuracy(files: RunFiles) -> tuple[float | None, float | None]:

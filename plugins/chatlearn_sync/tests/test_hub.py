@@ -9,8 +9,10 @@ import threading
 import pytest
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_sync.control import Decoder, Hub, address_towards, encode, hello_of, listening_host
+from chatlearn_sync.addresses import address_towards, listening_host
+from chatlearn_sync.hub import Hub
 from chatlearn_sync.intake import Intake, Source
+from chatlearn_sync.messages import Decoder, encode, hello_of
 
 
 class Knocker:

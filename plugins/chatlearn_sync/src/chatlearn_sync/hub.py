@@ -1,87 +1,33 @@
 """The control path of a sync between processes: small messages over sockets, while the bytes go another way.
 
 The sender listens (``Hub``), every receiver connects (``chatlearn_sync.intake``). A process that ends, however it ends,
-closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. Messages are
-JSON objects behind their length. A receiver proves with the token of the offer that it belongs to the sync.
+closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. A receiver
+proves with the token of the offer that it belongs to the sync.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_sync.addresses import bound_socket
+from chatlearn_sync.messages import READ_BYTES, Address, Decoder, Message, encode, error_text, key_of
 from chatlearn_sync.stream import describe, describe_endpoint
 
-Message = dict[str, Any]
-LENGTH = struct.Struct("<I")
-READ_BYTES = 1 << 16
 MOST_HELLO_BYTES = 1 << 17
 """A connection that has said more than this without saying who it is, is closed."""
-LAST_STEP_S = 10.0
-"""How long a send that was ended may take to step out of what it does."""
 TELL_S = 1.0
 """How long a receiver that does not read may hold up the news that the sync failed."""
-MOST_TEXT = 20_000
-"""Characters of an error's words that travel."""
-
-
-@dataclass(slots=True, frozen=True)
-class Address:
-    """Where a sender listens, and the secret that lets a receiver in."""
-
-    family: Literal["unix", "tcp"]
-    host: str
-    """``unix``: a name in Linux's abstract name space, which leaves no file. ``tcp``: a host name or address."""
-    port: int
-    token: str
-
-
-def encode(message: Message) -> bytes:
-    """One message as bytes."""
-    content = json.dumps(message).encode()
-    return LENGTH.pack(len(content)) + content
-
-
-class Decoder:
-    """Puts messages together from bytes as they arrive."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    @property
-    def num_waiting(self) -> int:
-        """Bytes of a message that is not complete."""
-        return len(self._bytes)
-
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now."""
-        self._bytes += data
-        messages: list[Message] = []
-        while len(self._bytes) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._bytes)
-            if len(self._bytes) < LENGTH.size + length:
-                break
-            messages.append(json.loads(self._bytes[LENGTH.size : LENGTH.size + length]))
-            del self._bytes[: LENGTH.size + length]
-        return messages
-
-
-def error_text(error: BaseException) -> str:
-    """How an error is told to the other end."""
-    return f"{type(error).__name__}: {error}"[:MOST_TEXT]
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +62,7 @@ class Hub:
         self._where = f"{describe(plan, transport)}, sender {describe_endpoint(sender)}"
         self._timeout_s = plan.timeout_s
         self._collective = collective
-        self._peers = {_key(endpoint): Peer(endpoint) for endpoint in plan.receivers}
+        self._peers = {key_of(endpoint): Peer(endpoint) for endpoint in plan.receivers}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._busy = threading.Lock()
@@ -131,7 +77,7 @@ class Hub:
             self._listener.bind(f"\0{name}")
             self.address = Address("unix", name, 0, token)
         else:
-            self._listener = socket.create_server((host, 0), family=_family(host))
+            self._listener = bound_socket(host)
             self.address = Address("tcp", host, self._listener.getsockname()[1], token)
         self._listener.listen(len(plan.receivers) + 8)
         self._listener.setblocking(False)
@@ -358,44 +304,3 @@ class Hub:
 
     def _lose(self, peer: Peer, reason: str) -> None:
         peer.lost = peer.lost or reason
-
-
-def hello_of(endpoint: Endpoint, address: Address, **facts: Any) -> Message:
-    """What a receiver says first."""
-    return {"token": address.token, "receiver": list(_key(endpoint)), **facts}
-
-
-def listening_host(plan: SyncPlan, sender: Endpoint, configured: str | None) -> str | None:
-    """Where a sender listens: None (a Unix socket) if every receiver is on its host, else an address they reach.
-
-    Raises:
-        WeightSyncError: this host's own address cannot be found.
-    """
-    if configured is not None:
-        return configured
-    remote = [receiver.host for receiver in plan.receivers if receiver.host != sender.host]
-    return address_towards(remote[0]) if remote else None
-
-
-def address_towards(host: str) -> str:
-    """The address of this host on the way to another.
-
-    Raises:
-        WeightSyncError: neither that host's name nor this one's can be resolved.
-    """
-    for name in (host, socket.gethostname()):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # sends nothing: it only chooses the interface
-            return str(probe.getsockname()[0])
-    raise WeightSyncError(
-        f"this host finds no address under which {host!r} can reach it: neither name can be resolved. Set "
-        "weight_sync.options.host to an address of the trainer's host, or correct the name service"
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _key(endpoint: Endpoint) -> tuple[str, int, int]:
-    return (endpoint.role, endpoint.replica, endpoint.rank)

@@ -1,0 +1,73 @@
+"""What every kind of partial rollout does: it keeps a number of prompts in flight from step to step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+
+from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.rollouts.pending import Group, groups_of, num_samples
+from chatlearn_core.executor.rollouts.turn import RolloutTurn
+from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
+
+Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+
+
+class PromptsInFlight(ABC):
+    """Begins a step with what is pending, and new prompts in the places of those that were trained on.
+
+    Args:
+        generate: makes a request.
+        max_rounds: steps that a completion may last, at least 1.
+        in_flight_prompts: prompts that a step begins with.
+    """
+
+    def __init__(self, generate: Generate, *, max_rounds: int, in_flight_prompts: int) -> None:
+        self.max_rounds = max_rounds
+        self.in_flight_prompts = in_flight_prompts
+        self._generate = generate
+
+    def num_prompts(self, pending: Sequence[Group]) -> int:
+        """See ``PartialRollouts``."""
+        return max(0, self.in_flight_prompts - len(pending))
+
+    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
+        """See ``PartialRollouts``."""
+        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
+
+    async def play(self, turn: RolloutTurn) -> None:
+        """See ``PartialRollouts``."""
+        await turn.wanted.wait()
+        try:
+            await self._sample(turn)
+        except BaseException as error:
+            # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
+            if isinstance(error, BackendError) and not isinstance(error, RoleLostError):
+                turn.end(ExceptionGroup("rollouts", [error]))
+            else:
+                turn.end(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            turn.end()
+
+    @abstractmethod
+    async def _sample(self, turn: RolloutTurn) -> None:
+        """Sample until enough groups are complete, at least one."""
+
+    def _pending(self, turn: RolloutTurn, num_unfinished: int) -> tuple[tuple[Group, ...], Metrics]:
+        """What ``finish`` returns.
+
+        Args:
+            turn: that has ended.
+            num_unfinished: completions that go on.
+        """
+        unfinished = turn.unfinished
+        metrics: Metrics = {
+            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
+            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
+            "rollout/unfinished": Metric(num_unfinished, reducer="sum"),
+            "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
+        }
+        return tuple(group.at_hand() for group in unfinished), metrics

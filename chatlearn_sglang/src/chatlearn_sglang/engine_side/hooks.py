@@ -1,0 +1,13 @@
+"""What is changed in SGLang, through its own registry of hooks, in every process of the engine."""
+
+from __future__ import annotations
+
+from . import adapter, bucketed_load, memory, seeds
+
+
+def register() -> None:
+    """Before SGLang loads its plugins, which is when it applies them."""
+    seeds.register()
+    bucketed_load.register()
+    adapter.register()
+    memory.register()

@@ -1,0 +1,36 @@
+"""Which GPUs the ends of a sync are on, as far as their processes can tell without touching one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(device: str, count: int = 1) -> list[str]:
+    """The GPUs of ``count`` ranks of which the first is on ``device``, by the machine's names for them.
+
+    What is ``cuda:0`` in two processes is two GPUs if they see different ones. None for another kind of device.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return []
+    first = int(index or 0)
+    seen = [entry.strip() for entry in os.environ.get(VISIBLE, "").split(",") if entry.strip()]
+    return (seen or [str(number) for number in range(first + count)])[first : first + count]
+
+
+def shared_gpu(ends: Iterable[tuple[str, Iterable[str]]]) -> str | None:
+    """A GPU that two of these ends are on, in words; None if there is none.
+
+    Args:
+        ends: host and GPUs of each.
+    """
+    taken: set[tuple[str, str]] = set()
+    for host, gpus in ends:
+        mine = {(host, gpu) for gpu in gpus}
+        if twice := sorted(mine & taken):
+            return f"GPU {twice[0][1]} of host {host}"
+        taken |= mine
+    return None

@@ -1,0 +1,81 @@
+"""Small messages between the two ends of a sync, beside the bytes: JSON objects behind their length."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from chatlearn_core.types import Endpoint
+
+Message = dict[str, Any]
+LENGTH = struct.Struct("<I")
+READ_BYTES = 1 << 16
+MOST_TEXT = 20_000
+"""Characters of an error's words that travel."""
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """Where a sender listens, and the secret that lets a receiver in."""
+
+    family: Literal["unix", "tcp"]
+    host: str
+    """``unix``: a name in Linux's abstract name space, which leaves no file. ``tcp``: a host name or address."""
+    port: int
+    token: str
+
+
+@dataclass(slots=True, frozen=True)
+class ControlOffer:
+    """What a sender with a control path offers: where it listens. All else is said there."""
+
+    transport: str
+    sender: Endpoint
+    address: Address
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    content = json.dumps(message).encode()
+    return LENGTH.pack(len(content)) + content
+
+
+class Decoder:
+    """Puts messages together from bytes as they arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of a message that is not complete."""
+        return len(self._bytes)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete now."""
+        self._bytes += data
+        messages: list[Message] = []
+        while len(self._bytes) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes)
+            if len(self._bytes) < LENGTH.size + length:
+                break
+            messages.append(json.loads(self._bytes[LENGTH.size : LENGTH.size + length]))
+            del self._bytes[: LENGTH.size + length]
+        return messages
+
+
+def error_text(error: BaseException) -> str:
+    """How an error is told to the other end."""
+    return f"{type(error).__name__}: {error}"[:MOST_TEXT]
+
+
+def hello_of(endpoint: Endpoint, address: Address, **facts: Any) -> Message:
+    """What a receiver says first."""
+    return {"token": address.token, "receiver": list(key_of(endpoint)), **facts}
+
+
+def key_of(endpoint: Endpoint) -> tuple[str, int, int]:
+    """What tells the ends of one plan apart."""
+    return (endpoint.role, endpoint.replica, endpoint.rank)
