@@ -380,7 +380,8 @@ def test_a_dry_run_says_which_gpus_an_engine_shares_with_whom(config: Path) -> N
     together = describe(assembled(config, "dry", *settings, "roles.trainer.ranks=2", "roles.reference.ranks=2"))
     for gpu in (0, 1):
         assert f"rank {gpu} of 2: pool 'shared', slot 0: 0.1666 CPU, its GPU {gpu}" in together
-        assert f"trainer, reference, generator take turns on pool 'shared', slot 0, GPU {gpu}" in together
+    slot = "pool 'shared', slot 0"
+    assert f"trainer, reference, generator take turns on {slot}, GPU 0 and 1 more, up to {slot}, GPU 1" in together
     with pytest.raises(
         ConfigError, match=r"'trainer' has 3 worker\(s\) .* needs 2 slots \(2 a slot\), but pool 'shared' has 1"
     ):

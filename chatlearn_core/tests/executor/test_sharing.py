@@ -146,3 +146,8 @@ def test_people_are_told_who_takes_turns_and_what_moves() -> None:
     )
     assert lines[2].split() == ["before", "reference.logprobs", "nothing", "moves"]
     assert "nothing is moved" in describe_sharing(Sharing(), [])[0]
+
+
+def test_devices_with_the_same_guests_are_told_together() -> None:
+    found = sharing(trainer={GPU0, GPU1}, generator={GPU0, GPU1})
+    assert describe_sharing(found, []) == ["generator, trainer take turns on node, GPU 0 and 1 more, up to node, GPU 1"]

@@ -179,9 +179,13 @@ def describe_sharing(sharing: Sharing, steps: Sequence[ScheduledUse]) -> list[st
     if not sharing.devices:
         return ["nothing is moved: no two roles share memory, or memory.offload leaves them in it"]
     lines = []
+    shared: dict[str, list[Device]] = {}
     for device in sorted(frozenset().union(*sharing.devices.values())):
-        guests = [role for role, own in sharing.devices.items() if device in own]
-        lines.append(f"{', '.join(guests)} take turns on {device.place}")
+        guests = ", ".join(role for role, own in sharing.devices.items() if device in own)
+        shared.setdefault(guests, []).append(device)
+    for guests, (first, *others) in shared.items():
+        more = f" and {len(others)} more, up to {others[-1].place}" if others else ""
+        lines.append(f"{guests} take turns on {first.place}{more}")
     lines += [f"before {step.name:<24} {'; '.join(map(str, step.moves)) or 'nothing moves'}" for step in steps]
     return lines
 

@@ -56,7 +56,7 @@ class RayRuntime:
         if unknown and not _partial(plan):
             raise ConfigError(
                 f"runtime.options.roles names {', '.join(map(repr, unknown))}, but the run has the roles "
-                f"{', '.join(map(repr, plan.roles))}"
+                f"{', '.join(map(repr, plan.roles))}. Rename the entry, or remove it"
             )
         self.cluster = Cluster(options)
         self._seating = self._seat(gpus=None)
