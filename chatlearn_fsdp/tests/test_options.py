@@ -36,3 +36,11 @@ def test_plugin_and_options_import_no_engine() -> None:
         "assert spec.name == 'fsdp'; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_record_names_options_that_exist() -> None:
+    from chatlearn_fsdp.plugin import chatlearn_trainers
+
+    [record] = chatlearn_trainers()
+    assert set(record.layout_options) <= FSDPOptions.model_fields.keys()
+    assert set(record.node_options) <= set(record.layout_options)

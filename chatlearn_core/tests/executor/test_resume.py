@@ -148,6 +148,25 @@ def test_another_number_of_ranks_and_another_device_may_go_on(tmp_path: Path) ->
     assert find(make_store(tmp_path, 2), config=changed(roles={"trainer": elsewhere})).checkpoint is not None
 
 
+def test_an_engine_that_ran_out_of_memory_may_get_other_arguments(tmp_path: Path) -> None:
+    smaller = {"options": {"learning_rate": 0.1}, "engine": {"gpu_memory_utilization": 0.5}}
+    assert find(make_store(tmp_path, 2), config=changed(roles={"trainer": smaller})).checkpoint is not None
+
+
+def test_options_that_the_trainers_plugin_calls_layout_may_change(tmp_path: Path) -> None:
+    options = {"learning_rate": 0.1, "dp_replicate": 2}
+    now = changed(roles={"trainer": {"options": options}})
+    store = make_store(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"roles\.trainer\.options\.dp_replicate: was not set, is 2"):
+        find(store, config=now)
+    layout = ["roles.trainer.options.dp_replicate"]
+    point = find_resume_point(store, "auto", now, 10, has_metrics=True, is_complete=False, may_change=layout)
+    assert point.checkpoint is not None
+    options["learning_rate"] = 0.2
+    with pytest.raises(CheckpointError, match=r"learning_rate: was 0\.1, is 0\.2"):
+        find_resume_point(store, "auto", now, 10, has_metrics=True, is_complete=False, may_change=layout)
+
+
 def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"train\.steps_more"):
         find(make_store(tmp_path, 2), config=changed(train__steps_more=1))

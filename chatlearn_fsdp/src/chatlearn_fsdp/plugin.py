@@ -23,5 +23,15 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
             node_options=("ulysses",),
+            layout_options=(
+                "dp_replicate",
+                "dp_shard",
+                "ulysses",
+                "cpu_offload",
+                "gradient_checkpointing",
+                "max_tokens_per_micro_batch",
+                "logits_chunk_tokens",
+                "num_threads",
+            ),
         )
     ]

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from chatlearn_core.exceptions import CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from chatlearn_core.plugins.records import TrainerSpec
+from chatlearn_core.runtime.plan import RunPlan
 
 ResumeMode = Literal["auto", "never"]
 
 MAY_CHANGE = (
     "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
-    "roles.*.ranks", "roles.*.replicas", "roles.*.device", "rollout.max_retries", "rollout.request_timeout_s",
+    "roles.*.ranks", "roles.*.replicas", "roles.*.device", "roles.*.engine", "rollout.max_retries",
+    "rollout.request_timeout_s",
 )  # fmt: skip
 """Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
 Some of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
-``train.steps``, and other ranks, another device or another number of threads in ``runtime`` round differently.
+``train.steps``, and other ranks, another device, other arguments of an engine or another number of threads in
+``runtime`` round differently. Options of a trainer are added by its plugin (``TrainerSpec.layout_options``).
 """
 
 _MOST_CHANGES = 8
 """Changed settings that a refusal lists."""
+
+
+def layout_settings(plan: RunPlan) -> list[str]:
+    """Options of the run's trainers that may differ as well, because their plugins say so."""
+    return [
+        f"roles.{role.name}.options.{option}"
+        for role in plan.roles.values()
+        if isinstance(role.backend.record, TrainerSpec)
+        for option in role.backend.record.layout_options
+    ]
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +73,7 @@ def find_resume_point(
     *,
     has_metrics: bool,
     is_complete: bool,
+    may_change: Collection[str] = (),
 ) -> ResumePoint:
     """Decide where the run starts.
 
@@ -70,6 +85,7 @@ def find_resume_point(
         planned_steps: ``train.steps``.
         has_metrics: whether the directory holds the metrics of a run.
         is_complete: whether that run ended well, its model exported.
+        may_change: settings that may differ, beside ``MAY_CHANGE``.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings.
@@ -90,7 +106,8 @@ def find_resume_point(
         if has_metrics:
             notes.append("no complete checkpoint was found: the run starts from the beginning")
         return ResumePoint(None, notes)
-    changed = [key for key in changed_settings(checkpoint.state["config"], config) if not _may_change(key)]
+    allowed = (*MAY_CHANGE, *may_change)
+    changed = [line for line in changed_settings(checkpoint.state["config"], config) if not _is_of(line, allowed)]
     if changed:
         left_out = f"\n  ... and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise CheckpointError(
@@ -141,9 +158,9 @@ def _told(setting: Any) -> str:
     return "set" if isinstance(setting, Mapping | list) else "not set" if setting is None else repr(setting)
 
 
-def _may_change(line: str) -> bool:
+def _is_of(line: str, settings: Collection[str]) -> bool:
     key = line.partition(":")[0].split(".")
-    return any(_begins(key, allowed.split(".")) for allowed in MAY_CHANGE)
+    return any(_begins(key, setting.split(".")) for setting in settings)
 
 
 def _begins(key: list[str], allowed: list[str]) -> bool:

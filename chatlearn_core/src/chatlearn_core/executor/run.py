@@ -29,7 +29,7 @@ from chatlearn_core.executor.loggers import build_loggers
 from chatlearn_core.executor.metrics_line import epochs, sync_metrics, throughput, values
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
-from chatlearn_core.executor.resume import ResumeMode, find_resume_point, lock_run_directory
+from chatlearn_core.executor.resume import ResumeMode, find_resume_point, layout_settings, lock_run_directory
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import num_samples
 from chatlearn_core.executor.rollouts.saved import load_pending
@@ -83,6 +83,7 @@ class Run:
                 self.config.train.steps,
                 has_metrics=self.directory.metrics_file.exists(),
                 is_complete=self._ended_well(),
+                may_change=layout_settings(self.assembly.plan),
             )
             for note in point.notes:
                 self.journal.say(note, "resume", note=note)

@@ -77,6 +77,9 @@ class TrainerSpec(BackendRecord):
     node_options: tuple[str, ...] = ()
     """Options whose product says how many consecutive ranks exchange activations in every layer (tensor or Ulysses
     parallelism): a runtime over several machines keeps those on one."""
+    layout_options: tuple[str, ...] = ()
+    """Options that say how work is laid out over ranks and memory, not what is computed: they may differ when a run
+    resumes, since checkpoints do not depend on them."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
