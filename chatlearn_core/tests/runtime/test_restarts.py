@@ -18,10 +18,15 @@ class DeathError(BackendError):
 
 
 def restarts(
-    limit: int, told: list[RuntimeEvent] | None = None, error: type[BackendError] = ReplicaLostError
+    limit: int,
+    told: list[RuntimeEvent] | None = None,
+    error: type[BackendError] = ReplicaLostError,
+    together: bool = False,
 ) -> Restarts:
     tell = None if told is None else told.append
-    return Restarts("generator", limit, setting="options.max", event="replica_rebuilt", error=error, tell=tell)
+    return Restarts(
+        "generator", limit, setting="options.max", event="replica_rebuilt", error=error, tell=tell, together=together
+    )
 
 
 def builds(*outcomes: BaseException | None) -> tuple[Callable[[], Awaitable[None]], list[int]]:
@@ -51,7 +56,7 @@ async def test_a_worker_that_dies_of_being_built_is_built_again() -> None:
 
 
 async def test_the_limit_is_the_runs_and_the_error_knows_the_last_cause_and_its_place() -> None:
-    owner = restarts(2)
+    owner = restarts(2, together=True)
     build, _ = builds(None)
     await owner.rebuild("replica 0", BackendError("killed"), build)
     build, attempts = builds(BackendError("no memory").at(PLACE, "a stack"), None)
@@ -62,6 +67,18 @@ async def test_the_limit_is_the_runs_and_the_error_knows_the_last_cause_and_its_
     )
     assert (error.value.place, error.value.stack) == (PLACE, "a stack")
     assert len(attempts) == 1
+
+
+async def test_the_loss_of_a_machine_costs_each_worker_one_restart() -> None:
+    owner = restarts(1)
+    for number in range(4):
+        await owner.rebuild(f"replica {number}", BackendError("its node is gone"), builds(None)[0])
+    assert owner.count == 4
+    with pytest.raises(ReplicaLostError, match=r"replica 2 died, and 1 restart\(s\), the limit"):
+        owner.spend("replica 2", BackendError("killed"))
+    owner.give_back("replica 2")
+    assert not owner.is_spent("replica 2")
+    owner.spend("replica 2", BackendError("killed"))
 
 
 async def test_what_no_rebuilding_helps_is_raised_at_once() -> None:

@@ -13,7 +13,7 @@ class LocalRuntimeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_generator_restarts: Annotated[int, Field(ge=0)] = Field(
-        2, description="How often in a run a dead generator replica is rebuilt before the run stops."
+        2, description="How often in a run each dead generator replica is rebuilt before the run stops."
     )
     num_threads: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Threads of torch's CPU operations; by default as many as there are cores."

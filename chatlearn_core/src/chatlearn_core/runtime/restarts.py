@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from chatlearn_core.exceptions import BackendError, ReplicaLostError, TrainerLostError, WorkerPlace
@@ -15,7 +16,8 @@ class Restarts:
 
     Args:
         role: its name.
-        limit: how many a run may have.
+        limit: how many a run may have: of each worker, so that the loss of a machine with many of them costs each one
+            restart, or of all together where one that dies takes the others with it (``together``).
         setting: the key of the limit, for messages.
         event: name of what is reported, such as ``replica_rebuilt``.
         error: what is raised when the limit is reached.
@@ -31,6 +33,7 @@ class Restarts:
         event: str,
         error: type[BackendError] = ReplicaLostError,
         tell: Tell | None = None,
+        together: bool = False,
     ) -> None:
         self.role = role
         self.limit = limit
@@ -38,7 +41,20 @@ class Restarts:
         self.event = event
         self.error = error
         self.tell = tell
-        self.count = 0
+        self.together = together
+        self._spent: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        """Restarts of all workers so far."""
+        return self._spent.total()
+
+    def is_spent(self, worker: str) -> bool:
+        """Whether ``worker`` has taken a restart."""
+        return self._spent[self._key(worker)] > 0
+
+    def _key(self, worker: str) -> str:
+        return "" if self.together else worker
 
     def spend(self, worker: str, cause: BaseException) -> None:
         """Take one restart of ``worker`` (``replica 0``).
@@ -46,16 +62,18 @@ class Restarts:
         Raises:
             BackendError: none is left; of the class that the role uses, with ``cause`` as its cause.
         """
-        if self.count >= self.limit:
+        key = self._key(worker)
+        spent = self._spent[key]
+        if spent >= self.limit:
             place = (cause.place if isinstance(cause, BackendError) else None) or WorkerPlace(self.role, worker)
             stack = cause.stack if isinstance(cause, BackendError) else ""
             raise self.error(
-                f"role {self.role!r}: {worker} died, and {self.count} restart(s), the limit ({self.setting}), are used "
+                f"role {self.role!r}: {worker} died, and {spent} restart(s), the limit ({self.setting}), are used "
                 f"up. Last cause: {cause}"
             ).at(place, stack) from cause
-        self.count += 1
-        which = f"restart {self.count} of at most {self.limit}, {self.setting}"
-        self.report(worker, f"died and is rebuilt ({which}). {cause}", restart=self.count, limit=self.limit)
+        self._spent[key] = spent + 1
+        which = f"restart {spent + 1} of at most {self.limit}, {self.setting}"
+        self.report(worker, f"died and is rebuilt ({which}). {cause}", restart=spent + 1, limit=self.limit)
 
     def report(self, worker: str, what: str, **facts: int) -> None:
         """Tell that a worker is rebuilt, and why."""
@@ -63,9 +81,9 @@ class Restarts:
             text = f"role {self.role!r}: {worker} {what}"
             self.tell(RuntimeEvent(self.event, text, {"role": self.role, "worker": worker, **facts}))
 
-    def give_back(self) -> None:
-        """The last restart was not the worker's fault."""
-        self.count -= 1
+    def give_back(self, worker: str) -> None:
+        """The last restart of ``worker`` was not its fault."""
+        self._spent[self._key(worker)] -= 1
 
     async def rebuild(self, worker: str, cause: BaseException, build: Callable[[], Awaitable[None]]) -> None:
         """Build a worker anew, and once more when it dies of that, as long as restarts are left.

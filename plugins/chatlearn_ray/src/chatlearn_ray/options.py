@@ -104,8 +104,8 @@ class RayRuntimeOptions(Part):
         description="How long to wait for a cluster's resources; what cannot fit a Ray started here fails at once.",
     )
     start_timeout_s: Seconds = Field(600.0, description="Longest time until a worker's process is up.")
-    max_generator_restarts: Count = Field(2, description="How often in a run a dead generator replica is rebuilt.")
-    max_reward_restarts: Count = Field(2, description="How often in a run a dead reward worker is rebuilt.")
+    max_generator_restarts: Count = Field(2, description="How often in a run each dead generator replica is rebuilt.")
+    max_reward_restarts: Count = Field(2, description="How often in a run each dead reward worker is rebuilt.")
     max_trainer_restarts: Count = Field(
         1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
     )

@@ -161,8 +161,8 @@ class RayRewardGroup:
                     results = [RewardResult(None, error=str(error)) for _ in unit]
                     await self._replace(index, worker, error, counts=False)
             verdicts.update(zip(unit, results, strict=True))
-        if has_killed and self._restarts.count:
-            self._restarts.give_back()  # of the call that they were in together
+        if has_killed and self._restarts.is_spent(f"worker {index}"):
+            self._restarts.give_back(f"worker {index}")  # of the call that they were in together
         return [verdicts[i] for i in range(len(samples))]
 
     async def _replace(self, index: int, dead: RemoteWorker, cause: BackendError, *, counts: bool) -> None:

@@ -149,6 +149,7 @@ class RayRuntime:
                 event="trainer_rebuilt",
                 error=TrainerLostError,
                 tell=self._tell,
+                together=True,
             )
             await restarts.start("a rank", partial(self._start_ranks, role, group))
         elif role.kind == "generator":
