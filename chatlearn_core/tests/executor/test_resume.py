@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from chatlearn_core.executor.resume import (
     ResumePoint,
     changed_settings,
     find_resume_point,
+    layout_settings,
     lock_run_directory,
 )
+from chatlearn_core.plugins.records import RewardSpec, TrainerSpec
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -165,6 +168,19 @@ def test_options_that_the_trainers_plugin_calls_layout_may_change(tmp_path: Path
     options["learning_rate"] = 0.2
     with pytest.raises(CheckpointError, match=r"learning_rate: was 0\.1, is 0\.2"):
         find_resume_point(store, "auto", now, 10, has_metrics=True, is_complete=False, may_change=layout)
+
+
+def test_layout_is_asked_of_trainers_among_roles_of_several_backends() -> None:
+    trainer = TrainerSpec(name="t", factory="a:b", options="a:c", layout_options=("dp_shard", "offload"))
+    reward = RewardSpec(name="r", factory="a:b", options="a:c")
+    roles = {"trainer": [trainer], "reward": [reward, reward]}
+    plan: Any = SimpleNamespace(
+        roles={
+            name: SimpleNamespace(name=name, backends=[SimpleNamespace(record=record) for record in records])
+            for name, records in roles.items()
+        }
+    )
+    assert layout_settings(plan) == ["roles.trainer.options.dp_shard", "roles.trainer.options.offload"]
 
 
 def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:

@@ -35,8 +35,9 @@ def layout_settings(plan: RunPlan) -> list[str]:
     return [
         f"roles.{role.name}.options.{option}"
         for role in plan.roles.values()
-        if isinstance(role.backend.record, TrainerSpec)
-        for option in role.backend.record.layout_options
+        for backend in role.backends
+        if isinstance(backend.record, TrainerSpec)
+        for option in backend.record.layout_options
     ]
 
 
