@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatlearn_core.types import TensorSpec, WeightManifest
+from chatlearn_sglang.engine_side.adapter import configuration
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that SGLang computes as one."""
@@ -56,12 +57,7 @@ class ServedAdapter:
     @property
     def configuration(self) -> dict[str, Any]:
         """What SGLang reads of ``adapter_config.json``."""
-        return {
-            "peft_type": "LORA",
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": self.target_modules,
-        }
+        return configuration(self.rank, self.alpha, self.target_modules)
 
 
 def served_adapter(offered: WeightManifest, model: WeightManifest, terms: AdapterTerms) -> ServedAdapter:
