@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from chatlearn_core.types import (
 from chatlearn_core.types.stored import Array
 from chatlearn_ray.arrays import BatchArrays
 from chatlearn_ray.outputs import ComputedFacts, pack_outputs
+from chatlearn_ray.reserved_port import ReservedPort
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
@@ -35,6 +34,7 @@ class TrainerWorker(Worker):
         super().__init__(spec)
         self._trainer: Trainer | None = None
         self._senders: dict[str, WeightSender] = {}
+        self._port: ReservedPort | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -42,20 +42,21 @@ class TrainerWorker(Worker):
         return self._trainer
 
     async def find_rendezvous(self) -> str:
-        """``tcp://host:port`` on this node, for all ranks to meet at."""
+        """``tcp://host:port`` on this node, for all ranks to meet at; the port is kept free until ``setup`` ends."""
+        self._release_port()
+        self._port = ReservedPort()
         address = node_address()
-        with closing(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
-        return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        return f"tcp://[{address}]:{self._port.number}" if ":" in address else f"tcp://{address}:{self._port.number}"
 
     async def setup(self, rendezvous: str | None) -> WorkerFacts:
         """Build the trainer and meet the other ranks."""
         assert self.spec.plugin is not None
         self.context = replace(self.context, rendezvous=rendezvous)
         self._trainer = self.build(self.spec.plugin)
-        await self.set_up(self.trainer.setup)
+        try:
+            await self.set_up(self.trainer.setup)
+        finally:
+            self._release_port()
         return replace(
             self.facts(),
             data_parallel_rank=self.trainer.data_parallel_rank,
@@ -112,8 +113,14 @@ class TrainerWorker(Worker):
     async def release(self, key: str, plan: SyncPlan) -> None:
         self._senders[key].release(plan)
 
+    def _release_port(self) -> None:
+        port, self._port = self._port, None
+        if port is not None:
+            port.close()
+
     async def close(self) -> None:
         """Close senders and trainer."""
+        self._release_port()
         trainer, self._trainer = self._trainer, None
         senders, self._senders = self._senders, {}
         await self.close_all([*(sender.close for sender in senders.values()), *([trainer.close] if trainer else [])])

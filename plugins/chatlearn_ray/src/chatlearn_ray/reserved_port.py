@@ -1,0 +1,44 @@
+"""A TCP port that nobody else on this node is given until the listener it is meant for stands.
+
+A port that was free a moment ago may be handed to any other process before torch listens at it. So the socket that
+found it stays bound, without listening: the kernel gives no other process a bound port, and lets a second socket
+listen at it if both allow the reuse of addresses, as torch's stores do.
+"""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+
+class ReservedPort:
+    """A free port of all this node's addresses, held until it is closed.
+
+    Raises:
+        OSError: the node has no free port.
+    """
+
+    def __init__(self) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._socket = socket.socket(family)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.bind(("", 0))
+        except OSError:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port up; whoever listens at it by then goes on. Calling it twice is fine."""
+        self._socket.close()
+
+    def __enter__(self) -> ReservedPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
