@@ -160,11 +160,13 @@ def share_engines(leased_engines: type[LeasedProcess]) -> Iterator[None]:
 class Engine:
     """A generator with a real engine of its own, and an event loop to drive it."""
 
-    def __init__(self, directory: Path, python: str, lora: LoraOptions | None = None, **engine: Any) -> None:
+    def __init__(
+        self, directory: Path, python: str, lora: LoraOptions | None = None, device: str = "cpu", **engine: Any
+    ) -> None:
         source = ModelSource(str(directory), str(directory), max_length=128)
         options = SGLangGeneratorOptions(python=python, dtype="float32", bucket_mb=1, lora=lora)
         self.directory = directory
-        self.generator = SGLangGenerator(options, RoleContext("actor", source, engine_arguments=engine))
+        self.generator = SGLangGenerator(options, RoleContext("actor", source, device=device, engine_arguments=engine))
         self.runner = asyncio.Runner()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -233,11 +235,11 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def start_engine(sglang_python: str) -> Iterator[Callable[..., Engine]]:
-    """``start_engine(directory, lora=None, **engine_arguments)``: set up, closed at the end of the module."""
+    """``start_engine(directory, lora=None, device="cpu", **engine_arguments)``: set up, closed at the module's end."""
     started: list[Engine] = []
 
-    def start(directory: Path, lora: LoraOptions | None = None, **engine: Any) -> Engine:
-        started.append(Engine(directory, sglang_python, lora, **engine))
+    def start(directory: Path, lora: LoraOptions | None = None, device: str = "cpu", **engine: Any) -> Engine:
+        started.append(Engine(directory, sglang_python, lora, device, **engine))
         started[-1].generator.setup()
         return started[-1]
 

@@ -9,7 +9,7 @@ from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_sglang.engine_arguments import (
     ADAPTER_VARIABLE,
     OWNED,
-    check_owned,
+    check_arguments,
     core_shares,
     environment,
     interpreter,
@@ -28,7 +28,21 @@ def test_what_the_adapter_sets_cannot_be_given() -> None:
     assert "roles.actor.engine holds arguments" in message
     assert "dtype: owned by the backend; set options.dtype" in message
     assert "weight_version: owned by the backend" in message
-    check_owned("actor", {"tp_size": 2})
+    check_arguments("actor", {"tp_size": 2, "dp_size": 1, "ep_size": 1}, cpu=True)
+    check_arguments("actor", {"tp_size": 2, "ep_size": 2, "attn_dp_size": 2}, cpu=False)
+    check_arguments("actor", {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, cpu=False)
+
+
+def test_an_engine_of_several_data_parallel_ranks_is_refused_since_it_takes_no_weights() -> None:
+    with pytest.raises(ConfigError, match=r"dp_size: 2; SGLang .* set roles\.actor\.replicas"):
+        SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"dp_size": 2}))
+
+
+def test_what_sglang_cannot_do_on_a_cpu_is_refused_there() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"ep_size": 2, "attn_dp_size": 2}))
+    assert "ep_size: 2; on a CPU SGLang" in str(caught.value)
+    assert "attn_dp_size: 2; on a CPU SGLang" in str(caught.value)
 
 
 def test_everything_the_adapter_sets_is_listed_as_owned() -> None:

@@ -22,7 +22,7 @@ from chatlearn_core.types import WeightManifest
 from chatlearn_sglang.generator import SGLangGenerator
 from chatlearn_sglang.options import SGLangGeneratorOptions
 
-FACTS = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "dp_size": 1, "keeps_memory": False}
+FACTS = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "keeps_memory": False}
 
 
 class FakeProcess:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 
+from chatlearn_core.testing.gpu_handles import shared_by_another_process
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
-from chatlearn_core.types import MemoryHandle, TensorPlace
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 
@@ -63,30 +61,10 @@ def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica, model_dir)
     assert replica.generate(PROMPT).token_ids.tolist() == before.token_ids.tolist()
 
 
-def share(model, handle_queue, done):
-    """A trainer's part: one flat block on the GPU, and how to open it."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    tensors = read_checkpoint(model)
-    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]).cuda()
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    places, offset = [], 0
-    for name, spec in manifest_of(tensors).tensors.items():
-        places.append(TensorPlace(spec, offset))
-        offset += tensors[name].nbytes
-    handle_queue.put(MemoryHandle("cuda_ipc", {uuid: reduce_tensor(flat)}, flat.numel(), tuple(places)))
-    done.wait(120)
-
-
 def test_weights_are_read_from_another_processs_gpu_memory(replica, model_dir, load_model, tmp_path):
     directory = model_dir(max_length=512)
     other = copy_with_weights(directory, perturbed(read_checkpoint(directory), seed=1), tmp_path / "other")
-    context = multiprocessing.get_context("spawn")
-    handles, done = context.Queue(), context.Event()
-    trainer = context.Process(target=share, args=(other, handles, done))
-    trainer.start()
-    try:
-        handle = handles.get(timeout=120)
+    with shared_by_another_process(other) as handle:
 
         async def load():
             loader = replica.loader
@@ -96,9 +74,6 @@ def test_weights_are_read_from_another_processs_gpu_memory(replica, model_dir, l
             assert await loader.finish() == 1
 
         replica.run(load())
-    finally:
-        done.set()
-        trainer.join()
     expected = load_model(other).generate(
         torch.tensor([PROMPT]), do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=None
     )

@@ -55,13 +55,31 @@ SPARE_CONTEXT_TOKENS = 8
 """SGLang ends a sequence a little before its context is full; sequences of the model's whole length are allowed."""
 
 
-def check_owned(role: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the adapter sets.
+CPU_REFUSED: Mapping[str, str] = {
+    "attn_dp_size": "its attention for CPUs cannot pad the batches of ranks to one size",
+    "ep_size": "its experts for CPUs look for all of them on every rank; tp_size splits experts by their width",
+}
+"""Arguments above 1 at which SGLang 0.5.23 without its compiled CPU kernels crashes, and why."""
+
+
+def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> None:
+    """Refuse arguments that the adapter sets, and engines that cannot run or whose weights cannot be changed.
 
     Raises:
         ConfigError: names them all, with what to set instead.
     """
     lines = [f"{name}: owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED]
+    if arguments.get("dp_size", 1) != 1 and not arguments.get("enable_dp_attention"):
+        lines.append(
+            f"dp_size: {arguments['dp_size']!r}; SGLang 0.5.23 updates the weights of one data-parallel rank only; set"
+            f" roles.{role}.replicas, or attn_dp_size for attention alone"
+        )
+    if cpu:
+        lines += [
+            f"{name}: {arguments[name]!r}; on a CPU SGLang 0.5.23 crashes of it: {why}"
+            for name, why in CPU_REFUSED.items()
+            if arguments.get(name, 1) != 1
+        ]
     if lines:
         raise ConfigError(refused(role, lines))
 

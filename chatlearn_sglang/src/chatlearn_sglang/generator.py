@@ -25,7 +25,7 @@ from chatlearn_hf.model_directory import check_tokenizer_fits, load_config, load
 from chatlearn_hf.request_checks import check_request
 from chatlearn_sglang.engine_arguments import (
     check_architecture,
-    check_owned,
+    check_arguments,
     environment,
     interpreter,
     owned_arguments,
@@ -51,8 +51,8 @@ class SGLangGenerator:
     """
 
     def __init__(self, options: SGLangGeneratorOptions, context: RoleContext) -> None:
-        """Raises: ConfigError: an engine argument is the backend's own, or no interpreter holds SGLang."""
-        check_owned(context.role, context.engine_arguments)
+        """Raises: ConfigError: an engine argument cannot be passed on, or no interpreter holds SGLang."""
+        check_arguments(context.role, context.engine_arguments, cpu=context.device == "cpu")
         self._options = options
         self._context = context
         self._python = interpreter(options, context.role)

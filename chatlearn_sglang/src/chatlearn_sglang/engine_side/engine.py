@@ -106,7 +106,6 @@ class HostedEngine:
             "version": sglang.__version__,
             "tp_size": arguments.tp_size,
             "pp_size": arguments.pp_size,
-            "dp_size": arguments.dp_size,
             "keeps_memory": arguments.device != "cpu" and not arguments.enable_memory_saver,
         }
 
