@@ -1,6 +1,6 @@
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationInfo, field_validator
 
-from chatlearn_core.config.choices import choose, slots, validate_options
+from chatlearn_core.config.choices import ROLES, choose, slots, validate_options
 from chatlearn_core.config.problems import Marks
 from chatlearn_core.plugins.records import TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -20,6 +20,17 @@ class Typed(BaseModel, extra="forbid"):
     pair: tuple[int, int] = (1, 2)
     names: frozenset[str] = frozenset()
     by_rank: dict[int, float] = {}
+
+
+class Named(BaseModel):
+    judge: str
+
+    @field_validator("judge")
+    @classmethod
+    def _is_a_role(cls, name: str, info: ValidationInfo) -> str:
+        if info.context is not None and name not in info.context["roles"]:
+            raise ValueError("is no role")
+        return name
 
 
 def test_every_place_that_names_a_plugin_is_a_slot() -> None:
@@ -75,6 +86,15 @@ def test_options_convert_as_json_and_are_strict_about_scalars() -> None:
     options, problems = validate_options(Typed, {"pair": ["3", 4], "by_rank": {0: "x"}}, ("options",), RECORD)
     assert options is None
     assert [problem.path for problem in problems] == [("options", "pair", 0), ("options", "by_rank", 0)]
+
+
+def test_validators_of_options_know_the_roles() -> None:
+    assert validate_options(Named, {"judge": "critic"}, ("options",), RECORD) == (Named(judge="critic"), [])
+    context = {ROLES: frozenset({"trainer"})}
+    assert validate_options(Named, {"judge": "trainer"}, ("options",), RECORD, context) == (Named(judge="trainer"), [])
+    options, problems = validate_options(Named, {"judge": "critic"}, ("options",), RECORD, context)
+    assert options is None
+    assert [(problem.path, problem.rule) for problem in problems] == [(("options", "judge"), "is no role")]
 
 
 def test_unknown_keys_are_refused_unless_the_model_wants_them() -> None:

@@ -86,11 +86,6 @@ def test_a_pool_with_too_few_slots_is_refused() -> None:
         seat(TRAINER, pools={"p": {"slots": 4, "gpus": 1}}, roles={"trainer": {"pool": "p", "first_slot": 1}})
 
 
-def test_an_unknown_pool_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"roles\.trainer\.pool is 'gpu', but runtime\.options\.pools has 'gpus'"):
-        seat(TRAINER, pools={"gpus": {"slots": 4}}, roles={"trainer": {"pool": "gpu"}})
-
-
 def test_a_pool_that_nobody_uses_is_not_reserved() -> None:
     assert dict(seat(REWARD, pools={"gpus": {"slots": 4, "gpus": 1}}).total) == {"CPU": 1.0}
 

@@ -99,6 +99,10 @@ def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str
     return next((key for key in unknown if meant_key(key, valid) == name_key), None)
 
 
+ROLES = "roles"
+"""Key of the validation context of every options model: the names of all roles of the configuration."""
+
+
 @dataclass(slots=True)
 class Choices:
     """What became of every plugin that a configuration names; keys are dotted paths of the sections that choose."""
@@ -115,6 +119,8 @@ class Choices:
 def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) -> Choices:
     """Select every plugin that resolved values name and validate its options."""
     choices = Choices()
+    roles = values.get("roles")
+    context = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset()}
     for slot in slots(values):
         try:
             record = _select(slot, registry, where=f"{marks.locate(slot.name_path)}, {show_path(slot.name_path)}")
@@ -124,7 +130,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
             continue
         choices.records[slot.key] = record
         choices.models[slot.path] = model
-        options, found = validate_options(model, slot.options, (*slot.path, "options"), record)
+        options, found = validate_options(model, slot.options, (*slot.path, "options"), record, context)
         choices.problems.extend(found)
         if options is not None:
             choices.selected[slot.key] = SelectedPlugin(record, options)
@@ -138,13 +144,17 @@ def _select(slot: Slot, registry: PluginRegistry, where: str) -> PluginRecord:
 
 
 def validate_options(
-    model: type[BaseModel], options: Mapping[str, Any], path: KeyPath, record: PluginRecord
+    model: type[BaseModel],
+    options: Mapping[str, Any],
+    path: KeyPath,
+    record: PluginRecord,
+    context: Mapping[str, Any] | None = None,
 ) -> tuple[BaseModel | None, list[Problem]]:
     """An instance of a plugin's options model, or what is wrong.
 
     Types are strict (``'3'`` is no number), with the conversions that JSON needs: a list may become a tuple or set,
     text a path or an enumeration. Unknown keys are errors even where the model would ignore them; a model that wants
-    any key says ``extra="allow"``.
+    any key says ``extra="allow"``. A model's validators find ``context`` in ``ValidationInfo.context``.
     """
     problems: list[Problem] = []
     if model.model_config.get("extra") not in ("allow", "forbid"):
@@ -153,7 +163,7 @@ def validate_options(
             if key not in valid:
                 problems.append(unknown_key((*path, key), options[key], valid_keys(model)))
     try:
-        instance = model.model_validate_json(json.dumps(options), strict=True)
+        instance = model.model_validate_json(json.dumps(options), strict=True, context=context)
     except ValidationError as error:
         return None, [*problems, *problems_of(error, model, options, path)]
     except Exception as error:  # a plugin's own validator may raise anything; it must not take the host down

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import wait
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError
@@ -160,6 +160,19 @@ class HostedProcess:
         """
         return self._wait(self._send(method, "call", method, args, kwargs, False), timeout_s)
 
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method of the child's object without waiting: the call is on its way when this returns.
+
+        Calls begin there in the order in which they are made here. Cancelling the future takes nothing back.
+
+        Raises:
+            HostedProcessLostError: the child is not there. What ``call`` raises else is the future's.
+        """
+        future = self._send(method, "call", method, args, {}, False).future
+        assert isinstance(future, Future)
+        future.set_running_or_notify_cancel()
+        return future
+
     async def acall(
         self, method: str, *args: Any, timeout_s: float | None = None, on_event: OnEvent | None = None, **kwargs: Any
     ) -> Any:
@@ -187,7 +200,7 @@ class HostedProcess:
         except TimeoutError:
             if not limit.expired() or timeout_s is None:
                 raise
-            raise await asyncio.to_thread(self._timeout_error, method, timeout_s) from None
+            raise await asyncio.to_thread(self.timeout_error, method, timeout_s) from None
         finally:
             self._give_up(call)
 
@@ -195,6 +208,17 @@ class HostedProcess:
         """What the child printed last."""
         shown = [line[:SHOWN_CHARACTERS] for line in list(self._lines)[-lines:]]
         return "\n".join(f"  | {line}" for line in shown) or "  | (nothing)"
+
+    def timeout_error(self, method: str, timeout_s: float) -> BackendTimeoutError:
+        """The error of a call that had no answer: what the child is doing now, and what it printed last."""
+        stack = "unknown, since it ended meanwhile" if self._lost is not None else "unknown, since it is still starting"
+        if self._lost is None and self._greeted:
+            assert self._stacks is not None
+            stack = self._stacks.ask(self.pid, STACK_SIGNAL) or "unknown, since it does not answer a signal"
+        return BackendTimeoutError(
+            f"{self.name}: {method} had no answer from process {self.pid} within {timeout_s:g} s\n"
+            f"What it was doing: {stack}\nWhat it printed last:\n{self.last_output()}"
+        )
 
     def close(self, grace_s: float = 10.0) -> None:
         """Let the object's ``close`` run for up to ``grace_s``, then end the child and everything it started.
@@ -246,7 +270,7 @@ class HostedProcess:
         except FutureTimeoutError:
             if call.future.done():
                 raise
-            raise self._timeout_error(call.method, timeout_s) from None
+            raise self.timeout_error(call.method, timeout_s) from None
         finally:
             self._give_up(call)
 
@@ -267,16 +291,6 @@ class HostedProcess:
     def _give_up(self, call: Call) -> None:
         if self._calls.drop(call) and self._lost is None and self._link is not None:
             self._link.send(("cancel", call.number))
-
-    def _timeout_error(self, method: str, timeout_s: float) -> BackendTimeoutError:
-        stack = "unknown, since it ended meanwhile" if self._lost is not None else "unknown, since it is still starting"
-        if self._lost is None and self._greeted:
-            assert self._stacks is not None
-            stack = self._stacks.ask(self.pid, STACK_SIGNAL) or "unknown, since it does not answer a signal"
-        return BackendTimeoutError(
-            f"{self.name}: {method} had no answer from process {self.pid} within {timeout_s:g} s\n"
-            f"What it was doing: {stack}\nWhat it printed last:\n{self.last_output()}"
-        )
 
     def _on_messages(self, messages: list[Message]) -> None:
         if messages[0][0] == "hello":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Amount = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -110,6 +111,25 @@ class RayRuntimeOptions(Part):
         1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
     )
 
+    @field_validator("roles")
+    @classmethod
+    def _name_what_is_there(cls, seats: dict[str, SeatOptions], info: ValidationInfo) -> dict[str, SeatOptions]:
+        pools = info.data.get("pools", {})
+        known = (info.context or {}).get("roles")
+        for name, seat in seats.items():
+            if seat.pool is not None and seat.pool not in pools:
+                raise ValueError(
+                    f"{name}.pool is {seat.pool!r}, but runtime.options.pools has {_listed(pools)}; define it there, or"
+                    " remove the setting"
+                )
+            if known is not None and name not in known:
+                raise ValueError(
+                    f"{name!r} is no role of the configuration, which has {_listed(known)}; rename or remove it"
+                )
+            if known is not None and seat.near not in (None, NOBODY, *known):
+                raise ValueError(f"{name}.near is {seat.near!r}; it must be {NOBODY!r} or one of {_listed(known)}")
+        return seats
+
     @property
     def cluster_address(self) -> str | None:
         """The cluster to join; None where Ray is started here."""
@@ -126,3 +146,7 @@ class RayRuntimeOptions(Part):
         pool = self.pools.get(name) if name is not None else None
         one_node = pool is not None and (pool.slots == 1 or pool.strategy == "one_node")
         return "host" if self.cluster_address is None or one_node else "anywhere"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"

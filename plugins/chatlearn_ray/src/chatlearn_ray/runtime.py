@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from chatlearn_core.exceptions import ChatLearnError, ConfigError, TrainerLostError
+from chatlearn_core.exceptions import ChatLearnError, TrainerLostError
 from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
@@ -52,12 +52,6 @@ class RayRuntime:
     def __init__(self, options: RayRuntimeOptions, plan: RunPlan) -> None:
         self.options = options
         self.plan = plan
-        unknown = sorted(set(options.roles) - set(plan.roles))
-        if unknown and not _partial(plan):
-            raise ConfigError(
-                f"runtime.options.roles names {', '.join(map(repr, unknown))}, but the run has the roles "
-                f"{', '.join(map(repr, plan.roles))}. Rename the entry, or remove it"
-            )
         self.cluster = Cluster(options)
         self._seating = self._seat(gpus=None)
         for sync in plan.weight_syncs:
@@ -370,8 +364,3 @@ def _label(role: RolePlan, index: int) -> str:
     if role.kind == "trainer":
         return f"role {role.name!r}, rank {index} of {role.ranks}"
     return f"role {role.name!r}, {'replica' if role.kind == 'generator' else 'worker'} {index}"
-
-
-def _partial(plan: RunPlan) -> bool:
-    """Whether this is the plan of an evaluation, which has some of the configured roles only."""
-    return not plan.weight_syncs

@@ -141,15 +141,9 @@ def seat_roles(roles: Sequence[SeatedRole], options: RayRuntimeOptions) -> Seati
     """Give every worker a seat.
 
     Raises:
-        ConfigError: an unknown role or pool, a pool with too few slots, or a slot that its roles overfill.
+        ConfigError: a pool with too few slots, or a slot that its roles overfill.
     """
     known = {role.name for role in roles}
-    for name, seat in options.roles.items():
-        if seat.pool is not None and seat.pool not in options.pools:
-            raise ConfigError(
-                f"runtime.options.roles.{name}.pool is {seat.pool!r}, but runtime.options.pools has "
-                f"{', '.join(map(repr, sorted(options.pools))) or 'none'}. Define it, or remove the setting"
-            )
     groups: list[BundleGroup] = []
     seats: list[Seat] = []
     for role in roles:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
 from chatlearn_core.runtime.moving import move
@@ -22,7 +23,6 @@ from chatlearn_core.types import (
 from chatlearn_core.types.stored import Array
 from chatlearn_ray.arrays import BatchArrays
 from chatlearn_ray.outputs import ComputedFacts, pack_outputs
-from chatlearn_ray.reserved_port import ReservedPort
 from chatlearn_ray.worker import GRACE_S, Worker, WorkerFacts
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 

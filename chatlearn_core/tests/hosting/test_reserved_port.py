@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from chatlearn_ray.reserved_port import ReservedPort
+from chatlearn_core.hosting.reserved_port import ReservedPort, reserved_row
 
 IP_LOCAL_PORT_RANGE = 51
 """Of Linux 6.3 and later: between which ports the kernel chooses for one socket (``linux/in.h``)."""
@@ -55,3 +55,30 @@ def test_a_store_listens_at_a_reserved_port_and_stays_when_it_is_given_up() -> N
 def test_two_reserved_ports_differ() -> None:
     with ReservedPort() as one, ReservedPort() as two:
         assert one.number != two.number
+
+
+def test_a_certain_port_has_one_holder() -> None:
+    with ReservedPort() as port, pytest.raises(OSError, match="Address already in use"):
+        ReservedPort(port.number)
+
+
+def test_a_store_listens_at_every_port_of_a_row() -> None:
+    with reserved_row(3) as first:
+        stores = [
+            TCPStore("127.0.0.1", first + offset, is_master=True, wait_for_workers=False) for offset in range(3)
+        ]
+    assert [store.port for store in stores] == [first, first + 1, first + 2]
+
+
+def test_a_row_passes_over_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserved_row(2) as taken, ReservedPort() as free:
+        offered = [ReservedPort(), free]
+        offered[0].close()
+        offered[0].number = taken
+        made = iter(offered)
+        monkeypatch.setattr(
+            "chatlearn_core.hosting.reserved_port.ReservedPort",
+            lambda number=0: ReservedPort(number) if number else next(made),
+        )
+        with reserved_row(2) as first:
+            assert first == free.number
