@@ -6,8 +6,10 @@ A trainer's process streams the tensors of a Llama-shaped model from its memory;
 each size: what ``memcpy`` does with the same tensors; each transport with a generator that takes and forgets
 (``transfer``: the transport alone); each transport with each engine, from the first byte to the confirmed version
 (``engine``), against the engine taking the same tensors out of its own memory (``from_memory``) and against the bare
-engine doing it by its own means (``native``). Then the payload of ``delta`` after one AdamW step. Printed last, one
-JSON line.
+engine doing it by its own means (``native``). ``broadcast`` between two processes of one machine goes through gloo and
+the loopback device, which is slower than copying: ``of_loopback`` compares it with gloo alone (``loopback_gb_s``, by
+the number of groups that send at once). Then the payload of ``delta`` after one AdamW step. Printed last, one JSON
+line.
 
 ``*_by_cpu`` compares CPU seconds, of the busier of the two ends: what wall time would be on a machine where each has a
 core to itself. On a busy machine trust these.
@@ -56,6 +58,8 @@ ENGINE_AIM = 1.2
 """Times what the engine takes to load from memory."""
 TRANSPORTS = ("direct", "shared_memory", "broadcast", "delta", "checkpoint")
 """``cuda_ipc`` needs a GPU at both ends."""
+LOOPBACK_GROUPS = (1, 2, 4)
+"""Of gloo alone, at once: the best of these is what ``broadcast`` cannot exceed here."""
 SLOW = ("delta", "checkpoint")
 """Through a disk: they get no more repeats than this."""
 SLOW_REPEATS = 2
@@ -86,6 +90,11 @@ def measure_transfers(
         measured = end.measure(record, channel, tensors, repeats_of(name, args.repeats))
         measured["of_memcpy"] = round(copy[0] / measured["s"], 2)
         measured["of_memcpy_by_cpu"] = round(copy[1] / max(measured["cpu_s"].values()), 2)
+        if name == "broadcast":
+            size = total_bytes(tensors)
+            seconds = {number: end.loopback_s(size, number, args.repeats) for number in LOOPBACK_GROUPS}
+            measured["loopback_gb_s"] = {number: round(size / one / 1e9, 2) for number, one in seconds.items()}
+            measured["of_loopback"] = round(min(seconds.values()) / measured["s"], 2)
         found[name] = measured
         print(f"  {name:>14} alone: {measured}", flush=True)
     return found

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from process_costs import Costs
 from torch import Tensor
+from weight_sync_loopback import receive_pieces
 from weight_sync_model import MODEL_LENGTH, MemoryTrainer, own_memory
 
 from chatlearn_core.hosting import SharedBlock
@@ -174,6 +175,12 @@ async def from_memory(end: End, version: int) -> Measured:
         return {"s": costs.seconds(), "cpu_s": costs.cpu_s()}
 
 
+async def loopback(end: End, port: int, num_bytes: int, num_groups: int) -> bool:
+    """The receiving end of gloo alone."""
+    await asyncio.to_thread(receive_pieces, port, num_bytes, num_groups)
+    return True
+
+
 async def forget(end: End) -> bool:
     """Give back the tensors that this process read for itself."""
     end.tensors = {}
@@ -187,4 +194,10 @@ def _tensors(end: End) -> dict[str, Tensor]:
     return end.tensors
 
 
-ANSWERS: dict[str, Any] = {"receive": receive, "direct": direct, "from_memory": from_memory, "forget": forget}
+ANSWERS: dict[str, Any] = {
+    "receive": receive,
+    "direct": direct,
+    "from_memory": from_memory,
+    "loopback": loopback,
+    "forget": forget,
+}

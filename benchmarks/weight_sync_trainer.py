@@ -14,6 +14,7 @@ from typing import Any
 from process_costs import Costs
 from torch import Tensor, multiprocessing
 from weight_sync_end import generator_end
+from weight_sync_loopback import send_pieces
 from weight_sync_model import MB, MemoryTrainer, total_bytes
 
 from chatlearn_core.plugins.loader import discover_plugins
@@ -113,6 +114,18 @@ class TrainerEnd:
             runs.append(self._ask("from_memory", self._version))
         self._ask("forget")
         return (statistics.median(run["s"] for run in runs[1:]), statistics.median(run["cpu_s"] for run in runs[1:]))
+
+    def loopback_s(self, num_bytes: int, num_groups: int, repeats: int) -> float:
+        """Median seconds of gloo alone for so many bytes, through so many groups at once."""
+
+        def tell(port: int) -> None:
+            self._pipe.send(("loopback", port, num_bytes, num_groups))
+
+        seconds = []
+        for _ in range(repeats + 1):
+            seconds.append(send_pieces(num_bytes, num_groups, tell))
+            self._answer()
+        return statistics.median(seconds[1:])
 
     def forget(self) -> None:
         """Let the generator's process give back what it holds for ``direct``."""

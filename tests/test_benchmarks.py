@@ -14,6 +14,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 TRL_PYTHON = BENCHMARKS / ".venv-trl" / "bin" / "python"
+TIMEOUT_S = 800.0
+"""A quick run takes a minute at most where nothing else runs."""
 MACHINE_FACTS = {"cpu", "cores", "memory_gib", "platform", "python", "torch", "load_1min"}
 
 
@@ -23,7 +25,7 @@ def run_benchmark(name: str, *arguments: str) -> dict[str, Any]:
         [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_S,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

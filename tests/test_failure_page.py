@@ -45,11 +45,11 @@ def test_a_generator_that_dies_too_often(recipe: Any, chatlearn: Any) -> None:
 
 
 def test_a_trainer_that_hangs_shows_where(recipe: Any, chatlearn: Any) -> None:
-    recipe.content["roles"]["trainer"]["timeout_s"] = 3.0
+    recipe.content["roles"]["trainer"]["timeout_s"] = 8.0
     recipe.write()
     page = page_of(recipe, chatlearn("run", recipe.file, PROBE="hang:9"))
     assert page.startswith("# Run 'test' failed while updating, step 3 of 4")
-    assert "role 'trainer': update did not return within 3 s (roles.trainer.timeout_s)" in page
+    assert "role 'trainer': update did not return within 8 s (roles.trainer.timeout_s)" in page
     assert "| role | trainer |" in page
     assert "time.sleep(600)" in page[page.index("## Where it was, in the worker") :]
     assert "A checkpoint of step 2 is in" in page

@@ -337,12 +337,16 @@ def test_a_dry_run_says_what_moves_when(config: Path) -> None:
 def ray_session() -> Iterator[None]:
     import ray
 
-    ray.shutdown()  # one that a test before left in this process
-    ray.init(
-        address="local", num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
-    )
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    # A cluster that other tests of this process are in: they may go on with it afterwards.
+    joined = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    ray.shutdown()
+    resources = {"num_cpus": 16, "num_gpus": 2, "object_store_memory": 10**8}
+    ray.init(address="local", include_dashboard=False, **resources, **quiet)
     yield
     ray.shutdown()
+    if joined is not None:
+        ray.init(address=joined, **quiet)
 
 
 def on_ray(pool: Mapping[str, Any], **roles: Mapping[str, Any]) -> list[str]:

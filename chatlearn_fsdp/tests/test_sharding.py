@@ -1,12 +1,12 @@
 """Starts, streams, checkpoints and errors of several ranks on gloo."""
 
-import socket
 from dataclasses import replace
 
 import pytest
 import torch
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import box_of_rows, mesh_sizes
@@ -146,12 +146,11 @@ class TestSeveralRanks:
 
 @pytest.mark.engine
 def test_a_rendezvous_by_tcp_with_all_ranks_there(model_path, make_batch, policy_loss) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    context = RoleContext("trainer", ModelSource(model_path, model_path), rendezvous=address, trainable=True)
-    trainer = FSDPTrainer(FSDPOptions(cpu_offload=True), context)
-    trainer.setup()
+    with ReservedPort() as port:
+        address = f"tcp://127.0.0.1:{port.number}"
+        context = RoleContext("trainer", ModelSource(model_path, model_path), rendezvous=address, trainable=True)
+        trainer = FSDPTrainer(FSDPOptions(cpu_offload=True), context)
+        trainer.setup()
     try:
         assert trainer.update(make_batch(), policy_loss)["grad_norm"].value > 0
     finally:

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from chatlearn_core.hosting.engine_side.checksums import checksum
+from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
 from chatlearn_core.testing.model_directory import manifest_of
-from chatlearn_core.types import Completion, GenerateRequest, SamplingParams
+from chatlearn_core.types import Completion, GenerateRequest, GroupRendezvous, SamplingParams
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 from chatlearn_vllm.generator import VLLMGenerator
@@ -71,6 +76,12 @@ def make_replica() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def receive() -> Callable[..., Coroutine[Any, Any, None]]:
+    """``await receive(loader, tensors)``: from a sender in this process, see ``receive_broadcasts``."""
+    return receive_broadcasts
+
+
 class Replica:
     """A generator with the event loop that its coroutines run on."""
 
@@ -108,3 +119,30 @@ def request(prompt: Sequence[int], name: str = "request", **fields: Any) -> Gene
     own = {key: fields.pop(key) for key in ("resume_from", "timeout_s") if key in fields}
     params = SamplingParams(**({"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | fields))
     return GenerateRequest(name, np.array(prompt, dtype=np.int64), params, **own)
+
+
+async def receive_broadcasts(
+    loader: Any, tensors: Mapping[str, torch.Tensor], group: str = "to-vllm", damaged: str | None = None
+) -> None:
+    """Broadcast two flat buckets from a thread that stands for the trainer, of which one tensor may be damaged."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    buckets = [list(tensors.items())[::2], list(tensors.items())[1::2]]
+
+    def send() -> None:
+        sender = SenderGroup(store, group, "gloo", 1 + loader.num_group_ranks, 0, 20)
+        for bucket in buckets:
+            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+            sender.broadcast(flat).wait()
+        sender.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    rendezvous = GroupRendezvous(group, f"127.0.0.1:{store.port}", "gloo", 1 + loader.num_group_ranks, 1, 20)
+    await loader.join_group(rendezvous)
+    await loader.join_group(rendezvous)  # once more does nothing
+    for bucket in buckets:
+        specs = manifest_of(dict(bucket)).tensors
+        sums = [checksum(tensor) + (name == damaged) for name, tensor in bucket]
+        await loader.load_broadcast(group, [specs[name] for name, _ in bucket], sums)
+    await loader.leave_group(group)
+    thread.join()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from chatlearn_vllm import engine_side
+from chatlearn_vllm.engine_arguments import num_workers
 from chatlearn_vllm.engine_side.versions import SUPPORTED, check_version
 from chatlearn_vllm.options import VLLMGeneratorOptions
 from chatlearn_vllm.plugin import chatlearn_generators
@@ -22,6 +24,12 @@ def test_the_record_names_what_exists():
     for target in (record.factory, record.options):
         module, attribute = target.split(":")
         assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_the_record_counts_the_devices_of_an_engine_as_the_backend_does():
+    (record,) = chatlearn_generators()
+    sizes = dict(zip((name for (name,) in record.device_arguments), (2, 3, 5, 7), strict=False))
+    assert num_workers(sizes) == math.prod(sizes.values()) == 30
 
 
 def test_listing_options_and_adapter_do_not_import_the_engine():

@@ -58,6 +58,20 @@ def test_the_child_of_a_parallel_engine_sees_all_its_gpus(monkeypatch, options):
         make_host(monkeypatch, "cuda:2", engine, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"host": "child"}, {"python": "other-python"}], ids=str)
+def test_every_data_parallel_rank_sees_the_gpus_of_all(monkeypatch, options):
+    """vLLM gives each its own by ``VLLM_DP_RANK_LOCAL``."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    monkeypatch.setattr("chatlearn_vllm.generator.DataParallelHost", lambda name, timeout_s, **rest: rest)
+    engine = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    started = make_host(monkeypatch, "cuda:1", engine, **options)
+    assert started == {
+        "num_ranks": 2,
+        "python": options.get("python"),
+        "environment": {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+    }
+
+
 def test_in_the_workers_own_process_only_the_first_gpu_can_be_had(monkeypatch):
     with pytest.raises(ConfigError, match=r"roles\.actor\.options\.host to child"):
         make_host(monkeypatch, "cuda:1", {})

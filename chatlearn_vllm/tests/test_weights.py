@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting import SharedBlock
-from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_core.types import GroupRendezvous, VersionSpan
@@ -75,7 +74,7 @@ def test_reloading_the_same_weights_changes_nothing(model, replica, greedy):
 
 
 @pytest.mark.parametrize("channel", ["tensors", "checkpoint", "memory_handles", "process_group"])
-def test_after_a_sync_output_is_transformers_with_the_new_weights(channel, model, other, replica, greedy):
+def test_after_a_sync_output_is_transformers_with_the_new_weights(channel, model, other, replica, greedy, receive):
     replica.sync(read_checkpoint(model))
     assert answers(replica) == greedy(model)
     tensors = read_checkpoint(other)
@@ -107,31 +106,6 @@ def test_after_a_sync_output_is_transformers_with_the_new_weights(channel, model
     assert replica.generate(PROMPTS[0]).version_spans == (VersionSpan(0, 12, version),)
 
 
-async def receive(loader, tensors, group="to-vllm", damaged=None):
-    """Broadcast two flat buckets from a thread that stands for the trainer, of which one tensor may be damaged."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    buckets = [list(tensors.items())[::2], list(tensors.items())[1::2]]
-
-    def send():
-        sender = SenderGroup(store, group, "gloo", 1 + loader.num_group_ranks, 0, 20)
-        for bucket in buckets:
-            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
-            sender.broadcast(flat).wait()
-        sender.close()
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    rendezvous = GroupRendezvous(group, f"127.0.0.1:{store.port}", "gloo", 1 + loader.num_group_ranks, 1, 20)
-    await loader.join_group(rendezvous)
-    await loader.join_group(rendezvous)  # once more does nothing
-    for bucket in buckets:
-        specs = manifest_of(dict(bucket)).tensors
-        sums = [checksum(tensor) + (name == damaged) for name, tensor in bucket]
-        await loader.load_broadcast(group, [specs[name] for name, _ in bucket], sums)
-    await loader.leave_group(group)
-    thread.join()
-
-
 class TestFaults:
     """One family is enough: these fail before an engine's own loading code matters."""
 
@@ -152,7 +126,7 @@ class TestFaults:
         assert replica.generator.state == "serving"
         assert len(replica.generate(PROMPTS[0]).token_ids) == 12
 
-    def test_a_tensor_that_is_damaged_on_its_way_is_named_by_the_engine_and_never_served(self, replica, model):
+    def test_a_tensor_that_is_damaged_on_its_way_is_named_by_the_engine_and_never_served(self, replica, model, receive):
         tensors = read_checkpoint(model)
         damaged = list(tensors)[1]  # in the second of two buckets
 

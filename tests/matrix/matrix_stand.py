@@ -59,11 +59,14 @@ class Bench:
     replicas: int = 1
     payload: Payload = "full"
     """``adapter``: the trainers train LoRA adapters, and only those travel."""
+    data_parallel: int = 1
+    """Ranks of the engine that share the experts of a model that has some."""
 
     def __str__(self) -> str:
         tying = "tied" if self.tied else "untied"
         adapter = "-adapter" if self.payload == "adapter" else ""
-        return f"{self.generator}-tp{self.tensor_parallel}-{tying}-{self.runtime}{adapter}"
+        ranks = f"-dp{self.data_parallel}" if self.data_parallel > 1 else ""
+        return f"{self.generator}-tp{self.tensor_parallel}{ranks}-{tying}-{self.runtime}{adapter}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -261,7 +264,8 @@ def _engine(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
     match bench.generator:
         case "vllm":
             arguments = {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
-            return lora, arguments | {"tensor_parallel_size": bench.tensor_parallel, "dtype": "float32"}
+            sizes = {"tensor_parallel_size": bench.tensor_parallel, "data_parallel_size": bench.data_parallel}
+            return lora, arguments | sizes | {"dtype": "float32"}
         case "sglang":
             return lora | {"python": sglang_python(), "dtype": "float32"}, {"tp_size": bench.tensor_parallel}
         case _:

@@ -73,6 +73,18 @@ def test_adapters_travel_alone(
             stand.check(ranks, transport)
 
 
+@pytest.mark.matrix
+def test_ranks_that_share_experts_generate_what_the_trainer_would(registry: PluginRegistry, tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model", "qwen3_moe", tie=False, hidden=128)
+    bench = Bench("ray", "vllm", 1, tied=False, data_parallel=2)
+    transports = fitting_transports(registry, bench)
+    assert len(transports) >= 3
+    with Stand(registry, bench, model, tmp_path) as stand:
+        for ranks in bench.ranks:
+            for transport in transports:
+                stand.check(ranks, transport)
+
+
 def test_the_pairwise_subset_holds_every_pair(registry: PluginRegistry) -> None:
     def pairs(benches: Iterator[Bench]) -> set[tuple[str, str]]:
         found: set[tuple[str, str]] = set()

@@ -95,7 +95,7 @@ class Target:
         self.mapped = []
         names = []
         for _ in range(2):
-            descriptor, name = tempfile.mkstemp(prefix="chatlearn-test-", dir="/dev/shm")
+            descriptor, name = tempfile.mkstemp(prefix="hosted-test-", dir="/dev/shm")
             os.write(descriptor, b"x")
             self.mapped.append(mmap.mmap(descriptor, 1))
             os.close(descriptor)

@@ -28,7 +28,6 @@ def test_the_kernel_gives_a_reserved_port_to_nobody_who_asks_for_any(host: str) 
         choose_only(other, port.number)
         with pytest.raises(OSError, match="Address already in use"):
             other.bind((host, 0))
-            other.listen()
     with socket.socket() as other:
         choose_only(other, port.number)
         other.bind((host, 0))
@@ -64,9 +63,7 @@ def test_a_certain_port_has_one_holder() -> None:
 
 def test_a_store_listens_at_every_port_of_a_row() -> None:
     with reserved_row(3) as first:
-        stores = [
-            TCPStore("127.0.0.1", first + offset, is_master=True, wait_for_workers=False) for offset in range(3)
-        ]
+        stores = [TCPStore("127.0.0.1", first + offset, is_master=True, wait_for_workers=False) for offset in range(3)]
     assert [store.port for store in stores] == [first, first + 1, first + 2]
 
 

@@ -68,9 +68,9 @@ def test_a_hosted_process_reads_a_block_and_lets_go_of_it(hosted) -> None:
         block.add("w", torch.arange(10.0))
         content = handle_content(block.handle())
         assert hosted.call("sum_block", content, timeout_s=60) == {"w": 45.0}
-        assert hosted.call("mapped_blocks", timeout_s=10) == 0
+        assert hosted.call("mapped_blocks", timeout_s=60) == 0
         with pytest.raises(HostedCallError, match="BufferError"):
-            hosted.call("keep_view", content, timeout_s=10)
+            hosted.call("keep_view", content, timeout_s=60)
 
 
 def test_a_block_that_is_filled_again_is_mapped_once_and_read_as_it_is_now() -> None:

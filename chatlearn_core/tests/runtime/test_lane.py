@@ -53,11 +53,18 @@ async def test_a_timeout_carries_the_stack_of_the_call_that_hangs(lane: Lane) ->
         release.wait()
 
     with pytest.raises(BackendTimeoutError) as caught:
-        await lane.run("update", waits_for_a_peer_that_is_gone, timeout_s=0.01)
+        await lane.run("update", waits_for_a_peer_that_is_gone, timeout_s=0.5)
     release.set()
     message = str(caught.value)
-    assert "role 'trainer': update did not return within 0.01 s (roles.trainer.timeout_s)" in message
+    assert "role 'trainer': update did not return within 0.5 s (roles.trainer.timeout_s)" in message
     assert "in waits_for_a_peer_that_is_gone" in message
+
+
+async def test_a_timeout_names_the_setting_that_bounds_the_call(lane: Lane) -> None:
+    release = threading.Event()
+    with pytest.raises(BackendTimeoutError, match=r"send did not return within 0\.01 s \(weight_sync\.timeout_s\)"):
+        await lane.run("send", release.wait, timeout_s=0.01, setting="weight_sync.timeout_s")
+    release.set()
     assert await lane.run("after", lambda: "still works") == "still works"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ConfigError
@@ -10,9 +13,19 @@ from chatlearn_core.protocols.lifecycle import RoleContext
 from chatlearn_vllm.options import VLLMGeneratorOptions
 
 OWNED: Mapping[str, str] = {
-    "data_parallel_size": (
-        "one replica is one engine core; set roles.<role>.replicas, and for a mixture of experts"
-        " tensor_parallel_size with enable_expert_parallel"
+    **dict.fromkeys(
+        (
+            "data_parallel_address",
+            "data_parallel_backend",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+            "data_parallel_rank",
+            "data_parallel_rpc_port",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+        ),
+        "it starts the ranks of an engine itself, all on one node; set data_parallel_size alone",
     ),
     "disable_log_stats": "this backend counts itself",
     "enable_lora": "set options.lora",
@@ -28,6 +41,15 @@ OWNED: Mapping[str, str] = {
 }
 """Arguments that this backend sets itself, and what to set instead."""
 
+RANK_VARIABLES = (
+    "VLLM_DP_MASTER_IP",
+    "VLLM_DP_MASTER_PORT",
+    "VLLM_DP_RANK",
+    "VLLM_DP_RANK_LOCAL",
+    "VLLM_DP_SIZE",
+)
+"""Environment variables by which vLLM would take an engine for one rank of several."""
+
 CPU_KV_CACHE_BYTES = 4 << 30
 """On a CPU vLLM would take nearly all memory of the machine, where a trainer lives too."""
 
@@ -36,7 +58,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
     """Arguments of ``vllm.EngineArgs``. Their names are checked where vLLM is: in the engine's interpreter.
 
     Raises:
-        ConfigError: an argument is this backend's own.
+        ConfigError: an argument is this backend's own, or asks for what cannot be here.
         BackendError: the role has no model.
     """
     source = context.model
@@ -55,6 +77,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
             "enable_expert_parallel: on a CPU vLLM 0.32 reads past the experts that a worker holds, and crashes; remove"
             " it: tensor_parallel_size splits experts by their width"
         )
+    problems += _data_parallel_problems(source.path, context.engine_arguments)
     if problems:
         raise ConfigError(refused(context.role, problems))
     ours: dict[str, Any] = {
@@ -80,12 +103,61 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         defaults["enforce_eager"] = True
         if "gpu_memory_utilization" not in context.engine_arguments:
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-    return defaults | context.engine_arguments | ours
+    arguments = defaults | context.engine_arguments | ours
+    arguments.pop("data_parallel_size", None)  # each rank learns it from the host that starts it
+    return arguments
+
+
+def data_parallel_size(engine: Mapping[str, Any]) -> int:
+    """Ranks of the engine that share its experts and have requests of their own."""
+    return int(engine.get("data_parallel_size", 1))
 
 
 def num_workers(engine: Mapping[str, Any]) -> int:
-    """Worker processes that these engine arguments ask for."""
-    return int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
+    """Worker processes that these engine arguments ask for, of all data-parallel ranks."""
+    per_rank = int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
+    return data_parallel_size(engine) * per_rank
+
+
+def _data_parallel_problems(model: str, engine: Mapping[str, Any]) -> list[str]:
+    """What speaks against this many data-parallel ranks here."""
+    size = engine.get("data_parallel_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return [f"data_parallel_size: {size!r} is not a whole number, 1 or more"]
+    problems = []
+    found = [name for name in RANK_VARIABLES if name in os.environ]
+    if found:
+        problems.append(
+            f"data_parallel_size: {', '.join(found)} in the environment would make this engine a rank of another one;"
+            " unset them, and set data_parallel_size"
+        )
+    backend = engine.get("distributed_executor_backend", "mp")
+    if size > 1 and backend != "mp":
+        problems.append(
+            f"distributed_executor_backend: {backend!r}, and data_parallel_size is {size}: the workers of its ranks are"
+            " processes on one node; remove it"
+        )
+    if size > 1 and _is_dense(model):
+        problems.append(
+            f"data_parallel_size: {size} ranks share the experts of one model, and {model} has none: vLLM refuses it;"
+            f" set roles.<role>.replicas to {size} times what it is"
+        )
+    return problems
+
+
+def _is_dense(model: str) -> bool:
+    """Whether the model's configuration surely names no experts; vLLM looks itself where there is none to read."""
+    try:
+        text = (Path(model) / "config.json").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return not _names_experts(json.loads(text))
+
+
+def _names_experts(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any("expert" in name or _names_experts(inner) for name, inner in value.items())
+    return isinstance(value, list) and any(map(_names_experts, value))
 
 
 def refused(role: str, problems: list[str]) -> str:

@@ -18,7 +18,8 @@ from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import expected_manifest
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.request_checks import check_request
-from chatlearn_vllm.engine_arguments import engine_arguments, num_workers, refused
+from chatlearn_vllm.data_parallel import DataParallelHost
+from chatlearn_vllm.engine_arguments import data_parallel_size, engine_arguments, num_workers, refused
 from chatlearn_vllm.engine_memory import EngineMemory
 from chatlearn_vllm.engine_side.driver import Event
 from chatlearn_vllm.hosts import ChildHost, EngineHost, InProcessHost
@@ -265,7 +266,8 @@ class VLLMGenerator:
 
     def _make_host(self) -> EngineHost:
         options, device = self._options, self._context.device
-        if options.python is None and options.host == "process":
+        ranks = data_parallel_size(self._context.engine_arguments)
+        if options.python is None and options.host == "process" and ranks == 1:
             if device not in ("cpu", "cuda", "cuda:0"):
                 raise ConfigError(
                     f"roles.{self._context.role}.device is {device!r}: in the worker's own process vLLM uses the first"
@@ -278,9 +280,18 @@ class VLLMGenerator:
         except ValueError as error:
             raise ConfigError(
                 f"roles.{self._context.role}.device is {device!r} with {workers} workers of its engine: {error}. Choose"
-                " another device, or fewer of engine.tensor_parallel_size and engine.pipeline_parallel_size"
+                " another device, or fewer of engine.tensor_parallel_size, engine.pipeline_parallel_size and"
+                " engine.data_parallel_size"
             ) from None
         environment: dict[str, str | None] = {} if visible is None else {VARIABLE: visible}
+        if ranks > 1:
+            return DataParallelHost(
+                self.name,
+                options.start_timeout_s,
+                num_ranks=ranks,
+                python=options.python,
+                environment=environment,
+            )
         return ChildHost(self.name, options.start_timeout_s, python=options.python, environment=environment)
 
     def _require_host(self) -> EngineHost:

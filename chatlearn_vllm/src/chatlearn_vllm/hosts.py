@@ -126,15 +126,30 @@ class ChildHost:
     """The driver runs in a process of its own, under this interpreter or another."""
 
     def __init__(
-        self, name: str, start_timeout_s: float, *, python: str | None, environment: Mapping[str, str | None]
+        self,
+        name: str,
+        start_timeout_s: float,
+        *,
+        python: str | None,
+        environment: Mapping[str, str | None],
+        in_lockstep: bool = False,
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: for messages.
+            start_timeout_s: longest time its process, and then its engine, may take to start.
+            python: its interpreter; None: this one.
+            environment: variables to set beside this process's own, None to unset one.
+            in_lockstep: whether it is one rank of a data-parallel engine.
+        """
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self.process = HostedProcess(
             name,
             package="chatlearn_vllm.engine_side",
             factory="chatlearn_vllm.engine_side.hosted:HostedDriver",
-            arguments={},
+            arguments={"in_lockstep": in_lockstep},
             python=python,
             environment=environment,
         )

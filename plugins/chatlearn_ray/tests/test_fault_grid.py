@@ -25,7 +25,7 @@ from chatlearn_core.testing.fakes.bigram import build_bigram_model
 from .conftest import SMALL_NODE, write_distribution
 from .fault_run import FAULT_STEP, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "chatlearn_ray_fault_backends"
 PROGRAM = Path(__file__).parent / "fault_run.py"
 ORDINARY = {

@@ -108,7 +108,7 @@ async def test_what_a_dead_worker_had_starts_again_on_the_one_in_its_place(stand
 
 async def test_a_worker_that_does_not_say_how_it_is_after_a_timeout_is_rebuilt(stand: Stand) -> None:
     stand.workers[0].hangs = True
-    stand.fleet.timeout_s = 0.02
+    stand.fleet.timeout_s = 0.5
     assert "answer of worker 0.1" in await stand.answer("a", 0)
 
 

@@ -17,7 +17,7 @@ def test_a_lost_node_takes_nothing_with_it(tmp_path: Path) -> None:
     write_distribution(tmp_path, "1.0")
     program = Path(__file__).parent / "node_loss.py"
     answer = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=280, check=True
+        [sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=700, check=True
     )
     assert json.loads(answer.stdout.splitlines()[-1]) == {
         "spread": True,

@@ -72,7 +72,7 @@ async def test_kept_requests_outlast_a_sync_in_the_workers(small: Path, monkeypa
         "rollout.partial=keep",
         "rollout.in_flight_prompts=6",
         "train.prompts_per_step=2",
-        "sampling.max_tokens=160",
+        "sampling.max_tokens=400",
     )
     output = await train_on_ray(small, "keep", *keep, "sampling.stop=['7']", "roles.generator.replicas=2")
     metrics = lines(output)

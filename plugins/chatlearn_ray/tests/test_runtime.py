@@ -178,8 +178,8 @@ async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp
 async def test_a_reward_that_blocks_costs_the_samples_that_block_and_shows_where(
     roles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 1.0)
-    role = roles.role("reward", "reward", "where", timeout_s=1.0, block_s=60.0)
+    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 2.0)
+    role = roles.role("reward", "reward", "where", timeout_s=3.0, block_s=60.0)
     async with running(roles.plan(role), max_reward_restarts=0) as runtime:
         results = await runtime.reward("reward").score(samples(3))
         assert [r.error is None for r in results] == [True, False, True]
@@ -205,12 +205,14 @@ async def test_a_sample_that_kills_its_worker_is_found_out_and_the_run_goes_on(r
 async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
-    role = roles.role("generator", "generator", "echo", timeout_s=1.0, delay_file=str(slow))
+    role = roles.role("generator", "generator", "echo", delay_file=str(slow))
     async with running(roles.plan(role)) as runtime:
         fleet = runtime.generator("generator")
+        fleet.timeout_s = 1.0
         with pytest.raises(BackendTimeoutError, match=r"replica 0 .*request 'r0' had no completion within 1 s"):
             await fleet.generate(request("r0"))
         slow.unlink()
+        fleet.timeout_s = 60.0
         assert (await fleet.generate(request("r1"))).text == "r0,abort r0,r1", "nobody waits for r0: it is aborted"
         assert fleet.num_restarts == 0
 
@@ -218,12 +220,12 @@ async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp
 async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
     roles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 0.5)
+    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 1.0)
     monkeypatch.setattr("chatlearn_ray.generator_fleet._STATUS_S", 0.5)
     trap = tmp_path / "hang"
     trap.touch()
     told: list[str] = []
-    role = roles.role("generator", "generator", "echo", timeout_s=3.0, hang_once=str(trap))
+    role = roles.role("generator", "generator", "echo", timeout_s=5.0, hang_once=str(trap))
     async with running(roles.plan(role), max_generator_restarts=1) as runtime:
         runtime.on_event = lambda event: told.append(event.text)
         fleet = runtime.generator("generator")
@@ -231,7 +233,7 @@ async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
         assert [a.request_id for a in answers] == ["r0", "r1", "r2"]
         assert fleet.num_restarts == 1
     [text] = told
-    assert "had no completion within 3 s" in text
+    assert "had no completion within 5 s" in text
     assert "time.sleep(3600)" in text, "the stack of what hung"
 
 
@@ -292,7 +294,7 @@ async def test_a_killed_rank_breaks_its_group_which_can_be_rebuilt(roles: Any) -
 
 
 async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
-    role = roles.role("trainer", "trainer", "counting", ranks=2, timeout_s=2.0, hang_rank=1)
+    role = roles.role("trainer", "trainer", "counting", ranks=2, timeout_s=5.0, hang_rank=1)
     async with running(roles.plan(role)) as runtime:
         with pytest.raises(TrainerLostError) as error:
             await runtime.trainer("trainer").update(batch(4), loss(1.0))
@@ -302,7 +304,7 @@ async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
         assert place.process == runtime.trainer("trainer").workers[1].facts.pid
         assert "time.sleep(3600)" in error.value.stack
         assert "role 'trainer', rank 1 of 2 (process" in text
-        assert "update did not return within 2 s (roles.trainer.timeout_s)" in text
+        assert "update did not return within 5 s (roles.trainer.timeout_s)" in text
         assert "time.sleep(3600)" in text
 
 
@@ -345,18 +347,15 @@ async def test_a_version_that_differs_is_refused_by_the_worker(roles: Any) -> No
 async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
     import ray
 
-    everything = ray.cluster_resources()["CPU"]
     plan = roles.plan(
         roles.role("generator", "generator", "echo"), roles.role("trainer", "trainer", "counting", refuse=True)
     )
     runtime = RayRuntime(RayRuntimeOptions(), plan)
     with pytest.raises(ConfigError, match="role 'trainer', rank 0 of 1, setup: the trainer refuses to start"):
         await runtime.start()
-    for _ in range(50):
-        if ray.available_resources().get("CPU") == everything:
-            break
-        await asyncio.sleep(0.1)
-    assert ray.available_resources()["CPU"] == everything
+    async with asyncio.timeout(60):
+        while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+            await asyncio.sleep(0.1)  # places are given back in the background
 
 
 async def test_what_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:
@@ -371,5 +370,5 @@ async def test_a_wait_for_resources_says_what_is_missing(roles: Any) -> None:
     asker = roles.role("trainer", "trainer", "counting")
     async with running(roles.plan(holder), roles={"generator": {"cpus": 30}}):
         options = RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 20}}, "resource_wait_s": 2})
-        with pytest.raises(BackendError, match=r"role 'trainer' waits for its place since \d s; free .* needs 20 CPU"):
+        with pytest.raises(BackendError, match=r"role 'trainer' waits for its place since \d+ s; free .* needs 20 CPU"):
             await RayRuntime(options, roles.plan(asker)).start()

@@ -112,7 +112,7 @@ async def test_ranks_and_an_engine_on_two_gpus_each_share_a_slot_through_every_l
 
 async def test_a_slot_that_gets_no_node_any_more_is_an_error_that_says_so(roles: Any, gpu_node: GpuNode) -> None:
     role = replace(roles.role("trainer", "trainer", "counting", ranks=2), device="auto")
-    options = {"pools": POOL["pools"], "roles": {"trainer": {"pool": "node"}}, "start_timeout_s": 20}
+    options = {"pools": POOL["pools"], "roles": {"trainer": {"pool": "node"}}}
     runtime = RayRuntime(RayRuntimeOptions.model_validate(options), roles.plan(role))
     await runtime.start()
     try:

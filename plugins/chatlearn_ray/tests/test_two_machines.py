@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(800)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=700,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -39,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 async def nodes_of_seats(address: str, roles: Sequence[SeatedRole]) -> dict[str, list[str]]:
     """Reserve places for these roles; the node of every worker, by role."""
-    options = RayRuntimeOptions(address=address, resource_wait_s=20)
+    options = RayRuntimeOptions(address=address, resource_wait_s=120)
     seating = seat_roles(roles, options)
     cluster = Cluster(options)
     await cluster.reserve(seating)
@@ -99,7 +99,7 @@ def run_as_a_job(address: str, folder: Path) -> list[dict[str, float]]:
         env={**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -26,10 +26,10 @@ async def test_search_and_flags(use, make_sample):
 
 async def test_a_pattern_that_backtracks_for_ever_is_killed(use, make_sample):
     """(a+)+b on a run of a's takes 2^n steps inside C code that holds the interpreter lock."""
-    reward = use(FormatReward, FormatOptions(pattern="(a+)+b", timeout_s=0.3, num_workers=1))
+    reward = use(FormatReward, FormatOptions(pattern="(a+)+b", timeout_s=1.0, num_workers=1))
     results = await reward.score([make_sample("aab"), make_sample("a" * 60), make_sample("ab")])
     assert [r.value for r in results] == [1.0, None, 1.0]
-    assert "timed out after 0.3 s" in results[1].error
+    assert "timed out after 1 s" in results[1].error
 
 
 def test_a_broken_pattern_is_refused_with_its_text():

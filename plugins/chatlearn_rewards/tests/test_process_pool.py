@@ -85,7 +85,7 @@ async def test_concurrent_runs_do_not_mix(pool):
 
 async def test_the_event_loop_stays_free(pool):
     shared, ticks = pool(), 0
-    running = asyncio.create_task(shared.run([("sleep", 0.2)]))
+    running = asyncio.create_task(shared.run([("sleep", 1.0)]))
     while not running.done():
         ticks += 1
         await asyncio.sleep(0.001)
@@ -117,7 +117,7 @@ async def test_a_worker_killed_while_idle_costs_nothing(pool):
 
 
 async def test_what_a_hanging_item_started_dies_with_it(pool, tmp_path):
-    shared = pool(num_workers=1, timeout_s=0.5)
+    shared = pool(num_workers=1, timeout_s=3.0)  # starting a child takes a moment
     (outcome,) = await shared.run([("child", str(tmp_path / "pid"))])
     assert "timed out" in outcome.error
     child = int((tmp_path / "pid").read_text())

@@ -10,7 +10,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
-from chatlearn_sync import broadcast, flat_buffers
+from chatlearn_sync import broadcast, broadcast_receiver, flat_buffers
 from chatlearn_sync.broadcast import BroadcastSender, backend_of
 from chatlearn_sync.broadcast_receiver import BroadcastReceiver
 from chatlearn_sync.options import BroadcastOptions
@@ -141,6 +141,46 @@ async def test_the_next_bucket_is_gathered_while_one_is_loaded(pieces, plan_for,
     await run_sync(plan_for(pieces), senders, [trainer], receivers, [loader])
     assert loader.loaded.keys() == pieces.keys()
     assert events.index("gather t2") < events.index("load t0")
+
+
+async def test_a_bucket_is_awaited_before_the_one_ahead_has_arrived(pieces, plan_for, run_sync, ends, monkeypatch):
+    """The first arrival counts as over when the second has begun: whoever awaits them in turn waits for ever."""
+    made = []
+
+    class SecondFirst(broadcast_receiver.Arrival):
+        def __init__(self, group, tensor, tell):
+            made.append(tell)
+            super().__init__(group, tensor, tell)
+            made[0]()
+
+        @property
+        def is_over(self):
+            return len(made) > 1 and super().is_over
+
+    monkeypatch.setattr(broadcast_receiver, "Arrival", SecondFirst)
+    monkeypatch.setattr(broadcast_receiver._Told, "wait", lambda self, _: asyncio.sleep(0.001))
+    senders, receivers = ends()
+    loader = KeepingLoader()
+    plan = plan_for(pieces, timeout_s=10.0)
+    results = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [loader])
+    assert results == [6 * KIB, 6 * KIB]
+    assert len(made) == 6
+
+
+async def test_a_broadcast_that_breaks_off_is_said_by_the_receiver(pieces, plan_for, run_sync, ends, monkeypatch):
+    class Broken(broadcast_receiver.Arrival):
+        def wait(self):
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(broadcast_receiver, "Arrival", Broken)
+    senders, receivers = ends()
+    loader = KeepingLoader()
+    sent, received = await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [loader])
+    assert isinstance(sent, WeightSyncError)
+    assert "connection reset" in str(sent)
+    assert isinstance(received, WeightSyncError)
+    assert "connection reset" in str(received)
+    assert not loader.loaded
 
 
 async def test_memory_stays_under_the_bucket_bytes(pieces, plan_for, run_sync, ends):

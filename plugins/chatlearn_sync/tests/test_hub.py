@@ -236,3 +236,11 @@ async def test_last_words_explain_a_bucket_that_broke_off(make_plan, tensors, en
 
 def test_messages_are_json():
     assert json.loads(encode({"a": [1, "x"]})[4:]) == {"a": [1, "x"]}
+
+
+def test_a_nudge_ends_a_wait_from_any_thread(hub):
+    one = hub()
+    threading.Timer(0.05, one.nudge).start()
+    one.check(None)  # returns, or hangs
+    one.release(WeightSyncError("over"))
+    one.nudge()  # nobody is left to wake

@@ -72,6 +72,35 @@ async def test_a_block_is_read_when_an_eighth_of_the_model_is_in_it_and_not_when
     assert load.calls[1:] == [*([PAGE] * 7), PAGE + 20], "an eighth of eleven pages and a bit holds one"
 
 
+async def test_parts_grow_so_that_loading_begins_early(pages, make_plan, trainer, loader, run_sync, ends, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FIRST_FILL_BYTES", PAGE)
+    monkeypatch.setattr(shared_memory, "LEAST_FILL_BYTES", 4 * PAGE)
+    tensors = pages | {f"more{i}": torch.full((PAGE_OF_FLOATS,), float(i)) for i in range(4)}
+    senders, receivers = ends()
+    load = loader()
+    await run_sync(make_plan(tensors, bucket_bytes=30 * PAGE), senders, [trainer(tensors)], receivers, [load])
+    assert load.calls == [PAGE, 2 * PAGE, 4 * PAGE, 4 * PAGE, PAGE], "twelve pages, at most four at a time"
+    assert senders[0].held_bytes == 2 * 4 * PAGE
+
+
+async def test_the_first_part_is_filled_before_a_receiver_is_there(pages, make_plan, trainer, loader, ends):
+    """A generator may take a while to stop serving."""
+    filled = threading.Event()
+
+    def before_gather(name):
+        if name == "t1":
+            filled.set()
+
+    senders, receivers = ends()
+    plan, load = make_plan(pages, bucket_bytes=3 * PAGE), loader()
+    offer = senders[0].offer(plan)
+    sending = asyncio.create_task(asyncio.to_thread(senders[0].send, plan, trainer(pages, before=before_gather)))
+    assert await asyncio.to_thread(filled.wait, 10), "nothing is gathered until a receiver connects"
+    assert await receivers[0].receive(plan, [offer], load) == 8 * PAGE
+    assert await sending == 8 * PAGE
+    senders[0].release(plan)
+
+
 async def test_a_tensor_above_the_limit_has_a_block_of_its_own(pages, make_plan, trainer, loader, run_sync, ends):
     tensors = pages | {"large": torch.randn(20 * PAGE_OF_FLOATS), "after": torch.randn(5)}
     senders, receivers = ends()

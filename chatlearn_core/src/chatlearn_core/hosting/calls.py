@@ -49,7 +49,12 @@ class Calls:
         Raises:
             BackendError: the process is gone.
         """
-        future: asyncio.Future[Any] | Future[Any] = Future() if loop is None else loop.create_future()
+        future: asyncio.Future[Any] | Future[Any]
+        if loop is None:
+            future = Future()
+            future.set_running_or_notify_cancel()  # nobody takes back what is on its way
+        else:
+            future = loop.create_future()
         with self._lock:
             if self._lost is not None:
                 raise self._lost(method)

@@ -170,7 +170,6 @@ class HostedProcess:
         """
         future = self._send(method, "call", method, args, {}, False).future
         assert isinstance(future, Future)
-        future.set_running_or_notify_cancel()
         return future
 
     async def acall(

@@ -6,8 +6,9 @@ import os
 import signal
 import time
 
-_PATIENCE_S = 1.0
-_LOOK_S = 0.02
+_PATIENCE_S = 5.0
+_LOOK_S = 0.1
+"""Nothing more for so long: it has written all."""
 
 
 class StackFile:
@@ -20,7 +21,7 @@ class StackFile:
         return str(self.descriptor)
 
     def ask(self, pid: int, number: signal.Signals) -> str:
-        """The stacks of a process that has registered for the signal; empty if it does not write any in a second."""
+        """The stacks of a process that has registered for the signal; empty if it writes none for seconds."""
         start = size = os.fstat(self.descriptor).st_size
         os.kill(pid, number)
         deadline = time.monotonic() + _PATIENCE_S

@@ -33,8 +33,20 @@ class Lane:
             call()
         self._ended.set()
 
-    async def run(self, method: str, function: Callable[..., T], /, *args: Any, timeout_s: float | None = None) -> T:
+    async def run(
+        self,
+        method: str,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout_s: float | None = None,
+        setting: str | None = None,
+    ) -> T:
         """Call ``function(*args)`` in this lane and wait for the result.
+
+        Args:
+            timeout_s: of this call; the lane's by default.
+            setting: the key that bounds this call, for messages; the role's ``timeout_s`` by default.
 
         Raises:
             BackendTimeoutError: no answer within the timeout; carries the stack of the thread that hangs.
@@ -76,8 +88,8 @@ class Lane:
         except TimeoutError:
             stack = self.stack()
             raise BackendTimeoutError(
-                f"role {self.name!r}: {method} did not return within {limit:g} s (roles.{self.name}.timeout_s). "
-                f"It hangs here:\n{stack}"
+                f"role {self.name!r}: {method} did not return within {limit:g} s "
+                f"({setting or f'roles.{self.name}.timeout_s'}). It hangs here:\n{stack}"
             ).at(WorkerPlace(self.name, method=method), stack) from None
 
     def stack(self) -> str:

@@ -183,7 +183,10 @@ class WeightTransfer:
         return receipts
 
     async def _send(self, plan: SyncPlan, trainer: Trainer, lane: Lane) -> None:
-        await lane.run("send weights", self.sender.send, plan, trainer, timeout_s=plan.timeout_s + _GRACE_S)
+        limit = plan.timeout_s + _GRACE_S
+        await lane.run(
+            "send weights", self.sender.send, plan, trainer, timeout_s=limit, setting="weight_sync.timeout_s"
+        )
         self.planner.sent(plan)
 
     async def _sender_failed(self, plan: SyncPlan, replicas: Replicas, failure: BaseException) -> list[SyncReceipt]:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chatlearn_core.hosting.engine_side.shared_files import mapped_files
+
 MARK = "CHATLEARN_TEST_MARK"
 """An environment variable: whoever has it was started by the test, however many parents have died in between."""
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_NAMES = ("chatlearn", "torch_")
 """How names of ours and torch's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
 other programs on the machine leave there meanwhile is not the test's affair."""
-WAIT_S = 15.0
+WAIT_S = 60.0
 """A process whose parent was killed needs a moment to notice."""
 _LOOK_EVERY_S = 0.1
 _PROC = Path("/proc")
@@ -126,13 +128,11 @@ def shared_memory() -> frozenset[str]:
     return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
 
 
-def unheld(names: frozenset[str]) -> set[str]:
-    """Those that no living process has open or mapped: nobody will remove them."""
-    left = set(names)
-    for pid in processes() if left else ():
-        text = _read(pid, "maps") + "\n" + "\n".join(_open_files(pid))
-        left = {name for name in left if str(SHARED_MEMORY / name) not in text}
-    return left
+def unheld(names: frozenset[str], besides: int | None = None) -> set[str]:
+    """Those that no living process, ``besides`` left out, has open or mapped: nobody will remove them."""
+    others = [pid for pid in processes() if pid != besides] if names else []
+    held = mapped_files(others).union(*map(_open_files, others))
+    return {name for name in names if str(SHARED_MEMORY / name) not in held}
 
 
 def listening_ports(pid: int | None = None) -> frozenset[int]:

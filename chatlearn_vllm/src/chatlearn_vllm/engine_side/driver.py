@@ -142,18 +142,7 @@ class EngineDriver:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._condition:
-                    while not (self._work or self._can_step or self._closing):
-                        self._condition.wait()
-                    if self._closing:
-                        break
-                    work = list(self._work)
-                    self._work.clear()
-                for do, future in work:
-                    self._settle(do, future)
-                if self._can_step:
-                    self._step()
+            self._drive()
         except BaseException as error:
             trace = "".join(traceback.format_exception(error)[-3:])
             self._die(f"{type(error).__name__}: {error}\n{trace}")
@@ -162,6 +151,26 @@ class EngineDriver:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+
+    def _drive(self) -> None:
+        """Do what comes, and step, until it is closed."""
+        while True:
+            with self._condition:
+                while not (self._work or self._can_step or self._closing):
+                    self._condition.wait()
+                if self._closing:
+                    return
+                count = len(self._work)
+            self._do_work(count)
+            if self._can_step:
+                self._step()
+
+    def _do_work(self, count: int) -> None:
+        """The next ``count`` things that wait to be done."""
+        for _ in range(count):
+            with self._condition:
+                do, future = self._work.popleft()
+            self._settle(do, future)
 
     def _settle(self, do: Callable[[], Any], future: Future[Any] | None) -> None:
         if future is None:

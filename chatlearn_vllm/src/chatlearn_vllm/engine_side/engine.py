@@ -12,6 +12,7 @@ from copy import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError
 
@@ -95,7 +96,7 @@ class Engine:
                     **arguments,
                 }
             )
-            num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+            num_workers = vllm.envs.VLLM_DP_SIZE * args.tensor_parallel_size * args.pipeline_parallel_size
             make_way_for_groups()
             _ROPE_DICT.clear()  # rotary tables: shared ones would be given back under another engine's feet
             with threads_bound(num_workers):
@@ -106,6 +107,8 @@ class Engine:
             raise _start_error(error, words) from error
         self._client = self._engine.engine_core
         self._core = self._client.engine_core
+        self._ranks: dist.ProcessGroup | None = self._engine.dp_group
+        """Those of a data-parallel engine; None if it is not one."""
         # Ending one engine would take apart the process groups that all engines of this process share.
         self._client._finalizer.detach()
         self._tasks = self._engine.get_supported_tasks()
@@ -174,10 +177,40 @@ class Engine:
         self._ids[key] = inner.request_id
 
     def step(self) -> list[Report]:
-        """Compute one step and return what it sampled."""
+        """Compute one step and return what it sampled.
+
+        A rank of a data-parallel engine takes part in the other ranks' step with a dummy batch, if it has none of its
+        own.
+        """
+        reports, has_computed = self._advance()
+        if self._ranks is not None and not has_computed:
+            self._core.execute_dummy_batch()
+        return reports
+
+    def agree(self, told: int, *, busy: bool, closing: bool) -> tuple[int, bool, bool]:
+        """What holds for all ranks of a data-parallel engine; waits until every one has asked.
+
+        Args:
+            told: what this rank has been told and not done yet.
+            busy: whether it has work.
+            closing: whether it is to end.
+
+        Returns: how much every rank has been told; whether any is busy; whether any is closing.
+        """
+        assert self._ranks is not None, "the engine is not data-parallel"
+        values = torch.tensor([told, -int(busy), -int(closing)], dtype=torch.int64, device="cpu")
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks)
+        told, idle, staying = values.tolist()
+        return told, idle < 0, staying < 0
+
+    def _advance(self) -> tuple[list[Report], bool]:
+        """Let the engine core schedule and compute; what was sampled, and whether the model ran."""
         reports: list[Report] = []
         stopped: list[str] = []
-        for output in self._client.get_output().outputs:
+        outputs, has_computed = self._core.step_fn()
+        self._core.post_step(model_executed=has_computed)
+        ours = outputs.get(0) if outputs else None
+        for output in () if ours is None else ours.outputs:
             key = self._keys.get(output.request_id)
             if key is None:
                 continue  # aborted while the step was computed
@@ -194,7 +227,7 @@ class Engine:
                 self._forget(key)
         if stopped:
             self._client.abort_requests(stopped)
-        return reports
+        return reports, has_computed
 
     def drain(self) -> Iterator[list[Report]]:
         """Finish the steps that were begun ahead (asynchronous scheduling), without beginning others."""
@@ -203,7 +236,7 @@ class Engine:
         self._core.pause_scheduler("keep", clear_cache=False)
         try:
             for _ in range(self._core.batch_queue_size):
-                yield self.step()
+                yield self._advance()[0]
         finally:
             self._core.resume_scheduler()
 

@@ -8,14 +8,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from .driver import EngineDriver, Event
+from .lockstep import LockstepDriver
 
 
 class HostedDriver:
     """One driver; its events go to whoever listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_lockstep: bool) -> None:
+        """Make the driver.
+
+        Args:
+            in_lockstep: whether the engine is one rank of several that are data-parallel.
+        """
         self._emit: Callable[[Event], None] | None = None
-        self._driver = EngineDriver(self._pass_on)
+        self._driver = (LockstepDriver if in_lockstep else EngineDriver)(self._pass_on)
 
     async def listen(self, emit: Callable[[Event], None]) -> None:
         """Pass events on until the caller gives up."""

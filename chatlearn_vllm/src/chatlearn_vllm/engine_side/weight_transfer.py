@@ -30,8 +30,9 @@ from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
 from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
 from chatlearn_core.hosting.engine_side.groups import JoinedGroups
 
+from .cpu_collectives import add_missing_collectives
 from .pipeline_stages import make_stage_inputs
-from .process_state import allow_amx, engine_words
+from .process_state import allow_amx, engine_words, keep_freed_memory
 from .seeded_draws import install
 from .weight_transfer_name import BACKEND
 from .worker_memory import WorkerMemory
@@ -81,6 +82,8 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
         super().__init__(*arguments)
         self._groups = JoinedGroups()
         self._blocks = MappedBlocks()
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def init_transfer_engine(self, init_info: GroupRequest) -> None:
         """Join a group, or leave it. Joining one twice does nothing."""
@@ -219,3 +222,4 @@ def _untouched_layers(model: torch.nn.Module) -> list[str]:
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, CheckpointNameTransfer)
 allow_amx()
+add_missing_collectives()

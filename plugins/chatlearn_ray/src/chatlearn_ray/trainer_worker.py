@@ -107,8 +107,8 @@ class TrainerWorker(Worker):
 
     async def send(self, key: str, plan: SyncPlan) -> int:
         """Bytes sent."""
-        sender = self._senders[key]
-        return await self.lane.run("send", sender.send, plan, self.trainer, timeout_s=plan.timeout_s + GRACE_S)
+        send, limit = self._senders[key].send, plan.timeout_s + GRACE_S
+        return await self.lane.run("send", send, plan, self.trainer, timeout_s=limit, setting="weight_sync.timeout_s")
 
     async def release(self, key: str, plan: SyncPlan) -> None:
         self._senders[key].release(plan)

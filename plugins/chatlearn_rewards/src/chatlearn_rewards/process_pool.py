@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ConfigError
@@ -396,7 +397,15 @@ class _Worker:
         return f"signal {signal.Signals(end.si_status).name}"
 
     def alive(self) -> bool:
-        return self._end() is None
+        """Whether it may be given work. A process that was killed is a zombie, but for its other threads, before it can
+        be waited for.
+        """
+        if self._end() is not None:
+            return False
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:  # a system without /proc
+            return True
 
     def _end(self) -> os.waitid_result | None:
         """How the process ended, if it did, without reaping it: its id, which names its group, stays its own."""

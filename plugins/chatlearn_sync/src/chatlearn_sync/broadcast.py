@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Literal
 
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore, Work
+from torch._C._distributed_c10d import TCPStore
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting.engine_side.checksums import checksum
@@ -26,6 +26,7 @@ from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.addresses import bound_socket, listening_host
+from chatlearn_sync.arrival import GLANCE_S, Arrival
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
 from chatlearn_sync.gpus import shared_gpu, visible_gpus
 from chatlearn_sync.hub import Hub
@@ -48,18 +49,14 @@ log = logging.getLogger(__name__)
 NAME = "broadcast"
 Backend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
-GLANCE_S = 0.0005
-"""How often a wait for a broadcast looks at the control path."""
-
-
 ALONE_BYTES = 4 << 20
 """A tensor of this size travels alone, out of its own memory: packing it with others would cost more."""
 LAST_BUCKET_S = 1.0
 """How long a sender that failed waits for buckets that are on their way."""
 
 
-Running = dict[int, tuple[int, Work, Tensor]]
-"""Buffer -> bucket on its way: its number, its broadcast, and its memory, which is held until it has arrived."""
+Running = dict[int, tuple[int, Arrival]]
+"""Buffer -> the number of the bucket that is on its way out of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +100,7 @@ class BroadcastSender:
                 try:
                     return self._send(plan, trainer, hub, running)
                 except Exception:
-                    _let_finish([work for _, work, _ in running.values()])
+                    _let_finish([arrival for _, arrival in running.values()])
                     raise
         except BaseException:
             self._leave()  # nobody knows how far the others are
@@ -126,16 +123,15 @@ class BroadcastSender:
                 self._form(plan, hub, backend, where)
             slot = self._buffers.slot(number, num_bytes(bucket))
             if slot in running:
-                number_before, work, _ = running.pop(slot)
-                self._finish(number_before, work, hub, where)
+                self._finish(*running.pop(slot), hub, where)
             flat = self._fill(bucket, slot, number, hub)
             assert self._member is not None
-            running[slot] = (number, self._member.group.broadcast(flat), flat)
+            running[slot] = (number, Arrival(self._member.group, flat, hub.nudge))
             sent += num_bytes(bucket)
             number += 1
             del bucket, flat  # what was gathered for it may go, once it is sent
-        for pending, work, _ in running.values():
-            self._finish(pending, work, hub, where)
+        for pending, arrival in running.values():
+            self._finish(pending, arrival, hub, where)
         hub.end(number)
         return sent
 
@@ -193,12 +189,12 @@ class BroadcastSender:
         hub.say(announcement)
         return flat
 
-    def _finish(self, number: int, work: Work, hub: Hub, where: str) -> None:
+    def _finish(self, number: int, arrival: Arrival, hub: Hub, where: str) -> None:
         """Wait until a broadcast is over, with an ear on the control path: a receiver that left would hold it up."""
-        while not work.is_completed():
-            hub.check(GLANCE_S)
+        while not arrival.is_over:
+            hub.check(arrival.glance_s)
         try:
-            work.wait()
+            arrival.wait()
         except RuntimeError as error:
             hub.check()
             raise BackendTimeoutError(
@@ -260,12 +256,12 @@ class BroadcastSender:
                 member.group.close()
 
 
-def _let_finish(works: Sequence[Work]) -> None:
+def _let_finish(arrivals: Sequence[Arrival]) -> None:
     """What is on its way when the sender fails for a reason of its own still arrives, so that receivers hear that
     reason and not of a broken connection.
     """
     deadline = time.monotonic() + LAST_BUCKET_S
-    while time.monotonic() < deadline and not all(work.is_completed() for work in works):
+    while time.monotonic() < deadline and not all(arrival.is_over for arrival in arrivals):
         time.sleep(GLANCE_S)
 
 

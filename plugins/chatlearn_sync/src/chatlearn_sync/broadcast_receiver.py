@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Sequence
-
-from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
 from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
-from chatlearn_sync.broadcast import GLANCE_S, LAST_BUCKET_S, NAME
+from chatlearn_sync.arrival import Arrival
+from chatlearn_sync.broadcast import NAME
 from chatlearn_sync.checksum import load_and_verify
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
 from chatlearn_sync.gpus import visible_gpus
@@ -75,7 +73,12 @@ class BroadcastReceiver:
 
 
 class _FlatIntake(Intake):
-    """This process is in the groups. A loader that fails does not end its part in them: others depend on it."""
+    """This process is in the groups. A loader that fails does not end its part in them: others depend on it.
+
+    A bucket is awaited while the one before arrives or is loaded, so that its sender never waits for this end to ask.
+    """
+
+    acknowledges_later = True
 
     def __init__(
         self,
@@ -122,9 +125,9 @@ class _FlatIntake(Intake):
         slot = buffers.slot(message["bucket"], size)
         if (rank, slot) in self._loads:
             await self._loads.pop((rank, slot))
-        flat = buffers.get(slot, size)
-        await self._arrival(group.broadcast(flat), source, message)
-        self._loads[rank, slot] = asyncio.create_task(self._load(source, message, flat))
+        told = _Told()
+        arrival = Arrival(group, buffers.get(slot, size), told.tell)
+        self._loads[rank, slot] = asyncio.create_task(self._load(source, message, arrival, told))
 
     async def settle(self) -> None:
         await asyncio.gather(*self._loads.values())
@@ -147,42 +150,61 @@ class _FlatIntake(Intake):
         if rank not in self._buffers or not self._buffers[rank].fits(self._limit, device):
             self._buffers[rank] = FlatBuffers(self._limit, device)
 
-    async def _arrival(self, work: Work, source: Source, message: Message) -> None:
-        """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up."""
-        gone_at: float | None = None
-        while not work.is_completed():
-            if gone_at is None and source.reader.at_eof():
-                gone_at = time.monotonic()  # what it sent before may still be on its way
-            if gone_at is not None and time.monotonic() > gone_at + LAST_BUCKET_S:
-                raise WeightSyncError(
-                    f"{self.where}: sender {describe_endpoint(source.sender)} went away while it broadcast bucket "
-                    f"{message['bucket']}: its process has ended"
-                )
-            await asyncio.sleep(GLANCE_S)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise WeightSyncError(
-                f"{self.where}: the broadcast of bucket {message['bucket']} by sender "
-                f"{describe_endpoint(source.sender)} failed: {error}. The sender or another receiver has ended or hangs"
-            ) from error
-
-    async def _load(self, source: Source, message: Message, flat: Tensor) -> None:
+    async def _load(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
+        await self._arrived(source, message, arrival, told)
+        source.say({"acknowledged": message["bucket"]})
         if self._failure is not None:
             return
         try:
             async with self._loading:
-                named = tensors_in(flat, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
+                named = tensors_in(arrival.tensor, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
                 for name, tensor in named:
                     self.check.admit(name, tensor)
                 where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
                 load = self._loader.load_tensors(iter(named))
                 await load_and_verify(load, named, message["checksums"], where)
-            self.num_bytes += flat.numel()
+            self.num_bytes += arrival.tensor.numel()
         except Exception as error:
             self._failure = self._failure or error
             for one in self.sources:
                 one.say({"failed": error_text(error)})
+
+    async def _arrived(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
+        """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up.
+
+        Raises:
+            WeightSyncError: it broke off. The sender hears of it, too: it may be waiting for other receivers.
+        """
+        while not arrival.is_over:
+            await told.wait(arrival.glance_s)
+        try:
+            arrival.wait()
+        except RuntimeError as error:
+            source.say({"failed": error_text(error)})
+            raise WeightSyncError(
+                f"{self.where}: the broadcast of bucket {message['bucket']} by sender "
+                f"{describe_endpoint(source.sender)} failed: {error}. The sender or another receiver has ended or hangs"
+            ) from error
+
+
+class _Told:
+    """What a thread of the process group tells the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self, glance_s: float | None) -> None:
+        """Until it was told; or, with ``glance_s``, so long."""
+        if glance_s is None:
+            await self._event.wait()
+        else:
+            await asyncio.sleep(glance_s)
 
 
 class _EngineIntake(Intake):

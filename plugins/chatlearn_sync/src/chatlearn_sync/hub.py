@@ -47,7 +47,8 @@ class Hub:
     """The sender's end: a connection for each receiver of the plan.
 
     A receiver that fails or is silent for ``plan.timeout_s`` leaves and the others go on; without any left, the send
-    fails. All methods but ``release`` belong to the sending thread.
+    fails. All methods but ``release`` and ``nudge`` belong to the sending
+    thread.
 
     Args:
         host: where receivers reach this process over TCP; None: all are on this host, and a Unix socket does.
@@ -130,14 +131,20 @@ class Hub:
         except OSError as error:
             self._lose(peer, f"went away: {error}")
 
-    def check(self, wait_s: float = 0.0) -> None:
-        """Take in what receivers say, waiting no longer than ``wait_s`` for it.
+    def check(self, wait_s: float | None = 0.0) -> None:
+        """Take in what receivers say, waiting no longer than ``wait_s`` for it, or until a ``nudge``; None: for ever.
 
         Raises:
             WeightSyncError: no receiver is left, or the sync was released.
         """
         self._pump(wait_s)
         self._require_live()
+
+    def nudge(self) -> None:
+        """End a ``check`` that waits, from any thread."""
+        with self._lock:
+            if not self._closed:
+                self._wake.send(b"x")
 
     def behind(self, number: int) -> str:
         """The receivers that did not take bucket ``number``, for a message."""
@@ -241,7 +248,7 @@ class Hub:
         lost = [f"{describe_endpoint(p.endpoint)}: {p.lost}" for p in self._peers.values() if p.lost is not None]
         return "; ".join(lost) if lost else "The plan names no receivers."
 
-    def _pump(self, wait_s: float) -> None:
+    def _pump(self, wait_s: float | None) -> None:
         for key, _ in self._selector.select(wait_s):
             key.data()
 

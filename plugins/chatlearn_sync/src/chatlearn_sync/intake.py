@@ -7,7 +7,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
@@ -41,12 +41,16 @@ class Source:
 class Intake(ABC):
     """Takes one sync from all senders at the same time, so that no rank's stream waits for another's.
 
-    A transport says what a bucket is (``take``). Bucket ``n`` is acknowledged when ``take`` returns; the end of the
-    streams when every sender has ended, all that was taken is settled and no tensor is missing.
+    A transport says what a bucket is (``take``). Bucket ``n`` is acknowledged when ``take`` returns, or later by the
+    transport (``acknowledges_later``); the end of the streams when every sender has ended, all that was taken is
+    settled and no tensor is missing.
 
     Args:
         where: leads every message.
     """
+
+    acknowledges_later: ClassVar[bool] = False
+    """``take`` returns before the bucket is there; who waits for it acknowledges it."""
 
     def __init__(self, plan: SyncPlan, transport: str, endpoint: Endpoint) -> None:
         self.plan = plan
@@ -125,7 +129,7 @@ class Intake(ABC):
             except Exception as error:
                 await self._require_alive(source, error)
                 raise
-            if "bucket" in message:
+            if "bucket" in message and not self.acknowledges_later:
                 source.say({"acknowledged": message["bucket"]})
 
     async def _next(self, source: Source) -> Message:

@@ -22,7 +22,8 @@ class SharedMemoryOptions(BaseModel):
         64,
         ge=1,
         description="What of each of the two blocks is filled at most before it is read, MiB, where no tensor is "
-        "larger; weight_sync.bucket_mb / 3 bounds it. Of a smaller model an eighth is, or 16 MiB.",
+        "larger; weight_sync.bucket_mb / 3 bounds it. Of a smaller model an eighth is, or 16 MiB; the first parts "
+        "are smaller, so that loading begins early.",
     )
     verify_checksums: bool = Field(
         False,

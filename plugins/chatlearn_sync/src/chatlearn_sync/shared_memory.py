@@ -33,8 +33,10 @@ from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_
 NAME = "shared_memory"
 PAGE_BYTES = mmap.PAGESIZE
 PARTS = 8
-"""Of a model that travels: until the first is full, nobody loads."""
+"""Of a model that travels: engines load few large parts faster than many small ones."""
 LEAST_FILL_BYTES = 16 << 20
+FIRST_FILL_BYTES = 4 << 20
+"""Of the first part: until it is full, nobody loads. The next ones double."""
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
 
 
@@ -43,7 +45,7 @@ class Slot:
     """One block of a sender and when it may be filled again."""
 
     block: SharedBlock
-    fill_bytes: int
+    fill_bytes: int = 0
     """When it holds as much, or a larger tensor, it is full."""
     key: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells it apart from any other block that ever had the same path."""
@@ -116,13 +118,15 @@ class SharedMemorySender:
         hub = self._hubs.of(plan)
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         with hub.sending():
-            hub.wait_connected()
             number = sent = 0
             for slot in self._filled(plan, owned(stream(plan, trainer), self._endpoint.rank, check), hub):
+                if number == 0:
+                    hub.wait_connected()  # the first is filled while the receivers get ready
                 hub.say(self._announcement(slot, number))
                 slot.bucket = number
                 number += 1
                 sent += sum(place.spec.num_bytes for place in slot.block.handle().tensors)
+            hub.wait_connected()  # also by those who own nothing
             hub.end(number)
         return sent
 
@@ -145,37 +149,37 @@ class SharedMemorySender:
                 slot.block.close()
             self._slots = []
         while len(self._slots) < 2:
-            self._slots.append(Slot(SharedBlock(size), 0))
+            self._slots.append(Slot(SharedBlock(size)))
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.bucket = -1
-        for slot in self._slots:
-            slot.fill_bytes = self._fill_bytes(plan)
         turn, checks = 0, self._options.verify_checksums
-        current = self._emptied(self._slots[turn], hub)
+        most, fill_bytes = self._fill_bytes(plan), FIRST_FILL_BYTES
+        current = self._emptied(self._slots[turn], hub, min(most, fill_bytes))
         for name, tensor in tensors:
             hub.check()
             if tensor.nbytes > size:
                 if self._large is None:
-                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)), tensor.nbytes)
-                self._emptied(self._large, hub).add(name, tensor, with_checksum=checks)
+                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)))
+                self._emptied(self._large, hub, tensor.nbytes).add(name, tensor, with_checksum=checks)
                 yield self._large
             elif not current.add(name, tensor, with_checksum=checks):
                 yield current
-                turn = 1 - turn
-                current = self._emptied(self._slots[turn], hub)
+                turn, fill_bytes = 1 - turn, fill_bytes * 2
+                current = self._emptied(self._slots[turn], hub, min(most, fill_bytes))
                 current.add(name, tensor, with_checksum=checks)
             del tensor  # it may have been gathered for this stream
         if current.block.handle().tensors:
             yield current
 
-    def _emptied(self, slot: Slot, hub: Hub) -> Slot:
+    def _emptied(self, slot: Slot, hub: Hub, fill_bytes: int) -> Slot:
         if slot.bucket >= 0:
             hub.wait_acknowledged(slot.bucket)
         slot.clear()
+        slot.fill_bytes = fill_bytes
         return slot
 
     def _fill_bytes(self, plan: SyncPlan) -> int:
-        """Engines load few large buckets faster than many small ones, but begin when the first is full."""
+        """Of a part, once they have grown."""
         most = self._options.slot_mb << 20
         return min(most, max(plan.manifest.num_bytes // PARTS, LEAST_FILL_BYTES))
 

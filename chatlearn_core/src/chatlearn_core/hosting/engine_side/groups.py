@@ -37,6 +37,8 @@ class SenderGroup:
         nested = PrefixStore(f"{name}/", PrefixStore(name, store))
         keys = PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
         self.name = name
+        self.says_when_over = backend == "gloo"
+        """Whether the future of a broadcast is done when it has arrived. NCCL's is as soon as it is in its stream."""
         self._group: Any
         if backend == "gloo":
             self._group = dist.ProcessGroupGloo(keys, rank, world_size, timeout=limit)

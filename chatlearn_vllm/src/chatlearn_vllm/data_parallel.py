@@ -1,0 +1,256 @@
+"""One engine of several data-parallel ranks, each in a process of its own.
+
+Every rank is told the same in the same order, and steps when the others do: ``engine_side.lockstep`` says why. Only
+requests differ: each goes to one rank. A rank that is gone leaves the others waiting, so one that dies ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError, HostedProcessLostError
+from chatlearn_core.hosting.reserved_port import reserved_row
+from chatlearn_vllm.engine_side.driver import Event
+from chatlearn_vllm.hosts import ChildHost, OnEvent
+from chatlearn_vllm.joint_call import JointCall
+from chatlearn_vllm.routing import Routing
+
+MEETING_PORTS = 2
+"""Ports from the first on where ranks meet: one for the engines, the next for their workers."""
+_GRACE_S = 10.0
+"""What the other ranks get to answer a call that failed on one; after it they are taken to wait for that one."""
+_LAST_WORDS_S = 2.0
+"""How long an engine that died waits for a better reason: ranks that lose a peer may complain before it is known."""
+_ALIKE = frozenset({"group", "live_bytes"})
+"""Calls that leave ranks in step though they fail on some alone."""
+
+
+class DataParallelHost:
+    """See ``EngineHost``."""
+
+    def __init__(
+        self,
+        name: str,
+        start_timeout_s: float,
+        *,
+        num_ranks: int,
+        python: str | None,
+        environment: Mapping[str, str | None],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: for messages; those of one rank add its number.
+            start_timeout_s: longest time that processes, and then engines, may take to start.
+            num_ranks: ``data_parallel_size``, 2 or more.
+            python: the ranks' interpreter; None: this one.
+            environment: variables to set in every rank, None to unset one. All ranks see the same devices, of which
+                vLLM gives each its own.
+        """
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._num_ranks = num_ranks
+        self._python = python
+        self._environment = environment
+        self._ranks: list[ChildHost] = []
+        self._routing = Routing(num_ranks)
+        self._workers_per_rank = 1
+        self._lock = threading.Lock()
+        """Whoever holds it tells all ranks something, or ends them."""
+        self._ended: str | None = None
+        """Why no rank is to be called any more."""
+        self._last_words: dict[int, str] = {}
+        self._on_event: OnEvent | None = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """See ``EngineHost``."""
+        return False
+
+    @property
+    def ranks(self) -> Sequence[ChildHost]:
+        """In order; empty before ``start``."""
+        return self._ranks
+
+    def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
+        """See ``EngineHost``; ``num_workers`` counts all ranks'."""
+        with reserved_row(MEETING_PORTS) as port:
+            self._ranks = [self._rank(rank, port) for rank in range(self._num_ranks)]
+            with ThreadPoolExecutor(self._num_ranks) as threads:
+                list(threads.map(lambda rank: rank.process.start(self._start_timeout_s), self._ranks))
+            facts: dict[str, Any] = self.call_blocking(
+                "start", dict(arguments), log_level, num_threads, timeout_s=self._start_timeout_s
+            )
+        self._workers_per_rank = facts["num_workers"]
+        return facts | {"num_workers": self._workers_per_rank * self._num_ranks}
+
+    def listen(self, on_event: OnEvent) -> None:
+        """See ``EngineHost``."""
+        self._on_event = on_event
+        for number, rank in enumerate(self._ranks):
+            rank.listen(partial(self._heard, number))
+
+    def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """See ``EngineHost``."""
+        self._tell("submit", [(share,) for share in self._routing.spread(requests)])
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """See ``EngineHost``."""
+        self._routing.ended(keys)
+        self._tell("drop", [(keys,)] * self._num_ranks)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """See ``EngineHost``: the sum for ``live_bytes``, else the first rank's result."""
+        if method == "abort":
+            self._routing.ended(arguments[0])
+        told = self._tell(method, self._shares(method, arguments))
+        return _merged(method, await asyncio.wrap_future(told.future))
+
+    def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """See ``EngineHost`` and ``call``."""
+        told = self._tell(method, self._shares(method, arguments))
+        try:
+            return _merged(method, told.future.result(timeout_s))
+        except FutureTimeoutError:
+            if told.future.done():
+                raise
+        missing = told.missing
+        raise BackendTimeoutError(
+            f"{self._name}: of {self._num_ranks} data-parallel ranks {missing} did not answer. The first of them:\n"
+            f"{self._ranks[missing[0]].process.timeout_error(method, timeout_s)}"
+        )
+
+    def close(self) -> None:
+        """See ``EngineHost``."""
+        with self._lock:
+            self._ended = self._ended or "it was closed"
+        if self._ranks:
+            with ThreadPoolExecutor(self._num_ranks) as threads:
+                list(threads.map(ChildHost.close, self._ranks))
+
+    def _rank(self, rank: int, port: int) -> ChildHost:
+        meeting = {
+            "VLLM_DP_RANK": rank,
+            "VLLM_DP_RANK_LOCAL": rank,
+            "VLLM_DP_SIZE": self._num_ranks,
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": port,
+        }
+        return ChildHost(
+            f"{self._name}, data-parallel rank {rank}",
+            self._start_timeout_s,
+            python=self._python,
+            environment={**self._environment, **{name: str(value) for name, value in meeting.items()}},
+            in_lockstep=True,
+        )
+
+    # Calls
+
+    def _shares(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """By rank: the arguments. Those differ where a rank's workers join a process group."""
+        if method != "group" or arguments[0]["action"] != "join":
+            return [arguments] * self._num_ranks
+        request = arguments[0]
+        first = request["first_rank"]
+        return [({**request, "first_rank": first + rank * self._workers_per_rank},) for rank in range(self._num_ranks)]
+
+    def _tell(self, method: str, shares: Sequence[tuple[Any, ...]]) -> JointCall:
+        """Call all ranks. Whatever is told at the same time comes before or after it on every one."""
+        told = JointCall(method, self._num_ranks)
+        with self._lock:
+            answers = [_begin(rank, method, share) for rank, share in zip(self._ranks, shares, strict=True)]
+        for number, answer in enumerate(answers):
+            answer.add_done_callback(partial(self._answered, told, number))
+        return told
+
+    def _answered(self, told: JointCall, rank: int, answer: Future[Any]) -> None:
+        """One rank has answered, or cannot; in any thread."""
+        error = answer.exception()
+        if error is None:
+            told.results[rank] = answer.result()
+        elif self._ended is not None:
+            error = HostedProcessLostError(f"{self._name}: {told.method} failed: {self._ended}")
+        elif isinstance(error, HostedCallError) and error.type_name == "StartError":
+            error.text = f"data-parallel rank {rank}: {error.text}"
+        is_last, failure = told.take(rank, error, explains_most=_is_lost(error) and self._ended is None)
+        if failure is None:
+            if is_last:
+                told.future.set_result(told.results)
+            return
+        if _is_lost(failure) or (is_last and told.results and told.method not in _ALIKE):
+            self._end(str(failure))
+        elif not is_last:
+            told.be_patient(_GRACE_S, partial(self._end, str(failure)))
+        if is_last:
+            told.future.set_exception(failure)
+
+    # Deaths
+
+    def _heard(self, rank: int, event: Event) -> None:
+        """One rank's event; on the event loop."""
+        kind, first, second = event
+        assert self._on_event is not None
+        if kind == "tokens":
+            self._routing.ended(key for key, _, _, reason, _ in second if reason is not None)
+        elif kind == "refused":
+            self._routing.ended([first])
+        else:
+            self._rank_died(rank, first)
+            return
+        self._on_event(event)
+
+    def _rank_died(self, rank: int, reason: str) -> None:
+        if self._ended is None and self._ranks[rank].process.lost is None:
+            # Its engine failed, by itself or since another rank is gone: that one may be heard of next.
+            if not self._last_words:
+                asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._end_by_last_words)
+            self._last_words[rank] = reason
+            return
+        self._end(reason)
+        self._report()
+
+    def _end_by_last_words(self) -> None:
+        words = (f"data-parallel rank {rank}: {reason}" for rank, reason in sorted(self._last_words.items()))
+        self._end("\n".join(words))
+        self._report()
+
+    def _report(self) -> None:
+        on_event, self._on_event = self._on_event, _ignore
+        assert on_event is not None
+        on_event(("dead", self._ended, None))
+
+    def _end(self, reason: str) -> None:
+        """End all ranks without waiting for it. The first reason stays."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+        for rank in self._ranks:
+            threading.Thread(target=rank.process.close, args=[0.0], name=f"{self._name} end", daemon=True).start()
+
+
+def _begin(rank: ChildHost, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    try:
+        return rank.process.begin("do", method, *arguments)
+    except BackendError as error:
+        lost: Future[Any] = Future()
+        lost.set_exception(error)
+        return lost
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    return isinstance(error, HostedProcessLostError)
+
+
+def _merged(method: str, results: dict[int, Any]) -> Any:
+    return sum(results.values()) if method == "live_bytes" else results[0]
+
+
+def _ignore(_: Event) -> None:
+    """Nothing follows the event that the engine is dead."""
