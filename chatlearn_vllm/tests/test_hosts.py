@@ -96,7 +96,9 @@ class TestOtherInterpreter:
             generator = replica.generator
             task = asyncio.ensure_future(generator.generate(make_request(PROMPT, "long", max_tokens=100), on_tokens))
             await begun.wait()
+            await generator.pause("keep")
             await generator.abort({"long"})
+            await generator.resume()
             return await task, told
 
         partial, told = replica.run(interrupted())
@@ -113,6 +115,7 @@ class TestOtherInterpreter:
                 replica.generator.generate(make_request(PROMPT, "cut", max_tokens=100), lambda *_: begun.set())
             )
             await begun.wait()
+            await replica.generator.pause("keep")  # or it might end before the kill
             os.kill(replica.generator._host.process.pid, signal.SIGKILL)
             await task
 

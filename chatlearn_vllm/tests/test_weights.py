@@ -141,14 +141,14 @@ class TestFaults:
 
     def test_a_sender_that_falls_silent_leaves_the_replica_dead(self, replica, model):
         tensors = read_checkpoint(model)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-        silent = threading.Thread(target=lambda: groups.append(SenderGroup(store, "silent", "gloo", 2, 0, 5)))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+        silent = threading.Thread(target=lambda: groups.append(SenderGroup(store, "silent", "gloo", 2, 0, 20)))
         groups = []
         silent.start()
 
         async def load():
             loader = replica.loader
-            await loader.join_group(GroupRendezvous("silent", f"127.0.0.1:{store.port}", "gloo", 2, 1, 1.0))
+            await loader.join_group(GroupRendezvous("silent", f"127.0.0.1:{store.port}", "gloo", 2, 1, 5.0))
             manifest = manifest_of(tensors, loader.expected_manifest().aliases)
             await loader.begin(1, manifest)
             await loader.load_broadcast("silent", list(manifest.tensors.values())[:1])

@@ -161,8 +161,8 @@ async def test_a_bucket_is_awaited_before_the_one_ahead_has_arrived(pieces, plan
     monkeypatch.setattr(broadcast_receiver._Told, "wait", lambda self, _: asyncio.sleep(0.001))
     senders, receivers = ends()
     loader = KeepingLoader()
-    plan = plan_for(pieces, timeout_s=10.0)
-    results = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [loader])
+    async with asyncio.timeout(20):
+        results = await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [loader])
     assert results == [6 * KIB, 6 * KIB]
     assert len(made) == 6
 

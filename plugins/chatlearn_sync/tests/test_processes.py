@@ -89,7 +89,7 @@ def plan(tensors, make_plan, endpoint):
             "generator": [{"replica": 0}, {"replica": 1}],
         }.items()
     }
-    return make_plan(tensors, senders=ends["trainer"], receivers=ends["generator"], timeout_s=30.0, bucket_bytes=2048)
+    return make_plan(tensors, senders=ends["trainer"], receivers=ends["generator"], timeout_s=120.0, bucket_bytes=2048)
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,24 @@ async def test_the_first_part_is_filled_before_a_receiver_is_there(pages, make_p
     senders[0].release(plan)
 
 
+async def test_a_receiver_that_comes_after_the_failure_hears_of_it(pages, make_plan, trainer, loader, ends):
+    failed = threading.Event()
+
+    def fail(name):
+        failed.set()
+        raise RuntimeError("gather failed")
+
+    senders, receivers = ends()
+    plan = make_plan(pages)
+    offer = senders[0].offer(plan)
+    sending = asyncio.create_task(asyncio.to_thread(senders[0].send, plan, trainer(pages, before=fail)))
+    assert await asyncio.to_thread(failed.wait, 10)
+    with pytest.raises(WeightSyncError, match="gather failed"):
+        await receivers[0].receive(plan, [offer], loader())
+    with pytest.raises(RuntimeError, match="gather failed"):
+        await sending
+
+
 async def test_a_tensor_above_the_limit_has_a_block_of_its_own(pages, make_plan, trainer, loader, run_sync, ends):
     tensors = pages | {"large": torch.randn(20 * PAGE_OF_FLOATS), "after": torch.randn(5)}
     senders, receivers = ends()

@@ -9,6 +9,7 @@ page costs far more than copying it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import secrets
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.exceptions import ChatLearnError, WeightSyncError
 from chatlearn_core.hosting.shared_block import SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
 from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
@@ -118,16 +119,25 @@ class SharedMemorySender:
         hub = self._hubs.of(plan)
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         with hub.sending():
-            number = sent = 0
-            for slot in self._filled(plan, owned(stream(plan, trainer), self._endpoint.rank, check), hub):
-                if number == 0:
-                    hub.wait_connected()  # the first is filled while the receivers get ready
-                hub.say(self._announcement(slot, number))
-                slot.bucket = number
-                number += 1
-                sent += sum(place.spec.num_bytes for place in slot.block.handle().tensors)
-            hub.wait_connected()  # also by those who own nothing
-            hub.end(number)
+            try:
+                sent = self._send(plan, owned(stream(plan, trainer), self._endpoint.rank, check), hub)
+            except Exception:
+                with contextlib.suppress(ChatLearnError):
+                    hub.wait_connected()  # whoever is on its way shall hear why nothing comes
+                raise
+        return sent
+
+    def _send(self, plan: SyncPlan, tensors: Iterator[tuple[str, Tensor]], hub: Hub) -> int:
+        number = sent = 0
+        for slot in self._filled(plan, tensors, hub):
+            if number == 0:
+                hub.wait_connected()  # the first is filled while the receivers get ready
+            hub.say(self._announcement(slot, number))
+            slot.bucket = number
+            number += 1
+            sent += sum(place.spec.num_bytes for place in slot.block.handle().tensors)
+        hub.wait_connected()  # also by those who own nothing
+        hub.end(number)
         return sent
 
     def release(self, plan: SyncPlan) -> None:
