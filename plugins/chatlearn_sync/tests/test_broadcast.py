@@ -167,6 +167,31 @@ async def test_a_bucket_is_awaited_before_the_one_ahead_has_arrived(pieces, plan
     assert len(made) == 6
 
 
+async def test_buckets_are_loaded_in_the_order_of_the_stream(pieces, plan_for, run_sync, ends, monkeypatch):
+    """Also if the second is seen to be over before the first is."""
+    made, looks = [], []
+
+    class SecondFirst(broadcast_receiver.Arrival):
+        def __init__(self, group, tensor, tell):
+            made.append(self)
+            super().__init__(group, tensor, tell)
+
+        @property
+        def is_over(self):
+            if self is not made[0]:
+                return super().is_over
+            looks.append(len(made) > 1 and made[1].is_over)
+            return sum(looks) > 5 and super().is_over
+
+    monkeypatch.setattr(broadcast_receiver, "Arrival", SecondFirst)
+    monkeypatch.setattr(broadcast_receiver._Told, "wait", lambda self, _: asyncio.sleep(0.001))
+    senders, receivers = ends()
+    loader = KeepingLoader()
+    async with asyncio.timeout(20):
+        await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [loader])
+    assert list(loader.loaded) == list(pieces)
+
+
 async def test_a_broadcast_that_breaks_off_is_said_by_the_receiver(pieces, plan_for, run_sync, ends, monkeypatch):
     class Broken(broadcast_receiver.Arrival):
         def wait(self):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
@@ -96,6 +99,8 @@ class _FlatIntake(Intake):
         self._buffers = buffers
         self._loads: dict[tuple[int, int], asyncio.Task[None]] = {}
         """(sender rank, buffer) -> what still reads the buffer."""
+        self._turns: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By sender rank: a later bucket that arrives first waits for its turn."""
         self._loading = asyncio.Lock()
         self._failure: Exception | None = None
 
@@ -151,23 +156,27 @@ class _FlatIntake(Intake):
             self._buffers[rank] = FlatBuffers(self._limit, device)
 
     async def _load(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
-        await self._arrived(source, message, arrival, told)
-        source.say({"acknowledged": message["bucket"]})
-        if self._failure is not None:
-            return
-        try:
-            async with self._loading:
-                named = tensors_in(arrival.tensor, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
-                for name, tensor in named:
-                    self.check.admit(name, tensor)
-                where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
-                load = self._loader.load_tensors(iter(named))
-                await load_and_verify(load, named, message["checksums"], where)
-            self.num_bytes += arrival.tensor.numel()
-        except Exception as error:
-            self._failure = self._failure or error
-            for one in self.sources:
-                one.say({"failed": error_text(error)})
+        async with self._turns[source.sender.rank]:
+            await self._arrived(source, message, arrival, told)
+            source.say({"acknowledged": message["bucket"]})
+            if self._failure is not None:
+                return
+            try:
+                async with self._loading:
+                    await self._load_arrived(source, message, arrival.tensor)
+                self.num_bytes += arrival.tensor.numel()
+            except Exception as error:
+                self._failure = self._failure or error
+                for one in self.sources:
+                    one.say({"failed": error_text(error)})
+
+    async def _load_arrived(self, source: Source, message: Message, flat: Tensor) -> None:
+        named = tensors_in(flat, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
+        for name, tensor in named:
+            self.check.admit(name, tensor)
+        where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
+        load = self._loader.load_tensors(iter(named))
+        await load_and_verify(load, named, message["checksums"], where)
 
     async def _arrived(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
         """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up.

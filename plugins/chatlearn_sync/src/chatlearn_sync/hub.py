@@ -47,8 +47,7 @@ class Hub:
     """The sender's end: a connection for each receiver of the plan.
 
     A receiver that fails or is silent for ``plan.timeout_s`` leaves and the others go on; without any left, the send
-    fails. All methods but ``release`` and ``nudge`` belong to the sending
-    thread.
+    fails. All methods but ``release`` and ``nudge`` belong to the sending thread.
 
     Args:
         host: where receivers reach this process over TCP; None: all are on this host, and a Unix socket does.
