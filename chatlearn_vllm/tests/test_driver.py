@@ -11,75 +11,9 @@ import pytest
 from chatlearn_vllm.engine_side import driver as driver_module
 from chatlearn_vllm.engine_side.driver import EngineDriver
 
+from .scripted_engine import SURPRISE, ScriptedEngine
+
 PATIENCE_S = 20
-
-
-class ScriptedEngine:
-    """Samples token 7 for every request, as many as it asks for; raises where it is told to."""
-
-    def __init__(self, arguments, *, log_level, num_threads):
-        self.wanted = {}
-        self.log = []
-        self.fail_on = arguments.get("fail_on")
-        self.ahead = arguments.get("ahead", [])
-        self.entered = threading.Event()
-        self.gate = None
-
-    def _do(self, what, *details):
-        self.log.append((what, *details))
-        if what == self.fail_on:
-            raise RuntimeError(f"{what} broke")
-
-    @property
-    def has_work(self):
-        return bool(self.wanted)
-
-    def facts(self):
-        return {"log": self.log}
-
-    def add(self, request):
-        if request["max_tokens"] < 0:
-            raise ValueError("max_tokens must be positive")
-        assert request["max_tokens"] < 1000, "a surprise"
-        self.wanted[request["key"]] = request["max_tokens"]
-
-    def step(self):
-        if self.gate is not None:
-            self.entered.set()
-            self.gate.acquire()
-        self._do("step", *self.wanted)
-        reports = []
-        for key in list(self.wanted):
-            self.wanted[key] -= 1
-            done = self.wanted[key] == 0
-            reports.append((key, [7], [-1.0], "length" if done else None, None))
-            if done:
-                del self.wanted[key]
-        return reports
-
-    def drain(self):
-        while self.ahead:
-            yield [(self.ahead.pop(), [9], [-1.0], None, None)]
-
-    def abort(self, keys):
-        self._do("abort", *keys)
-        for key in keys:
-            self.wanted.pop(key, None)
-
-    def reset_caches(self):
-        self._do("reset_caches")
-
-    def call_workers(self, method, argument=None):
-        self._do(method)
-
-    def sleep(self, level):
-        self._do("sleep", level)
-
-    def wake(self, parts):
-        self._do("wake", *parts)
-
-    def close(self):
-        self._do("close")
 
 
 @pytest.fixture
@@ -125,7 +59,7 @@ def test_what_the_engine_refuses_harms_no_other(start):
 
 def test_a_request_that_the_engine_stumbles_over_is_told_as_well(start):
     driver, events, _ = start()
-    driver.submit([ask(1, 1000), ask(2, 1)])
+    driver.submit([ask(1, SURPRISE), ask(2, 1)])
     assert events.get(timeout=PATIENCE_S)[:2] == ("refused", 1)
     assert events.get(timeout=PATIENCE_S)[2][0][0] == 2
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from chatlearn_vllm.engine_side import driver as driver_module
 from chatlearn_vllm.engine_side.lockstep import LockstepDriver
 
+from .scripted_engine import ScriptedEngine
+
 PATIENCE_S = 20
 
 
@@ -48,26 +50,14 @@ class Peers:
             self._came.notify_all()
 
 
-class RankEngine:
-    """Samples token 7 for every request, as many as it asks for; logs what it is told, and its steps."""
+class RankEngine(ScriptedEngine):
+    """One of several, whose steps wait for each other's."""
 
     def __init__(self, arguments, *, log_level, num_threads):
+        super().__init__(arguments, log_level=log_level, num_threads=num_threads)
         self.peers, self.rank = arguments["peers"], arguments["rank"]
-        self.wanted = {}
-        self.log = []
         self.dummies = 0
-        self.fail_on = None
-        self.gate = None
         self.on_live_bytes = lambda: None
-
-    def _do(self, what, *details):
-        self.log.append((what, *details))
-        if what == self.fail_on:
-            raise RuntimeError(f"{what} broke")
-
-    @property
-    def has_work(self):
-        return bool(self.wanted)
 
     def facts(self):
         return {"engine": self}
@@ -76,45 +66,13 @@ class RankEngine:
         found = self.peers.meet(self.rank, "agree", (told, busy, closing))
         return min(told for told, _, _ in found), any(busy for _, busy, _ in found), any(c for _, _, c in found)
 
-    def add(self, request):
-        if request["max_tokens"] < 0:
-            raise ValueError("max_tokens must be positive")
-        self.wanted[request["key"]] = request["max_tokens"]
-
     def step(self):
         self._do("step")
         if self.gate is not None:
             self.gate.acquire()
         self.dummies += not self.wanted
         self.peers.meet(self.rank, "step")
-        reports = []
-        for key in list(self.wanted):
-            self.wanted[key] -= 1
-            done = self.wanted[key] == 0
-            reports.append((key, [7], [-1.0], "length" if done else None, None))
-            if done:
-                del self.wanted[key]
-        return reports
-
-    def drain(self):
-        return ()
-
-    def abort(self, keys):
-        self._do("abort", *keys)
-        for key in keys:
-            self.wanted.pop(key, None)
-
-    def reset_caches(self):
-        self._do("reset_caches")
-
-    def call_workers(self, method, argument=None):
-        self._do(method)
-
-    def sleep(self, level):
-        self._do("sleep", level)
-
-    def wake(self, parts):
-        self._do("wake", *parts)
+        return self._sample()
 
     def live_bytes(self, part):
         self._do("live_bytes", part)
@@ -122,7 +80,7 @@ class RankEngine:
         return 1
 
     def close(self):
-        self.log.append(("close",))
+        super().close()
         self.peers.leave()
 
 

@@ -18,6 +18,9 @@ from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 
+ROLES = "roles"
+"""Key of the validation context of every options model: the names of all roles of the configuration."""
+
 
 @dataclass(slots=True, frozen=True)
 class SelectedPlugin:
@@ -97,10 +100,6 @@ def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str
     valid = valid_keys(model) if model else []
     unknown = [key for key in section if isinstance(key, str) and key not in valid]
     return next((key for key in unknown if meant_key(key, valid) == name_key), None)
-
-
-ROLES = "roles"
-"""Key of the validation context of every options model: the names of all roles of the configuration."""
 
 
 @dataclass(slots=True)
