@@ -21,7 +21,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-grid lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-grid test-fuzz lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -69,6 +69,9 @@ test-matrix: install-engines  ## Run every trainer x generator x transport, and 
 
 test-grid: install-engines  ## Kill every worker in every phase of a run.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)
+
+test-fuzz: install-dev  ## Try generated configurations, rows, model directories and faults for CHATLEARN_FUZZ_SECONDS (300).
+	CHATLEARN_FUZZ_SECONDS=$${CHATLEARN_FUZZ_SECONDS:-300} $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz $(ARGS)
 
 test-fast: install-dev  ## Run the quick tests (no engine, nothing slow).
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not engine and not slow and not gpu" $(ARGS)
