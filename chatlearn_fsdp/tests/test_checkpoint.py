@@ -1,7 +1,11 @@
+import json
+import os
+import pickle
 import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from chatlearn_core.exceptions import CheckpointError
 
@@ -63,3 +67,41 @@ def test_a_reference_reads_what_a_trainer_wrote(make_trainer, make_batch, policy
     ours, theirs = weights_of(trainer), weights_of(reference)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     shutil.rmtree(tmp_path / "saved")
+
+
+class Hostile:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.directory),)
+
+
+@pytest.mark.parametrize("file", ["shards/.metadata", "shards/__0.metadata", "random_0.pt", "optimizer.pt"])
+def test_no_file_of_a_checkpoint_executes_anything(make_trainer, tmp_path, file) -> None:
+    trainer, saved = make_trainer(), tmp_path / "saved"
+    trainer.save(saved)
+    if file != "optimizer.pt":  # one process reads what several wrote, or claim to have written
+        record = json.loads((saved / "trainer.json").read_text())
+        (saved / "trainer.json").write_text(json.dumps(record | {"sharded": True}))
+        save_sharded({"model": trainer._model.model.state_dict()}, checkpoint_id=saved / "shards", no_dist=True)
+    hostile = Hostile(tmp_path / "executed")
+    if file.endswith(".metadata"):
+        (saved / "shards" / ".metadata").unlink()
+        (saved / file).write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, saved / file)
+    with pytest.raises(CheckpointError, match=str(saved)):
+        trainer.load(saved)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("content", [[1], {}, {"optimizer": {}, "random": {}}, {"optimizer": {}, "random": {"cpu": 3}}])
+def test_an_optimizer_file_of_another_shape_is_damaged(make_trainer, tmp_path, content) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "saved")
+    torch.save(content, tmp_path / "saved" / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        trainer.load(tmp_path / "saved")

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from chatlearn_core.exceptions import CheckpointError
 from chatlearn_fsdp.optimizer import allocate_state, optimizer_tensors
 from chatlearn_fsdp.options import LoraOptions
+from chatlearn_fsdp.sharded_reader import ShardedReader, TensorPlanner
 from chatlearn_fsdp.sharding import RankGroup, copy_whole
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import adapter_state
@@ -131,6 +132,8 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
     _copy_all(saved, state.weights(), file)
     file = directory / OPTIMIZER_FILE
     content = _read_pickle(file)
+    if not all(isinstance(content.get(part), dict) for part in ("optimizer", "random")):
+        raise _unreadable(file, ValueError("it holds no optimizer state and random state"))
     if state.optimizer is not None and has_moments:
         live = state.moments()
         if content["optimizer"].keys() != live.keys():
@@ -138,7 +141,7 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
         for name, entry in content["optimizer"].items():
             _copy_all(entry, live[name], file)
     if state.ranks is None:
-        _set_random_state(content["random"], state.device)
+        _set_random_state(content["random"], state.device, file)
 
 
 def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> None:
@@ -147,12 +150,16 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
     try:
         with warnings.catch_warnings():  # of one process that reads what several wrote, which is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load_sharded(content, checkpoint_id=shards, no_dist=state.ranks is None)
-    except (CheckpointException, OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            load_sharded(
+                content, storage_reader=ShardedReader(shards), planner=TensorPlanner(), no_dist=state.ranks is None
+            )
+    except CheckpointException as error:
+        raise _unreadable(shards, error) from error
+    except (OSError, pickle.UnpicklingError) as error:
         raise _unreadable(shards, error) from error
     random_file = directory / _random_file(state.rank)
     if random_file.exists():
-        _set_random_state(_read_pickle(random_file), state.device)
+        _set_random_state(_read_pickle(random_file), state.device, random_file)
 
 
 def _sharded_content(state: TrainerState, *, with_optimizer: bool) -> dict[str, Any]:
@@ -192,9 +199,16 @@ def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:
 
 def _read_pickle(file: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
+    except (OSError, RuntimeError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise _unreadable(file, error) from error
+    except pickle.UnpicklingError as error:  # whose text advises to run what the file says
+        raise CheckpointError(
+            f"cannot read {file}: it is damaged, or holds more than tensors; nothing of it was executed. Use an earlier"
+            " checkpoint, from a place that you trust."
+        ) from error
     return content
 
 
@@ -217,7 +231,10 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def _set_random_state(state: Mapping[str, Tensor], device: torch.device, file: Path) -> None:
+    try:
+        torch.set_rng_state(state["cpu"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise _unreadable(file, error) from error

@@ -1,7 +1,10 @@
+import contextlib
 import json
+import os
 import shutil
 
 import pytest
+import torch
 
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.model_directory import (
@@ -90,3 +93,36 @@ def test_a_foreign_tokenizer_names_both_numbers(copy) -> None:
 def test_no_tokenizer(tmp_path) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_code_in_a_model_directory_is_not_run(copy, tmp_path) -> None:
+    (copy / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'executed')!r})\n")
+    config = json.loads((copy / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
+    (copy / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "model_type": "evil"}))
+    for load in (load_config, load_causal_lm, load_tokenizer):
+        with contextlib.suppress(ModelError):  # a tokenizer of a known class needs no code
+            load(str(copy))
+    assert not (tmp_path / "executed").exists()
+
+
+class Hostile:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.directory),)
+
+
+def test_pickled_weights_cannot_execute(copy, tmp_path, monkeypatch) -> None:
+    (copy / "model.safetensors").unlink()
+    torch.save({"w": Hostile(tmp_path / "executed")}, copy / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="expected model"):
+        load_causal_lm(str(copy))
+    # The files of a hub id are not looked at before transformers opens them.
+    monkeypatch.setattr("chatlearn_hf.model_directory.check_model_directory", lambda path: None)
+    with pytest.raises(ModelError, match="more than tensors; nothing of it was executed"):
+        load_causal_lm(str(copy))
+    assert not (tmp_path / "executed").exists()

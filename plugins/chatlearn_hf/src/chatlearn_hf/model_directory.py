@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,11 @@ def load_pretrained(
             )
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise not_loadable("model", path, error) from error
+    except pickle.UnpicklingError as error:  # whose text advises to run what the file says
+        raise ModelError(
+            f"cannot load the model in {path}: its weights are no safetensors, and a file is damaged or holds more than"
+            " tensors; nothing of it was executed. Use a model that is saved as safetensors."
+        ) from error
     missing = sorted(set(report["missing_keys"]) - set(may_be_missing))
     misshapen = sorted(str(entry) for entry in report["mismatched_keys"])
     if missing or misshapen:
