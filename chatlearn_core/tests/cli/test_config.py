@@ -31,6 +31,10 @@ from pydantic import BaseModel
 
 class Options(BaseModel, extra="forbid"):
     lr: float = 0.5
+
+    @property
+    def warnings(self):
+        return [("lr", "nothing learns at this rate")] if self.lr == 0 else []
 """
 CONFIG = """\
 model: {path: models/tiny}
@@ -121,3 +125,11 @@ def test_loading_a_configuration_imports_no_torch() -> None:
     code = "import sys, chatlearn_core.config.load; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_validate_tells_warnings_and_still_succeeds(config: Path) -> None:
+    result = runner.invoke(app, ["validate", str(config), "roles.trainer.options.lr=0"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("warning: ") == 1
+    assert "roles.trainer.options.lr: nothing learns at this rate (got 0.0)" in result.stderr
+    assert "is valid" in result.stdout

@@ -47,6 +47,10 @@ class TrainerOptions(Forbidding):
 class GroupOptions(Forbidding):
     group_size: int = 4
 
+    @property
+    def warnings(self) -> tuple[tuple[str, str], ...]:
+        return (("group_size", "so many are rarely worth it"),) if self.group_size > 1000 else ()
+
 
 class Careless(BaseModel):
     """Ignores unknown keys, as pydantic does by default."""

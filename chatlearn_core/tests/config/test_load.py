@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
@@ -359,3 +360,20 @@ def test_no_value_anywhere_raises_anything_else(data: st.DataObject, valid: str,
     except ConfigError:
         return
     assert resolved_values(load_config(to_yaml(resolved_values(loaded)), (), registry)) == resolved_values(loaded)
+
+
+def test_what_options_warn_of_has_a_place_and_refuses_nothing(valid, registry):
+    assert load_config(valid, registry=registry).warnings == ()
+    loaded = load_config(valid, ["algorithm.options.group_size=2000"], registry)
+    assert loaded.warnings == (
+        "override 'algorithm.options.group_size=2000': algorithm.options.group_size: so many are rarely worth it "
+        "(got 2000)",
+    )
+
+
+def test_an_option_named_warnings_is_an_option(valid, registry, monkeypatch):
+    class Options(BaseModel):
+        warnings: bool = True
+
+    monkeypatch.setattr("acme_options_of_config_tests.GroupOptions", Options)
+    assert load_config(valid, registry=registry).warnings == ()

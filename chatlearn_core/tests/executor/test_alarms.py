@@ -102,3 +102,9 @@ def test_a_step_whose_samples_all_failed_stops_the_run() -> None:
 def test_a_step_that_merely_teaches_nothing_does_not() -> None:
     assert Alarms().check(experience("equal rewards", "equal rewards"), {"samples/excluded": 2.0})
     assert Alarms().check(experience("reward failed: A", 1.0), {"samples/excluded": 1.0})
+
+
+def test_tokens_without_probability_are_told() -> None:
+    [sentence] = Alarms().mismatch({"mismatch/prob_diff_mean": 0.001, "mismatch/infinite": 0.02})
+    assert sentence.startswith("2.0% of the sampled tokens have no finite logprob")
+    assert Alarms().mismatch({"mismatch/prob_diff_mean": 0.001, "mismatch/infinite": 0.0}) == []

@@ -149,7 +149,11 @@ def make_run(
     assembly = SimpleNamespace(
         config=config,
         loaded=SimpleNamespace(
-            config=config, written={}, resolved={}, chosen=lambda *path: SimpleNamespace(record=spec, options=None)
+            config=config,
+            written={},
+            resolved={},
+            warnings=("run.yaml:3: odd",),
+            chosen=lambda *path: SimpleNamespace(record=spec, options=None),
         ),
         registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
         algorithm=ReadingAlgorithm(),
@@ -226,6 +230,13 @@ async def test_a_run_trains_saves_and_exports(training: Training) -> None:
     assert trained.steps == [1, 2, 3, 4, 5]
     assert trained.checkpoints == ["step_00000002", "step_00000004", "step_00000005"]
     assert trained.runtime.calls == ["update", "update", "save", "update", "update", "save", "update", "save"]
+
+
+async def test_warnings_of_the_configuration_are_told_and_written_down(training: Training) -> None:
+    trained = training("a")
+    await trained.run.train()
+    assert trained.listener.said.count("run.yaml:3: odd") == 1
+    assert '"warning": "run.yaml:3: odd"' in (trained.run_dir / "events.jsonl").read_text()
 
 
 async def test_ranking_checkpoints_by_what_is_no_metric_is_told_once(training: Training) -> None:

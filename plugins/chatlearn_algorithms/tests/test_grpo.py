@@ -62,6 +62,8 @@ def test_loss_has_the_options(make_context):
         aggregation="token_mean",
         kl_coef=0.2,
         kl_estimator="k2",
+        kl_weight="ratio",
+        kl_clamp="none",
         entropy_coef=0.01,
         log_entropy=False,
         importance_correction="mask",
@@ -69,7 +71,8 @@ def test_loss_has_the_options(make_context):
         importance_threshold=4.0,
     )
     (loss,) = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).losses().values()
-    for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "kl_coef", "kl_estimator", "entropy_coef"):
+    names = ("clip_low", "clip_high", "dual_clip", "aggregation", "entropy_coef")
+    for name in (*names, "kl_coef", "kl_estimator", "kl_weight", "kl_clamp"):
         assert getattr(loss, name) == getattr(options, name)
     assert (loss.temperature, loss.log_entropy, loss.old_logprobs) == (0.7, False, "trainer_logprobs")
     assert (loss.correction.mode, loss.correction.level, loss.correction.threshold) == ("mask", "sequence", 4.0)

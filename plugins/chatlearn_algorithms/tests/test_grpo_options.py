@@ -28,8 +28,21 @@ def test_dr_grpo_differs_in_two_defaults():
             {"importance_correction": "mask", "recompute_old_logprobs": False},
             "importance_correction=mask weighs by .* set recompute_old_logprobs: true",
         ),
+        (
+            {"kl_weight": "ratio", "kl_estimator": "k3_straight_through"},
+            "kl_weight=ratio gives the KL the gradient .* set kl_weight: none",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         GRPOOptions(**settings)
+
+
+def test_k1_alone_in_a_loss_is_warned_of():
+    (warning,) = GRPOOptions(kl_coef=0.1, kl_estimator="k1").warnings
+    assert warning[0] == "kl_estimator"
+    assert "expectation 0" in warning[1]
+    for fine in ({}, {"kl_estimator": "k1"}, {"kl_coef": 0.1}):
+        assert GRPOOptions(**fine).warnings == ()
+    assert GRPOOptions(kl_coef=0.1, kl_estimator="k1", kl_weight="ratio").warnings == ()

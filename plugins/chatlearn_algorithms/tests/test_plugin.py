@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from chatlearn_algorithms import grpo_options, plugin
-from chatlearn_core.losses import AggregationMode, CorrectionLevel, KLEstimator
+from chatlearn_core.losses import AggregationMode, CorrectionLevel, KLClamp, KLEstimator, KLWeight
 
 SPECS = {spec.name: spec for spec in plugin.chatlearn_algorithms()}
 
@@ -44,6 +44,8 @@ def test_listing_imports_nothing_heavy(module):
     [
         (grpo_options.Aggregation, AggregationMode),
         (grpo_options.KLName, KLEstimator),
+        (grpo_options.KLWeightName, KLWeight),
+        (grpo_options.KLClampName, KLClamp),
         (grpo_options.Level, CorrectionLevel),
     ],
 )

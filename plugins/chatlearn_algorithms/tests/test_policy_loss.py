@@ -53,6 +53,9 @@ SETTINGS = {
     "asymmetric dual clip": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5, "aggregation": "token_mean"},
     "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1, "aggregation": "seq_mean_token_sum"},
     "straight-through kl": {"kl_coef": 0.3, "kl_estimator": "k1_straight_through", "aggregation": "prompt_mean"},
+    "ratio-weighted kl": {"kl_coef": 0.3, "kl_weight": "ratio", "kl_clamp": "none"},
+    "generator-weighted kl": {"kl_coef": 0.3, "kl_estimator": "k1", "kl_weight": "generator_ratio"},
+    "kl with its score": {"kl_coef": 0.3, "kl_weight": "score", "kl_clamp": "all"},
     "dr_grpo": {"aggregation": "seq_mean_token_sum_norm", "constant_length": 16},
     "truncated": {"correction": ImportanceCorrection("truncate", "token", 1.2)},
     "masked sequences": {"correction": ImportanceCorrection("mask", "sequence_geometric", 1.3)},
@@ -90,10 +93,15 @@ def loop_loss(policy: TinyPolicy, samples: list[Sample], loss: PolicyLoss) -> to
                     term = term * (weight if 1 / limit <= weight <= limit else 0.0)
             if loss.kl_coef:
                 x = data["reference_logprobs"][t] - new
+                sampled_by = {"ratio": old[t], "generator_ratio": generated[t], "score": new.detach()}
                 if loss.kl_estimator == "k3":
                     kl = torch.exp(x) - x - 1
+                elif loss.kl_estimator == "k1":
+                    kl = -x
                 else:  # value of k1, gradient of k2
                     kl = (-x).detach() + (x * x / 2) - (x * x / 2).detach()
+                if loss.kl_weight != "none":
+                    kl = kl * torch.exp(new - sampled_by[loss.kl_weight])
                 term = term + loss.kl_coef * kl
             if loss.entropy_coef:
                 term = term + loss.entropy_coef * (row.exp() * row).sum()
@@ -195,6 +203,28 @@ def test_metrics_are_token_means(samples):
     assert metrics["actor/pg_loss"].reducer == "sum"
 
 
+def test_distances_are_shown_as_they_are(samples):
+    """Trainer logprobs 50 nats above the policy's, the reference's 30 below, one token of probability 0."""
+    loss = PolicyLoss(kl_coef=0.5)
+    batch = loss.prepare(pack_samples(samples))
+    outputs = TinyPolicy().outputs(batch)
+    batch.token_data["trainer_logprobs"] = outputs["logprobs"].detach() + 50
+    batch.token_data["reference_logprobs"] = outputs["logprobs"].detach() - 30
+    metrics = loss(outputs, batch).metrics
+    assert metrics["actor/ppo_kl"].value == pytest.approx(50, rel=1e-5)
+    assert metrics["actor/reference_kl_k1"].value == pytest.approx(30, rel=1e-5)
+    assert metrics["actor/reference_kl"].value == pytest.approx(29, rel=1e-5)  # e^-30 + 30 - 1
+    assert metrics["actor/kl_loss"].value == 10
+    assert metrics["actor/infinite_kl"].value == 0
+
+    never = int(batch.loss_mask.nonzero()[0])
+    batch.token_data["reference_logprobs"][never] = -torch.inf
+    metrics = loss(outputs, batch).metrics
+    assert metrics["actor/infinite_kl"].value == pytest.approx(1 / sum(LENGTHS))
+    assert metrics["actor/reference_kl"].value == pytest.approx(29, rel=1e-5)
+    assert metrics["actor/reference_kl"].count == sum(LENGTHS) - 1
+
+
 def test_mismatch_is_measured_where_the_generator_is_old(samples):
     loss = PolicyLoss(old_logprobs="generator_logprobs")
     batch = loss.prepare(pack_samples(samples))
@@ -265,3 +295,11 @@ def test_missing_arrays_are_named(samples, name):
 def test_travels_to_other_processes():
     loss = PolicyLoss(correction=ImportanceCorrection("mask", "token", 2.0))
     assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_a_kl_weighted_by_the_generator_needs_its_logprobs(samples):
+    batch = pack_samples(samples)
+    del batch.token_data["generator_logprobs"]
+    PolicyLoss(kl_coef=0.1).prepare(batch)
+    with pytest.raises(FlowError, match="reads generator_logprobs"):
+        PolicyLoss(kl_coef=0.1, kl_weight="generator_ratio").prepare(batch)

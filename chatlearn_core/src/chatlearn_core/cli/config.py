@@ -40,8 +40,10 @@ def show(
 
 @app.command()
 def validate(file: File, overrides: Overrides = None) -> None:
-    """Check the configuration and tell every problem; exit code 2 if there is one."""
+    """Check the configuration and tell every problem; exit code 2 if there is one. Warnings do not count."""
     loaded = _load(file, overrides)
+    for warning in loaded.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     plugins = ", ".join(f"{key}: {choice.record.name}" for key, choice in loaded.choices.items())
     typer.echo(f"{loaded.source} is valid ({plugins})")
 

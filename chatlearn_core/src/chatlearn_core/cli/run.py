@@ -50,6 +50,8 @@ def run(
 
     assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)
     if dry_run:
+        for warning in assembly.loaded.warnings:
+            typer.echo(f"warning: {warning}", err=True)
         typer.echo(describe(assembly))
         return
     registry = assembly.registry

@@ -7,6 +7,7 @@ needs a file to be opened (models, datasets) is checked when the run starts, not
 from __future__ import annotations
 
 from chatlearn_core.config.problems import Problem
+from chatlearn_core.config.rules.cautions import CAUTION_RULES
 from chatlearn_core.config.rules.checked import Checked, Rule
 from chatlearn_core.config.rules.roles import ROLE_RULES
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
@@ -21,3 +22,8 @@ RULES: tuple[Rule, ...] = (*SETTING_RULES, *ROLE_RULES, *WEIGHT_SYNC_RULES, *SAM
 def crosscheck(checked: Checked) -> list[Problem]:
     """What all rules find."""
     return [problem for rule in RULES for problem in rule(checked)]
+
+
+def cautions(checked: Checked) -> list[Problem]:
+    """What a valid configuration should be told about."""
+    return [problem for rule in CAUTION_RULES for problem in rule(checked)]

@@ -16,13 +16,21 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from chatlearn_core.config.choices import SelectedPlugin, choose
-from chatlearn_core.config.crosscheck import crosscheck
+from chatlearn_core.config.crosscheck import cautions, crosscheck
 from chatlearn_core.config.document import parse, read_text
 from chatlearn_core.config.fields import model_at, valid_keys
 from chatlearn_core.config.interpolation import resolve
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.config.overrides import apply_overrides
-from chatlearn_core.config.problems import InvalidConfigError, KeyPath, Problem, nearest, overlaps, unknown_key
+from chatlearn_core.config.problems import (
+    InvalidConfigError,
+    KeyPath,
+    Problem,
+    nearest,
+    overlaps,
+    render,
+    unknown_key,
+)
 from chatlearn_core.config.rules.checked import Checked
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.plugins.loader import discover_plugins
@@ -46,6 +54,8 @@ class LoadedConfig:
     """Every chosen plugin with its validated options, by the dotted path of the section that chose it: ``algorithm``,
     ``roles.trainer``, ``roles.reward.parts.0``, ``weight_sync`` (absent under ``auto``), ``runtime``,
     ``log.loggers.0``, ``data.train.0`` (absent under ``auto``)."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed and hardly meant, each with its place; a run says them as it starts."""
 
     def chosen(self, *path: str | int) -> SelectedPlugin | None:
         """The plugin chosen at a path, such as ``chosen("roles", "trainer")``; None where nothing is chosen."""
@@ -91,13 +101,16 @@ def load_config(
     problems += _explained(invalid, choices.models)
     problems += [problem for problem in choices.problems if not _is_tainted(problem, tainted)]
     tainted += [problem.path for problem in choices.problems]
+    warnings: list[Problem] = []
     if config is not None:
-        conflicts = crosscheck(Checked(config, choices, registry.records("weight_sync")))
+        checked = Checked(config, choices, registry.records("weight_sync"))
+        warnings, conflicts = cautions(checked), crosscheck(checked)
         problems += [problem for problem in conflicts if not _is_tainted(problem, tainted)]
     if problems:
         raise InvalidConfigError(source, problems, document.marks)
     assert config is not None
-    return LoadedConfig(config, resolved, document.values, source, choices.selected)
+    told = tuple(render(warning, document.marks) for warning in warnings)
+    return LoadedConfig(config, resolved, document.values, source, choices.selected, told)
 
 
 def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:

@@ -69,6 +69,12 @@ class Alarms:
         difference = metrics.get("mismatch/prob_diff_mean")
         if difference is None:
             return []
+        infinite = metrics.get("mismatch/infinite", 0.0)
+        if infinite > 0:
+            return [
+                f"{infinite:.1%} of the sampled tokens have no finite logprob with either the trainer or the "
+                f"generator: the two do not hold the same model. {MISMATCH_CAUSES}"
+            ]
         before = statistics.median(self._differences) if len(self._differences) >= JUMP_STEPS[0] else None
         self._differences.append(difference)
         if before is not None and difference > max(JUMP_FLOOR, JUMP_FACTOR * before):

@@ -119,6 +119,8 @@ class Run:
         self.directory.remove(FAILURE_PAGE)  # of a run that goes on now
         self.directory.write_text("config.yaml", to_yaml(self._settings))
         self.directory.write_text("flow.svg", to_svg(self.assembly.graph))
+        for warning in self.assembly.loaded.warnings:
+            self.journal.warn(warning, "configuration", warning=warning)
         evaluated = self.assembly.eval_set.reports if self.assembly.eval_set is not None else ()
         for dataset in [*self.assembly.train_set.reports, *evaluated]:
             if dataset.num_bad or dataset.num_filtered:

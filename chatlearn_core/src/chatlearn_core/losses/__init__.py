@@ -9,7 +9,7 @@ from chatlearn_core.losses.importance import (
     check_same_basis,
     importance_weights,
 )
-from chatlearn_core.losses.kl import KLEstimator, full_kl, kl_estimate
+from chatlearn_core.losses.kl import KLClamp, KLEstimator, KLWeight, full_kl, kl_estimate
 from chatlearn_core.losses.logprobs import (
     TokenLogprobs,
     prediction_rows,
@@ -17,7 +17,7 @@ from chatlearn_core.losses.logprobs import (
     token_logprobs_from_hidden,
 )
 from chatlearn_core.losses.mismatch import mismatch_metrics
-from chatlearn_core.losses.ratio import importance_ratio, masked_log_ratio, sequence_log_ratio
+from chatlearn_core.losses.ratio import importance_ratio, masked_difference, masked_log_ratio, sequence_log_ratio
 
 __all__ = [
     "AggregationMode",
@@ -25,7 +25,9 @@ __all__ = [
     "CorrectionLevel",
     "CorrectionMode",
     "ImportanceWeights",
+    "KLClamp",
     "KLEstimator",
+    "KLWeight",
     "TokenLogprobs",
     "aggregation_weights",
     "check_same_basis",
@@ -34,6 +36,7 @@ __all__ = [
     "importance_ratio",
     "importance_weights",
     "kl_estimate",
+    "masked_difference",
     "masked_log_ratio",
     "mismatch_metrics",
     "prediction_rows",

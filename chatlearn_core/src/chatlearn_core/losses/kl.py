@@ -3,6 +3,14 @@
 With x = reference − π: k1 = −x is unbiased and noisy; k2 = x²/2 is biased, and its gradient is that of the true KL;
 k3 = eˣ − x − 1 is unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020). The straight-through
 variants report one estimator's value and send k2's gradient.
+
+An unbiased value does not make an unbiased gradient. The expectation of an estimator k depends on π twice, through k
+and through the tokens that π samples, and the gradient of k alone misses the second part:
+
+    ∇ E_π[k] = E_π[∇k + k ∇log π]
+
+∇k1 = ∇log π has expectation 0; ∇k3 = (1 − eˣ) ∇log π has expectation ∇KL(reference ‖ π), the other direction. A weight
+restores the second part (``KLWeight``), and then k1 and k3 both have the gradient of KL(π ‖ reference).
 """
 
 from __future__ import annotations
@@ -12,36 +20,69 @@ from typing import Literal
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
+KLWeight = Literal["none", "ratio", "generator_ratio", "score"]
+"""What a token's estimate is multiplied by, with gradient: ``ratio``: ρ = exp(π − old) (TRL's default; DeepSeek-V3.2,
+arXiv 2512.02556); ``generator_ratio``: exp(π − generator) (NeMo-RL's on-policy approximation); ``score``: exp(π −
+sg(π)), which is 1 and has the gradient of log π (NeMo-RL's default), right while π is the policy that sampled."""
+KLClamp = Literal["k3", "all", "none"]
+"""What is cut: ``k3``: k3 alone, which is exponential, x to ±20 and its value to 10 (verl); ``all``: x to ±20 and every
+estimate, weighted, to ±10 (NeMo-RL, OpenRLHF); ``none``: nothing (TRL). What is cut has gradient 0."""
 
 MAX_LOG_DIFFERENCE = 20.0
 """|x| beyond this would overflow k3's exponential in float32 sums."""
-MAX_K3 = 10.0
+MAX_KL = 10.0
 """One token that the reference finds far more likely than the policy must not dominate a batch: eˣ is unbounded."""
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    estimator: KLEstimator,
+    *,
+    clamp: KLClamp = "k3",
+    weights: Tensor | None = None,
+) -> Tensor:
     """Per-token estimate of KL(π ‖ reference).
 
     Args:
         logprobs: [...] of tokens sampled from π, with gradient where the KL is a loss.
         reference_logprobs: [...] of the same tokens, of the same basis.
-        estimator: see the module; k3 clamps x to ±20 and its value to at most 10, where its gradient is 0.
+        estimator: see the module.
+        clamp: see ``KLClamp``. A diagnostic takes ``none``: what it cuts off is what it should show.
+        weights: [...] with gradient, see ``KLWeight``; None for 1. The product is what is cut.
 
     Returns:
         [...] nats.
     """
     x = reference_logprobs - logprobs
+    if clamp == "all" or (clamp == "k3" and estimator == "k3"):
+        x = x.clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
+    estimate = _estimate(x, estimator, clamp)
+    if weights is not None:
+        estimate = weights * estimate
+    if clamp == "all":
+        return estimate.clamp(-MAX_KL, MAX_KL)
+    return estimate.clamp(max=MAX_KL) if clamp == "k3" and estimator == "k3" else estimate
+
+
+def _estimate(x: Tensor, estimator: KLEstimator, clamp: KLClamp) -> Tensor:
+    k2 = 0.5 * x.square()
     if estimator == "k1":
         return -x
-    k2 = 0.5 * x.square()
     if estimator == "k2":
         return k2
     if estimator == "k1_straight_through":
         return _value_of(-x, k2)
-    bounded = x.clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
-    # expm1(x) - x keeps the digits that exp(x) - x - 1 loses near 0, where most tokens are.
-    k3 = (bounded.expm1() - bounded).clamp(max=MAX_K3)
-    return k3 if estimator == "k3" else _value_of(k3, k2)
+    if estimator == "k3":
+        return _k3(x)
+    if clamp == "none":
+        return _value_of(_k3(x), k2)
+    return _value_of(_k3(x.clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)).clamp(max=MAX_KL), k2)
+
+
+def _k3(x: Tensor) -> Tensor:
+    """expm1(x) − x keeps the digits that exp(x) − x − 1 loses near 0, where most tokens are."""
+    return x.expm1() - x
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ def mismatch_metrics(trainer_logprobs: Tensor, generator_logprobs: Tensor, loss_
     Returns:
         ``mismatch/prob_diff_{mean,max}``, ``mismatch/logprob_diff_{mean,max}`` (absolute), and estimates of
         KL(generator ‖ trainer) in nats: ``mismatch/kl`` (k3) and ``mismatch/kl_k1``; ``mismatch/outliers``, the share
-        of tokens whose ratio is outside [1/2, 2]. Empty if nothing is masked.
+        of tokens whose ratio is outside [1/2, 2]. None of them is cut. ``mismatch/infinite``: the share of tokens
+        whose difference is no finite number, because one of the two gives them no probability; they are outliers, and
+        left out of the means of logprobs and KL, of which they would leave nothing to see. Empty if nothing is masked.
     """
     trainer = trainer_logprobs.detach()[loss_mask].double()
     generator = generator_logprobs.detach()[loss_mask].double()
@@ -35,13 +37,21 @@ def mismatch_metrics(trainer_logprobs: Tensor, generator_logprobs: Tensor, loss_
     if not count:
         return {}
     prob_diff = (trainer.exp() - generator.exp()).abs()
-    logprob_diff = (trainer - generator).abs()
-    return {
+    k3 = kl_estimate(generator, trainer, "k3", clamp="none")
+    finite = k3.isfinite()
+    num_finite = int(finite.sum())
+    k3, k1 = k3[finite], kl_estimate(generator, trainer, "k1", clamp="none")[finite]
+    metrics: Metrics = {
         "mismatch/prob_diff_mean": Metric(prob_diff.sum().item(), count),
         "mismatch/prob_diff_max": Metric(prob_diff.max().item(), reducer="max"),
-        "mismatch/logprob_diff_mean": Metric(logprob_diff.sum().item(), count),
-        "mismatch/logprob_diff_max": Metric(logprob_diff.max().item(), reducer="max"),
-        "mismatch/outliers": Metric((logprob_diff > math.log(OUTLIER_RATIO)).sum().item(), count),
-        "mismatch/kl": Metric(kl_estimate(generator, trainer, "k3").sum().item(), count),
-        "mismatch/kl_k1": Metric(kl_estimate(generator, trainer, "k1").sum().item(), count),
+        "mismatch/outliers": Metric((k1.abs() > math.log(OUTLIER_RATIO)).sum().item() + count - num_finite, count),
+        "mismatch/infinite": Metric(count - num_finite, count),
     }
+    if num_finite:
+        metrics |= {
+            "mismatch/logprob_diff_mean": Metric(k1.abs().sum().item(), num_finite),
+            "mismatch/logprob_diff_max": Metric(k1.abs().max().item(), reducer="max"),
+            "mismatch/kl": Metric(k3.sum().item(), num_finite),
+            "mismatch/kl_k1": Metric(k1.sum().item(), num_finite),
+        }
+    return metrics

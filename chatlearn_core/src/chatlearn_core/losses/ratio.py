@@ -9,7 +9,7 @@ MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: far outside any clip range, and still finite when squared or multiplied by an advantage."""
 
 
-def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+def masked_difference(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     """δ = π − old where the loss mask is True, else 0.
 
     Entries outside the mask carry no meaning and may even be infinite: they reach neither the value nor the gradient.
@@ -20,11 +20,15 @@ def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) 
         loss_mask: [T] bool.
 
     Returns:
-        [T], clamped to ±``MAX_LOG_RATIO``.
+        [T], as it is: what a diagnostic shows.
     """
     zero = logprobs.new_zeros(())
-    difference = torch.where(loss_mask, logprobs, zero) - torch.where(loss_mask, old_logprobs, zero)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(loss_mask, logprobs, zero) - torch.where(loss_mask, old_logprobs, zero)
+
+
+def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """``masked_difference``, clamped to ±``MAX_LOG_RATIO``: the logarithm of a ratio that a loss can bear."""
+    return masked_difference(logprobs, old_logprobs, loss_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:

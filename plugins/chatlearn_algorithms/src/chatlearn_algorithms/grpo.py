@@ -94,6 +94,8 @@ class GRPO:
                 constant_length=constant_length,
                 kl_coef=options.kl_coef,
                 kl_estimator=options.kl_estimator,
+                kl_weight=options.kl_weight,
+                kl_clamp=options.kl_clamp,
                 entropy_coef=options.entropy_coef,
                 log_entropy=options.log_entropy,
                 correction=correction,

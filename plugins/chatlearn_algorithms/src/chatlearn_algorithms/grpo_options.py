@@ -11,6 +11,8 @@ Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
 ]
 KLName = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
+KLWeightName = Literal["none", "ratio", "generator_ratio", "score"]
+KLClampName = Literal["k3", "all", "none"]
 Level = Literal["token", "sequence", "sequence_geometric"]
 AdvantageStd = Literal["population", "sample", "none"]
 
@@ -41,6 +43,17 @@ class GRPOOptions(BaseModel):
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the role 'reference' in the loss; 0: no KL.")
     kl_estimator: KLName = Field("k3", description="How the KL to the reference is estimated from sampled tokens.")
+    kl_weight: KLWeightName = Field(
+        "none",
+        description="What each token's KL is multiplied by, with gradient, so that k1 and k3 push toward the reference "
+        "as the KL itself does: ratio, of the policy to old (TRL); generator_ratio, to the generator, or score (both "
+        "NeMo-RL).",
+    )
+    kl_clamp: KLClampName = Field(
+        "k3",
+        description="What is cut, and gives no gradient there: k3 above 10 (verl), all estimates beyond 10 either way "
+        "(NeMo-RL, OpenRLHF), or none (TRL).",
+    )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
     log_entropy: bool = Field(True, description="Measure the policy's entropy even without a bonus.")
     recompute_old_logprobs: bool = Field(
@@ -68,7 +81,25 @@ class GRPOOptions(BaseModel):
                 f"importance_correction={self.importance_correction} weighs by exp(old - generator), which is 1 with "
                 f"recompute_old_logprobs=false: set recompute_old_logprobs: true, or importance_correction: none"
             )
+        if self.kl_weight != "none" and self.kl_estimator not in ("k1", "k2", "k3"):
+            raise ValueError(
+                f"kl_weight={self.kl_weight} gives the KL the gradient that kl_estimator={self.kl_estimator} takes "
+                f"from k2 already, and both together twice that: set kl_weight: none, or kl_estimator: k1 or k3"
+            )
         return self
+
+    @property
+    def warnings(self) -> tuple[tuple[str, str], ...]:
+        """(option, sentence) pairs: what is allowed and hardly meant."""
+        if self.kl_coef and self.kl_estimator == "k1" and self.kl_weight == "none":
+            return (
+                (
+                    "kl_estimator",
+                    "k1 in a loss adds noise and no pull toward the reference: its gradient has expectation 0 while "
+                    "the policy is the one that sampled. Set kl_weight: ratio, or kl_estimator: k1_straight_through",
+                ),
+            )
+        return ()
 
 
 class DrGRPOOptions(GRPOOptions):

@@ -13,11 +13,15 @@ from chatlearn_core.losses import (
     AggregationMode,
     CorrectionLevel,
     CorrectionMode,
+    KLClamp,
     KLEstimator,
+    KLWeight,
     aggregation_weights,
     clipped_policy_loss,
+    importance_ratio,
     importance_weights,
     kl_estimate,
+    masked_difference,
     masked_log_ratio,
     mismatch_metrics,
 )
@@ -38,11 +42,12 @@ class ImportanceCorrection:
 
 @dataclass(slots=True, frozen=True)
 class PolicyLoss:
-    """Σ w (f·clip(ρ, A) + β·KL − η·H) over the masked tokens.
+    """Σ w (f·clip(ρ, A) + β·v·KL − η·H) over the masked tokens.
 
     w are the aggregation weights of the global mini-batch, ρ = exp(π − old), f the detached importance weights
-    exp(old − generator), limited (1 without a correction), H the entropy. Reads ``token_data``: ``advantages``, the old
-    logprobs, and ``reference_logprobs`` and ``generator_logprobs`` where KL and correction need them.
+    exp(old − generator), limited (1 without a correction), v the weight of the KL (``KLWeight``), H the entropy. Reads
+    ``token_data``: ``advantages``, the old logprobs, and ``reference_logprobs`` and ``generator_logprobs`` where KL and
+    correction need them.
     """
 
     clip_low: float = 0.2
@@ -52,6 +57,8 @@ class PolicyLoss:
     constant_length: int | None = None
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
+    kl_weight: KLWeight = "none"
+    kl_clamp: KLClamp = "k3"
     entropy_coef: float = 0.0
     log_entropy: bool = True
     correction: ImportanceCorrection | None = None
@@ -103,7 +110,8 @@ class PolicyLoss:
             dual_clip=self.dual_clip,
         )
         per_token = clip.per_token
-        means: dict[str, Tensor] = {"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": clip.clipped}
+        means: dict[str, Tensor] = {"actor/pg_clipfrac": clip.clipped}
+        differences = {"actor/ppo_kl": masked_difference(old, logprobs.detach(), mask)}
         if self.dual_clip is not None:
             means["actor/pg_clipfrac_lower"] = clip.dual_clipped
         if self.correction is not None:
@@ -122,10 +130,18 @@ class PolicyLoss:
 
         if self.kl_coef:
             zero = logprobs.new_zeros(())
-            reference = torch.where(mask, batch.token_data["reference_logprobs"], zero)
-            kl = kl_estimate(torch.where(mask, logprobs, zero), reference, self.kl_estimator)
+            policy, reference = (
+                torch.where(mask, values, zero) for values in (logprobs, batch.token_data["reference_logprobs"])
+            )
+            kl = kl_estimate(
+                policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=self._kl_weights(logprobs, batch)
+            )
             total = total + self.kl_coef * (weight * kl).sum()
             means["actor/kl_loss"] = kl
+            differences["actor/reference_kl_k1"] = policy.detach() - reference
+            differences["actor/reference_kl"] = kl_estimate(
+                policy.detach().double(), reference.double(), "k3", clamp="none"
+            )
         if self._wants_entropy:
             entropy = outputs["entropy"]
             if self.entropy_coef:
@@ -133,16 +149,33 @@ class PolicyLoss:
                 total = total - self.entropy_coef * (weight * bonus).sum()
             means["actor/entropy"] = entropy
 
+        # Distances are shown as they are, not cut as the loss cuts them. One token of probability 0 would leave nothing
+        # of their means, so such tokens are counted apart.
+        finite = torch.stack([values.isfinite() for values in differences.values()]).all(0)
+        means["actor/infinite_kl"] = ~finite
         # One transfer to the host for all of them.
         sums = [torch.where(mask, values.detach(), 0).sum(dtype=torch.float64) for values in means.values()]
-        pg_total, count, *totals = torch.stack([pg_loss.detach().double(), mask.sum().double(), *sums]).tolist()
+        sums += [torch.where(mask & finite, values, 0).sum(dtype=torch.float64) for values in differences.values()]
+        counts = [mask.sum(dtype=torch.float64), (mask & finite).sum(dtype=torch.float64)]
+        pg_total, count, num_finite, *totals = torch.stack([pg_loss.detach().double(), *counts, *sums]).tolist()
         metrics: Metrics = {"actor/pg_loss": Metric(pg_total, reducer="sum")}
-        metrics |= {name: Metric(value, count) for name, value in zip(means, totals, strict=True)}
+        num_tokens = [count] * len(means) + [num_finite] * len(differences)
+        names = (*means, *differences)
+        metrics |= {name: Metric(*parts) for name, *parts in zip(names, totals, num_tokens, strict=True)}
         if self.old_logprobs == "generator_logprobs":
             # Nobody else has trainer logprobs to compare with. From a step's second update on, what the updates
             # changed is part of the difference.
             metrics |= mismatch_metrics(logprobs, old, mask)
         return LossOutput(total, metrics)
+
+    def _kl_weights(self, logprobs: Tensor, batch: TrainBatch) -> Tensor | None:
+        """The weight of each token's KL, with gradient."""
+        if self.kl_weight == "none":
+            return None
+        if self.kl_weight == "score":
+            return importance_ratio(logprobs, logprobs.detach(), batch.loss_mask)
+        denominator = self.old_logprobs if self.kl_weight == "ratio" else "generator_logprobs"
+        return importance_ratio(logprobs, batch.token_data[denominator], batch.loss_mask)
 
     @property
     def _wants_entropy(self) -> bool:
@@ -152,7 +185,7 @@ class PolicyLoss:
         needed = {"advantages", self.old_logprobs}
         if self.kl_coef:
             needed.add("reference_logprobs")
-        if self.correction is not None:
+        if self.correction is not None or (self.kl_coef and self.kl_weight == "generator_ratio"):
             needed.add("generator_logprobs")
         missing = sorted(needed - batch.token_data.keys())
         if missing:
