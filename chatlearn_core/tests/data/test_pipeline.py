@@ -67,6 +67,19 @@ def test_datasets_of_one_name_are_told_apart(build: Build, write_rows: Any) -> N
     assert [dataset.weight for dataset in examples.datasets] == [1.0, 1.0, 3.0]
 
 
+def test_a_prompt_that_the_run_cannot_use_is_a_bad_row(tokenizer, plugins, data_config, write_rows) -> None:
+    path = write_rows([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "?"}])
+    limits: Any = {"input": "prompts", "max_prompt_tokens": 50, "max_length": 60}
+
+    def check(prompt: Prompt) -> str | None:
+        return f"prompt {prompt.id!r} has no answer" if prompt.ground_truth == "?" else None
+
+    with pytest.raises(DataError, match=r"(?s)1 of 2 rows.*line 2: prompt 'train/1' has no answer.*on_bad_row=skip"):
+        build_dataset(data_config(path), tokenizer, plugins, **limits, check=check)
+    kept = build_dataset(data_config(path, on_bad_row="skip"), tokenizer, plugins, **limits, check=check)
+    assert ids(kept) == ["train/0"]
+
+
 def test_limit_takes_the_first_rows(build: Build, write_rows: Any) -> None:
     path = write_rows([{"prompt": str(i), "answer": i} for i in range(5)] + ["broken, but never read"])
     assert ids(build({"path": path, "limit": 2})) == ["train/0", "train/1"]

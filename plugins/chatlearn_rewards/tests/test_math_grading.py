@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
-from chatlearn_rewards.math_grading import is_right, last_boxed
+from chatlearn_rewards.ground_truths import math_problem
+from chatlearn_rewards.math_grading import is_right
+from chatlearn_rewards.options import MathOptions
 
 EQUAL = [
     (r"so \boxed{\frac12}", "0.5"),
@@ -27,6 +33,47 @@ EQUAL = [
     ("<answer>17</answer>", "17"),
     ("x", "x"),
     (r"\boxed{5}", r"we see that it is \boxed{5}."),
+    (r"\fbox{5}", "5"),
+    (r"\boxed5", "5"),
+    (r"\boxed{1\,234\,567}", "1234567"),
+    ("\\boxed{1\u2009234}", "1234"),
+    (r"\boxed{1{,}234}", "1234"),
+    ("\\boxed{30°}", "30"),
+    ("\\boxed{30°}", r"30^\circ"),
+    (r"\boxed{0 \le x < 1}", "[0,1)"),
+    (r"\boxed{1 > x \geq 0}", "[0,1)"),
+    (r"\boxed{x \in [0,1)}", "[0,1)"),
+    (r"\boxed{[0,1)}", r"0 \leq x < 1"),
+    (r"\boxed{x \le 3}", r"(-\infty,3]"),
+    ("\\boxed{(-∞, 3]}", r"(-\infty,3]"),
+    ("\\boxed{½}", "0.5"),
+    ("\\boxed{3½}", "3.5"),
+    ("\\boxed{x²+1}", "x^2+1"),
+    ("\\boxed{10⁻³}", "0.001"),
+    ("\\boxed{１２}", "12"),
+    ("\\boxed{٣}", "3"),
+    ("\\boxed{−3}", "-3"),
+    ("\\boxed{3×4}", "12"),
+    ("\\boxed{√2}", r"\sqrt{2}"),
+    ("\\boxed{2π}", r"2\pi"),
+    (r"\boxed{3e5}", "300000"),
+    (r"\boxed{3e-2}", "0.03"),
+    (r"\boxed{\emptyset}", r"\varnothing"),
+    ("\\boxed{∅}", r"\emptyset"),
+    (r"\boxed{\{\}}", r"\emptyset"),
+    (r"\boxed{0.\overline{3}}", r"\frac13"),
+    (r"\boxed{0.1\overline{6}}", r"\frac16"),
+    (r"\boxed{\textbf{(C)}}", "C"),
+    (r"\boxed{C}", r"\text{(C)}"),
+    (r"\boxed{\color{red}5}", "5"),
+    (r"\boxed{\textcolor{red}{5}}", "5"),
+    (r"\boxed{{\color[rgb]{0,0,1} 5}}", "5"),
+    (r"\boxed{3 \text{ cm}}", "3"),
+    (r"\boxed{3\text{ centimeters}}", r"3 \text{ cm}"),
+    (r"\boxed{\pm 3}", "3,-3"),
+    (r"\boxed{x=1,x=2}", "1,2"),
+    (r"\boxed{1\text{ and }2}", "1,2"),
+    (r"6!=\boxed{720}", "720"),
 ]
 DIFFERENT = [
     (r"\boxed{(1,2)}", "(1,2]"),
@@ -41,6 +88,9 @@ DIFFERENT = [
     (r"\boxed{}", "5"),
     ("no number here", "5"),
     ("", "5"),
+    (r"\boxed{1 \quad 2}", "12"),
+    (r"\boxed{1$2}", "12"),
+    (r"\boxed{" + "1+" * 1000 + "1}", "1001"),
 ]
 
 
@@ -60,15 +110,33 @@ def test_only_boxed_answers_count_where_that_is_required():
     assert is_right(r"\boxed{42}", "42", require_boxed=True)
 
 
+@pytest.mark.parametrize("require_boxed", [False, True])
 @pytest.mark.parametrize(
-    ("text", "held"),
-    [
-        (r"\boxed{\frac{1}{2}} then \boxed{a_{1}}", "a_{1}"),
-        (r"\boxed{\{1\}}", r"\{1\}"),
-        (r"\boxed{1} and cut short \boxed{2", "1"),
-        (r"\fbox{no} \boxed {7}", "7"),
-        ("nothing", None),
-    ],
+    "completion",
+    [r"\boxed{" * 10_000, r"\boxed{1}" * 10_000, "<answer>" * 10_000, "{" * 100_000, "1=" * 50_000, "not " * 30_000],
+    ids=["open boxes", "boxes", "tags", "braces", "equations", "words"],
 )
-def test_last_boxed_matches_braces(text, held):
-    assert last_boxed(text) == held
+def test_degenerate_completions_take_no_time(completion, require_boxed):
+    """Each has at least 80,000 characters; anything quadratic would run into the limit of the test."""
+    assert not is_right(completion, "5", require_boxed=require_boxed)
+
+
+def test_published_ground_truths_equal_themselves_in_other_forms():
+    """The 500 answers of MATH's test split and their solutions."""
+    folder = os.environ.get("CHATLEARN_TEST_DATA")
+    if folder is None:
+        pytest.skip("CHATLEARN_TEST_DATA does not name the folder that holds math/test.jsonl")
+    rows = [json.loads(line) for line in (Path(folder) / "math/test.jsonl").read_text().splitlines()]
+    assert len(rows) == 500
+    for row in rows:
+        answer = row["answer"]
+        assert math_problem(MathOptions(), answer) is None
+        assert math_problem(MathOptions(), row["solution"]) is None
+        assert is_right(row["solution"], answer), answer
+        for form in (
+            rf"<answer>{answer}</answer>",
+            rf"so \[ \boxed{{ {answer} }} \]",
+            rf"\fbox{{\color{{red}}{answer}}}",
+        ):
+            assert is_right(form, answer), form
+            assert not is_right(form.replace("so ", "not "), "-17.25"), form

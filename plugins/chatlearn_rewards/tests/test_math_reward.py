@@ -22,7 +22,7 @@ async def test_values_accuracy_and_missing_truths(use, make_sample):
     assert (right.value, right.components) == (1.0, {"accuracy": 1.0})
     assert (wrong.value, wrong.components) == (-1.0, {"accuracy": 0.0})
     assert missing.value is None
-    assert "prompt 'p3' has the ground truth None" in missing.error
+    assert "prompt 'p3' has no ground truth" in missing.error
     assert number.value == 1.0
     assert await reward.score([]) == []
 

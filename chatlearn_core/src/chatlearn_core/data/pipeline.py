@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.types import Demonstration, Example, Prompt
 
 InputKind = Literal["prompts", "demonstrations"]
+ExampleCheck = Callable[[Prompt], str | None]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -72,6 +73,7 @@ def build_dataset(
     max_prompt_tokens: int,
     max_length: int,
     split: Split = "train",
+    check: ExampleCheck | None = None,
 ) -> ExampleSet:
     """Read, interpret, render, tokenise and filter the datasets of one split.
 
@@ -86,6 +88,8 @@ def build_dataset(
         max_prompt_tokens: longer prompts are filtered out and counted.
         max_length: longest sequence, tokens: also bounds prompt and completion of a demonstration together.
         split: which list of ``config``.
+        check: says why the run could not use a prompt, such as a ground truth that no reward can read, or None; a row
+            with such a prompt is a bad row.
 
     Raises:
         DataError: a file that is missing, empty or unreadable; bad rows unless ``config.on_bad_row`` is ``skip``; no
@@ -99,7 +103,7 @@ def build_dataset(
     for index, settings in enumerate(config.train if split == "train" else config.eval):
         name = _unique(settings.name or Path(settings.path).stem, {dataset.name for dataset in datasets})
         builder = _Builder(
-            settings, name, f"data.{split}[{index}]", split, renderer, input, limits, config.on_bad_row, places
+            settings, name, f"data.{split}[{index}]", split, renderer, input, limits, config.on_bad_row, places, check
         )
         datasets.append(builder.build(plugins))
     return ExampleSet(tuple(datasets))
@@ -133,6 +137,7 @@ class _Builder:
     on_bad_row: OnBadRow
     places: dict[str, str]
     """Example id -> where it was read; shared by the datasets of a split."""
+    check: ExampleCheck | None
 
     def build(self, plugins: PluginRegistry) -> Dataset:
         path = self.settings.path
@@ -211,6 +216,9 @@ class _Builder:
         example = self._checked(prompt, raw.completion, row_format)
         if prompt.id in self.places:
             raise DataError(f"id '{prompt.id}' was already given to {self.places[prompt.id]}; ids must be unique")
+        problem = self.check(prompt) if self.check is not None else None
+        if problem is not None:
+            raise DataError(problem)
         self.places[prompt.id] = located.place
         return example
 

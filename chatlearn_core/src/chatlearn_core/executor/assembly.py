@@ -12,6 +12,7 @@ from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.flow_checks import check_outputs, check_partial_rollouts, check_roles
+from chatlearn_core.executor.ground_truths import ground_truth_check
 from chatlearn_core.executor.planning import model_source, plan_run
 from chatlearn_core.flow import Graph, trace
 from chatlearn_core.plugins.records import (
@@ -83,6 +84,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         )
     with _asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
         tokenizer = family.load_tokenizer(source)
+    plan = plan_run(loaded, registry, graph, evaluation, losses)
     train_set = build_dataset(
         config.data,
         tokenizer,
@@ -91,9 +93,10 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         max_prompt_tokens=room_for_prompt,
         max_length=max_length,
         split="train",
+        check=ground_truth_check(graph, plan),
     )
     eval_set = None
-    if evaluates:
+    if evaluation is not None:
         eval_set = build_dataset(
             config.data,
             tokenizer,
@@ -102,6 +105,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             max_prompt_tokens=room_for_prompt,
             max_length=max_length,
             split="eval",
+            check=ground_truth_check(evaluation, plan),
         )
     return Assembly(
         loaded=loaded,
@@ -109,7 +113,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         algorithm=algorithm,
         graph=graph,
         evaluation=evaluation,
-        plan=plan_run(loaded, registry, graph, evaluation, losses),
+        plan=plan,
         train_set=train_set,
         eval_set=eval_set,
         sampling=sampling,

@@ -116,6 +116,9 @@ class RewardSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "reward"
     unit: Literal["sample", "group"] = "sample"
+    check_ground_truth: ImportString | None = None
+    """``check(options, ground_truth) -> str | None``: why no completion can be judged against it, in words that follow
+    "prompt 'id'". Called for every row that this reward will judge as data are loaded, so it must be cheap."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def record_problems(record: PluginRecord) -> list[str]:
     problems = [name_problem(record.name), requirement_syntax_problem(record.requires)]
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        if field.type == "ImportString":
+        if field.type == "ImportString" or (field.type == "ImportString | None" and value is not None):
             problem = import_string_problem(value)
             problems.append(f"{field.name}: {problem}" if problem else None)
         elif str(field.type).startswith("frozenset[") and field.name != "model_families":

@@ -1,10 +1,11 @@
-"""Reward ``gsm8k``: the completion's number against the ground truth's, exactly, as decimals."""
+"""Reward ``gsm8k``: the completion's number against the ground truth's, exactly, as fractions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from chatlearn_core.protocols import MemoryPart, RoleContext
@@ -18,10 +19,21 @@ NUMBER = re.compile(
     (?P<sign>(?<![\w.)])[-\u2212]\s?)?          # a minus that is not a subtraction's
     [$\u20ac\u00a3]?\s?
     (?P<sign_after>(?<=[$\u20ac\u00a3])[-\u2212])?
+    (?:(?P<whole>(?<![\d.,/])\d{1,9})\s+(?=\d{1,9}\s?/\s?\d))?     # of a mixed number: 3 1/2
     (?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)
+    (?:[eE](?P<exponent>[-+]?\d{1,3})(?![\w.]))?
+    (?:\s?/\s?(?P<denominator>\d+(?:\.\d+)?))?
     """,
     re.VERBOSE | re.ASCII,
 )
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
+LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
+SEVERAL = re.compile(r"[-\u2212]?[\d.,/]*\d\s*(?:,|;|\bor\b|\band\b)\s*[-\u2212]?\.?\d[\d.,/]*[\s\])}.!]*$", re.ASCII)
+"""At the end of a text: values side by side, which are guesses and no answer."""
+TAIL_CHARACTERS = 2000
+"""Where the last number of a completion without ``####`` is looked for."""
+MAX_DIGITS = 100
+"""A longer run of digits is no answer; computing with it would only take time."""
 
 
 class Gsm8kReward:
@@ -64,22 +76,30 @@ class Gsm8kReward:
         )
 
 
-def answered_number(text: str, *, strict: bool) -> Decimal | None:
-    """The first number on the line after the last ``####``; without one, unless ``strict``, the last number."""
+def answered_number(text: str, *, strict: bool) -> Fraction | None:
+    """The first number on the line after the last ``####``; without one, unless ``strict``, the last number.
+
+    Fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``) and powers of ten (``3e5``) are read as such.
+    Values side by side (``3, 4, 5``) are no answer.
+    """
     _, marker, tail = text.rpartition(MARKER)
     if marker:
-        found = NUMBER.search(tail.lstrip().split("\n", 1)[0])
+        line = LATEX_FRACTION.sub(r"\1/\2", tail.lstrip().split("\n", 1)[0][:TAIL_CHARACTERS])
+        found = NUMBER.search(line)
         if found:
-            return _decimal(found)
+            return None if _is_list(line) else _fraction(found)
     if strict:
         return None
+    end = LATEX_FRACTION.sub(r"\1/\2", text[-TAIL_CHARACTERS:])
+    if _is_list(end):
+        return None
     last = None
-    for found in NUMBER.finditer(text):
+    for found in NUMBER.finditer(end):
         last = found
-    return _decimal(last) if last else None
+    return _fraction(last) if last else None
 
 
-def true_number(ground_truth: Any) -> Decimal | None:
+def true_number(ground_truth: Any) -> Fraction | None:
     """The number of a ground truth: itself, or in its text the one after ``####``, or the last one."""
     if isinstance(ground_truth, bool):
         return None
@@ -89,9 +109,24 @@ def true_number(ground_truth: Any) -> Decimal | None:
         number = Decimal(str(ground_truth))
     except ArithmeticError:
         return None
-    return number if number.is_finite() else None
+    return Fraction(number) if number.is_finite() and abs(number.adjusted()) <= MAX_DIGITS else None
 
 
-def _decimal(found: re.Match[str]) -> Decimal:
-    number = Decimal(found["digits"].replace(",", ""))
+def _is_list(text: str) -> bool:
+    """Whether a text ends in several values; the commas of thousands separate none."""
+    return bool(SEVERAL.search(THOUSANDS.sub("", text)))
+
+
+def _fraction(found: re.Match[str]) -> Fraction | None:
+    if len(found["digits"]) > MAX_DIGITS or len(found["denominator"] or "") > MAX_DIGITS:
+        return None
+    number = Fraction(found["digits"].replace(",", ""))
+    exponent = int(found["exponent"] or 0)
+    number *= Fraction(10) ** exponent
+    if found["denominator"]:
+        denominator = Fraction(found["denominator"])
+        if denominator == 0:
+            return None
+        number /= denominator
+    number += int(found["whole"] or 0)
     return -number if found["sign"] or found["sign_after"] else number

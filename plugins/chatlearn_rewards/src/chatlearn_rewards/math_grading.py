@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from chatlearn_rewards.answer_notation import in_plain_latex, in_plain_prose, interval
+from chatlearn_rewards.final_answer import last_boxed, last_tagged
+from chatlearn_rewards.strict_grading import objection_to_answer, objection_to_context, objection_to_statement
+
 TAIL_CHARACTERS = 4000
 """Where the final expression is looked for when nothing is boxed."""
-BOXED = re.compile(r"\\f?boxed\s*\{")
+MAX_ANSWER_CHARACTERS = 1000
+"""Longer answers are right only if they are the ground truth letter by letter: parsing takes more than linear time, and
+the longest published ground truth of MATH has about 200 characters."""
 TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SPACING = re.compile(r"\\[!,;: ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
-IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
+SPACES = re.compile(r" {2,}")
+IDLE_SPACE = re.compile(r"(?<!\w) | (?!\w)")
 """Between two word characters a space means something: 3 1/2 is not 31/2."""
 
 # math-verify's own time limits use SIGALRM; the pool's limit is a hard kill instead.
@@ -26,54 +32,74 @@ EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its timeouts are off
 
 
-def build_math_grader(require_boxed: bool) -> Callable[[tuple[str, str]], Mapping[str, Any]]:
+def build_math_grader(require_boxed: bool, strict: bool = True) -> Callable[[tuple[str, str]], Mapping[str, Any]]:
     """A function of ``(completion, ground truth)`` that says whether they are equal."""
     parse("$1$", EXTRACTION, parsing_timeout=NO_LIMIT)  # builds the grammar before the first sample's clock runs
 
     def grade(payload: tuple[str, str]) -> Mapping[str, Any]:
         completion, truth = payload
-        return {"right": is_right(completion, truth, require_boxed=require_boxed)}
+        return {"right": is_right(completion, truth, require_boxed=require_boxed, strict=strict)}
 
     return grade
 
 
-def is_right(completion: str, truth: str, *, require_boxed: bool = False) -> bool:
+def is_right(completion: str, truth: str, *, require_boxed: bool = False, strict: bool = True) -> bool:
     """Whether the final answer of ``completion`` equals ``truth``.
 
     The final answer is what the last ``\\boxed{}`` holds; without one, unless ``require_boxed``, what the last
     ``<answer>`` tag holds, and without that the last expression.
+
+    Args:
+        completion: what the policy wrote.
+        truth: an expression, or a solution that boxes one.
+        require_boxed: an answer outside ``\\boxed{}`` is wrong.
+        strict: refuse what ``strict_grading`` names (lists of guesses, negations, other units, ...), which math-verify
+            takes for equal.
     """
-    gold = last_boxed(truth) or truth
-    answer = last_boxed(completion)
-    if answer is None and not require_boxed:
-        tagged = ANSWER_TAG.findall(completion)
-        answer = tagged[-1] if tagged else None
-    if answer is None:
-        if require_boxed:
-            return False
-        if _plain(completion) == _plain(gold):
-            return True
-        answered = parse(completion[-TAIL_CHARACTERS:], EXTRACTION, parsing_timeout=NO_LIMIT)
-    elif _plain(answer) == _plain(gold):
+    boxed_truth = last_boxed(truth)
+    gold = in_plain_latex(boxed_truth.text if boxed_truth else truth)
+    found = last_boxed(completion)
+    if found is None and require_boxed:
+        return False
+    found = found or last_tagged(completion)
+    if found is None:
+        return _statement_is_right(completion, gold, strict)
+    if strict and objection_to_context(found.before):
+        return False
+    answer = in_plain_latex(found.text)
+    if _plain(answer) == _plain(gold):
         return True
-    else:
-        answered = list(_parse_answer(answer))
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return False
+    if not any(_equal(left, right) for left, right in _readings(gold, answer)):
+        return False
+    return not strict or objection_to_answer(answer, gold, _parse_answer) is None
+
+
+def _statement_is_right(completion: str, gold: str, strict: bool) -> bool:
+    """Whether the last expression of a completion that marks no answer equals ``gold``."""
+    tail = in_plain_prose(completion[-TAIL_CHARACTERS:])
+    if len(completion) <= MAX_ANSWER_CHARACTERS and _plain(tail) == _plain(gold):
+        return True
+    answered = parse(tail, EXTRACTION, parsing_timeout=NO_LIMIT)
+    if not answered or not verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT):
+        return False
+    return not strict or objection_to_statement(tail, gold) is None
+
+
+def _readings(gold: str, answer: str) -> Iterator[tuple[str, str]]:
+    """Pairs to compare: as written, and an inequality on one side as the interval that it describes."""
+    yield gold, answer
+    gold_interval, answer_interval = interval(gold), interval(answer)
+    if answer_interval is not None and gold_interval is None:
+        yield gold, answer_interval
+    if gold_interval is not None and answer_interval is None:
+        yield gold_interval, answer
+
+
+def _equal(gold: str, answer: str) -> bool:
+    answered = list(_parse_answer(answer))
     return bool(answered) and verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT)
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last complete ``\\boxed{}`` holds, braces matched; None without one."""
-    for found in reversed(list(BOXED.finditer(text))):
-        depth = 1
-        for position in range(found.end(), len(text)):
-            character = text[position]
-            if character == "\\":
-                continue
-            escaped = text[position - 1] == "\\" and text[position - 2] != "\\"
-            depth += 0 if escaped else (character == "{") - (character == "}")
-            if depth == 0:
-                return text[found.end() : position]
-    return None
 
 
 @lru_cache(maxsize=4096)
@@ -88,4 +114,4 @@ def _parse_answer(answer: str) -> tuple[Any, ...]:
 def _plain(answer: str) -> str:
     """An answer without what does not change its meaning; two that are equal then need no algebra."""
     answer = TEXT_COMMAND.sub(r"\1", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return IDLE_SPACE.sub("", SPACING.sub(" ", answer)).rstrip(".")
+    return IDLE_SPACE.sub("", SPACES.sub(" ", SPACING.sub(" ", answer))).rstrip(".")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_rewards.ground_truths import math_problem
 from chatlearn_rewards.options import MathOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text
 from chatlearn_rewards.process_pool import Outcome, Task
@@ -15,7 +16,8 @@ class MathReward(PooledReward):
     """The last ``\\boxed{}`` of a completion, or its last expression, against the ground truth."""
 
     def __init__(self, options: MathOptions, context: RoleContext) -> None:
-        task = Task("chatlearn_rewards.math_grading:build_math_grader", {"require_boxed": options.require_boxed})
+        arguments = {"require_boxed": options.require_boxed, "strict": options.strict}
+        task = Task("chatlearn_rewards.math_grading:build_math_grader", arguments)
         super().__init__("math", task, options, context)
         self._options = options
         self._role = context.role
@@ -26,11 +28,13 @@ class MathReward(PooledReward):
         judged: list[int] = []
         payloads: list[tuple[str, str]] = []
         for index, sample in enumerate(samples):
-            truth = "" if sample.prompt.ground_truth is None else str(sample.prompt.ground_truth).strip()
-            results.append(RewardResult(None, error=self._no_truth(sample)))
-            if truth:
+            truth = sample.prompt.ground_truth
+            problem = math_problem(self._options, truth)
+            if problem is None:
                 judged.append(index)
-                payloads.append((completion_text(sample), truth))
+                payloads.append((completion_text(sample), str(truth).strip()))
+            where = f"reward 'math' of role {self._role!r}: prompt {sample.prompt.id!r}"
+            results.append(RewardResult(None, error=f"{where} {problem}"))
         for index, outcome in zip(judged, await self._pool.run(payloads), strict=True):
             results[index] = self._result(outcome)
         return results
@@ -41,10 +45,4 @@ class MathReward(PooledReward):
         right = bool(outcome.value["right"])
         return RewardResult(
             self._options.correct if right else self._options.incorrect, {"accuracy": 1.0 if right else 0.0}
-        )
-
-    def _no_truth(self, sample: Sample) -> str:
-        return (
-            f"reward 'math' of role {self._role!r}: prompt {sample.prompt.id!r} has the ground truth "
-            f"{sample.prompt.ground_truth!r}; it must be an expression"
         )

@@ -30,6 +30,11 @@ class MathOptions(PoolOptions):
     correct: float = Field(1.0, description="Reward of a right answer.")
     incorrect: float = Field(0.0, description="Reward of a wrong answer, or none.")
     require_boxed: bool = Field(False, description="Only an answer in \\boxed{} counts.")
+    strict: bool = Field(
+        True,
+        description="Refuse lists of guesses, chains of unequal equations, negations, other units and digits side by "
+        "side, which math-verify takes for equal; false grades as math-verify does.",
+    )
     worker_memory_mb: int | None = Field(4096, ge=256, description="Address space of one worker, MiB.")
 
 

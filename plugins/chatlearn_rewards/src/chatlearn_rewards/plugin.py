@@ -17,12 +17,14 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="Mathematical equivalence of the final answer and the ground truth (math-verify).",
             factory="chatlearn_rewards.math_reward:MathReward",
             options="chatlearn_rewards.options:MathOptions",
+            check_ground_truth="chatlearn_rewards.ground_truths:math_problem",
         ),
         RewardSpec(
             name="gsm8k",
             summary="The number after ####, or the last one, equals the ground truth.",
             factory="chatlearn_rewards.gsm8k_reward:Gsm8kReward",
             options="chatlearn_rewards.options:Gsm8kOptions",
+            check_ground_truth="chatlearn_rewards.ground_truths:gsm8k_problem",
         ),
         RewardSpec(
             name="format",
