@@ -15,6 +15,7 @@ ROLES = {
     "generator": "generator",
     "judge": "generator",
     "reward": "reward",
+    "rules": "reward",
     "reference": "trainer",
     "trainer": "trainer",
 }
@@ -136,6 +137,11 @@ def _mixes_samples(prompts: Any, m: Any) -> Any:
     return m.join(m.generator.generate(prompts), m.judge.generate(prompts))
 
 
+def _scores_twice(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reward.score(samples), m.rules.score(samples))
+
+
 def _joins_a_number(prompts: Any, m: Any) -> Any:
     return m.join(m.generator.generate(prompts), 1)
 
@@ -167,6 +173,7 @@ def _returns_a_list(prompts: Any, m: Any) -> Any:
         (_scores_prompts, "reward.score takes samples.*call a generator role first"),
         (_generates_from_samples, "judge.generate takes the flow's prompts, but is given samples of another call"),
         (_mixes_samples, "m.join mixes samples of different calls: generator.generate.*judge.generate"),
+        (_scores_twice, "rules.score would overwrite the reward that reward.score .* gave.*roles.reward.parts"),
         (_joins_a_number, "m.join takes samples and results of calls on roles, not int"),
         (_passes_a_string, "generator.generate takes prompts, not str 'prompts'"),
         (_returns_nothing, "the flow returns nothing"),
@@ -179,3 +186,18 @@ def test_a_bad_flow_is_refused_with_its_line(flow: Callable[..., Any], says: str
     first, number_of_lines = inspect.getsourcelines(flow)[1], len(inspect.getsourcelines(flow)[0])
     lines = [f"{__file__}:{line}" for line in range(first, first + number_of_lines)]
     assert any(str(caught.value).startswith(line) for line in lines)
+
+
+def test_a_reward_does_not_judge_demonstrations() -> None:
+    """They have no completion, and would go unscored without a word."""
+    with pytest.raises(FlowError, match="reward.score judges completions that a generator sampled"):
+        trace(lambda examples, m: m.join(examples, m.reward.score(examples)), ROLES, input_kind="demonstrations")
+
+
+def test_a_role_whose_name_would_overwrite_the_sampled_logprobs_is_refused() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.sampler.generate(prompts)
+        return m.join(samples, m.generator.logprobs(samples))
+
+    with pytest.raises(FlowError, match="would overwrite 'generator_logprobs'.*rename the trainer role 'generator'"):
+        trace(flow, {"sampler": "generator", "generator": "trainer"})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Prompt, Sample, TrainBatch, cumulative_lengths, pack_samples
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=0, max_size=6)
@@ -67,12 +69,19 @@ def test_selecting_equals_packing_the_chosen_samples(lengths: list[int], data: s
         torch.testing.assert_close(selected.sequence_data[name], alone.sequence_data[name])
 
 
-def test_only_data_that_every_sample_carries_travels_along() -> None:
-    first, second = make_samples([2, 3])
-    del second.token_data["experts"], first.sequence_data["score"]
-    batch = pack_samples([first, second])
-    assert set(batch.token_data) == {"advantages"}
-    assert set(batch.sequence_data) == set()
+@pytest.mark.parametrize(("kind", "name"), [("token_data", "experts"), ("sequence_data", "score")])
+def test_data_that_one_sample_lacks_is_refused_by_name_and_sample(kind: str, name: str) -> None:
+    samples = make_samples([2, 3, 1])
+    del getattr(samples[1], kind)[name]
+    with pytest.raises(BackendError, match=rf"sample 's1' has no {kind} '{name}', but sample 's0' has \(2 of 3"):
+        pack_samples(samples)
+
+
+def test_per_token_data_of_another_length_is_refused_by_name_and_sample() -> None:
+    samples = make_samples([2, 3])
+    samples[1].token_data["advantages"] = np.zeros(2, np.float32)
+    with pytest.raises(BackendError, match="sample 's1': token_data 'advantages' has 2 entries for 3 tokens"):
+        pack_samples(samples)
 
 
 def test_units_can_be_given() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Metric, TrainBatch, cumulative_lengths
-from chatlearn_ray.split import assign, gather_metrics, gather_outputs, speaker_of_slices, take
+from chatlearn_ray.split import assign, gather_metrics, gather_outputs, answers_of_slices, take
 
 
 def batch_of(lengths: list[int], units: list[int] | None = None) -> TrainBatch:
@@ -83,8 +83,30 @@ def test_metrics_count_a_model_parallel_group_once() -> None:
     assert gather_metrics([part, part, part, part], [0, 0, 1, 1])["loss"].value == 4.0
 
 
-def test_the_first_rank_of_a_slice_that_answers_speaks_for_it() -> None:
-    assert speaker_of_slices([{}, {"a": 1}, {"a": 2}, {}], [0, 0, 1, 1]) == [{"a": 1}, {"a": 2}]
+def test_each_name_of_a_slice_comes_from_the_first_rank_that_has_it() -> None:
+    assert answers_of_slices([{}, {"a": 1}, {"a": 2, "b": 3}, {"a": 4, "c": 5}], [0, 0, 1, 1]) == [
+        {"a": 1},
+        {"a": 2, "b": 3, "c": 5},
+    ]
+
+
+def test_what_a_first_stage_reports_hides_nothing_of_the_last_stage() -> None:
+    """Two pipelines of two stages: the first stages report a time, the last ones the loss."""
+    first, last = {"timing_s/embed": Metric(1.0)}, {"loss": Metric(2.0, reducer="sum"), "grad_norm": Metric(3.0)}
+    merged = gather_metrics([first, last, first, {"loss": Metric(5.0, reducer="sum")}], [0, 0, 1, 1])
+    assert {name: metric.value for name, metric in merged.items()} == {
+        "timing_s/embed": 1.0,
+        "loss": 7.0,
+        "grad_norm": 3.0,
+    }
+
+
+def test_outputs_of_a_slice_may_come_from_different_stages() -> None:
+    batch = batch_of([2, 1])
+    answers = [{"hidden_states": torch.ones(3, 4)}, {"logprobs": torch.arange(3.0)}]
+    outputs = gather_outputs(batch, [[0, 1]], answers, [0, 0])
+    assert outputs["logprobs"].tolist() == [0.0, 1.0, 2.0]
+    assert outputs["hidden_states"].shape == (3, 4)
 
 
 def test_a_slice_without_answer_is_an_error() -> None:

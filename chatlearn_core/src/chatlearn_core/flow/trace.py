@@ -13,6 +13,8 @@ from chatlearn_core.exceptions import FlowError
 from chatlearn_core.flow.graph import METHODS, Graph, Method, Node
 
 _HERE = Path(__file__).parent
+SAMPLED_LOGPROBS = "generator_logprobs"
+"""``token_data`` of every sample with a completion; no call of a flow may be named so that it writes there."""
 
 
 def trace(
@@ -186,9 +188,33 @@ class _Role:
                     f"{_caller()}: {self._name}.{name} takes samples, but is given the flow's prompts, which have no "
                     "completion yet: call a generator role first"
                 )
+            if method.kind == "reward":
+                self._check_scoring(method)
+            elif method.field.format(role=self._name) == SAMPLED_LOGPROBS:
+                raise FlowError(
+                    f"{_caller()}: {self._name}.{name} would overwrite {SAMPLED_LOGPROBS!r}, the logprobs that came "
+                    f"with the completions: rename the trainer role {self._name!r}"
+                )
             return self._recorder.call(self._name, method, value)
 
         return call
+
+
+    def _check_scoring(self, method: Method) -> None:
+        """A reward judges what a generator sampled, and a sample has one reward."""
+        recorder = self._recorder
+        if recorder.input_kind == "demonstrations":
+            raise FlowError(
+                f"{_caller()}: {self._name}.{method.name} judges completions that a generator sampled, but the flow's "
+                "input is demonstrations, which have none: leave the call out, or take prompts and call a generator "
+                "role first"
+            )
+        first = next((node for node in recorder.nodes if node.method.kind == "reward"), None)
+        if first is not None and first.role != self._name:
+            raise FlowError(
+                f"{_caller()}: {self._name}.{method.name} would overwrite the reward that {first.name} "
+                f"({first.source}) gave: a sample has one reward. Combine several in one role: roles.{first.role}.parts"
+            )
 
 
 def _ancestors(nodes: list[Node], start: frozenset[int]) -> set[int]:

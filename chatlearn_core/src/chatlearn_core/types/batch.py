@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types.sample import Sample
 from chatlearn_core.types.stored import StoredArray, StoredTensor
 
@@ -108,17 +110,28 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = None) -> TrainBatch:
     """Lay samples end to end.
 
-    Per-token arrays that every sample carries travel along; ``sequence_data`` likewise. Arrays that are kept elsewhere
-    are not fetched: they become a ``StoredTensor``.
+    Every sample carries the same ``token_data`` and ``sequence_data``. Arrays that are kept elsewhere are not fetched:
+    they become a ``StoredTensor``.
 
     Args:
         samples: in the order the batch shall have.
         units: sample id -> unit; without it every sequence is its own unit.
+
+    Raises:
+        BackendError: a sample lacks data that another one has, or has an array of another length than its tokens;
+            names both.
     """
     groups: dict[str, int] = {}
     group_index = [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
-    token_names = set.intersection(*(set(s.token_data) for s in samples)) if samples else set()
-    sequence_names = set.intersection(*(set(s.sequence_data) for s in samples)) if samples else set()
+    token_names = _names_of_all(samples, "token_data")
+    sequence_names = _names_of_all(samples, "sequence_data")
+    for sample in samples:
+        for name, values in sample.token_data.items():
+            if len(values) != len(sample.token_ids):
+                raise BackendError(
+                    f"sample {sample.id!r}: token_data {name!r} has {len(values)} entries for {len(sample.token_ids)} "
+                    "tokens; per-token data has one entry for each token of prompt and completion"
+                )
 
     def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         if any(isinstance(array, StoredArray) for array in arrays):
@@ -135,3 +148,18 @@ def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = No
         token_data={name: joined([s.token_data[name] for s in samples], torch.float32) for name in sorted(token_names)},
         sequence_data={name: torch.tensor([s.sequence_data[name] for s in samples]) for name in sorted(sequence_names)},
     )
+
+
+def _names_of_all(samples: Sequence[Sample], kind: Literal["token_data", "sequence_data"]) -> list[str]:
+    """The names that every sample has data of. Data that only some have would be lost for all."""
+    found: list[set[str]] = [set(getattr(sample, kind)) for sample in samples]
+    everywhere = set.intersection(*found) if found else set()
+    for name in sorted(set().union(*found) - everywhere):
+        having = [sample.id for sample, names in zip(samples, found, strict=True) if name in names]
+        lacking = next(sample.id for sample, names in zip(samples, found, strict=True) if name not in names)
+        raise BackendError(
+            f"sample {lacking!r} has no {kind} {name!r}, but sample {having[0]!r} has ({len(having)} of {len(samples)} "
+            "samples of this batch do): what a loss or a trainer may read, every sample must have. Let what writes it "
+            "(a generator, an algorithm's prepare_samples) write it for every sample, or exclude those without it"
+        )
+    return sorted(everywhere)

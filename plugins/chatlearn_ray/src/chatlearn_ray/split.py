@@ -1,6 +1,7 @@
 """How a batch is divided over the ranks of a trainer, and how their answers are put together again. Pure, no Ray.
 
-Ranks that share a data-parallel rank (a model-parallel group) get the same slice, and one of them answers for all.
+Ranks that share a data-parallel rank (a model-parallel group) get the same slice; what several of them answer is one
+answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from chatlearn_core.types.stored import Array, StoredTensor
 SEQUENCE_OUTPUTS = frozenset({"scores"})
 """Outputs with one row a sequence; all others have one a token."""
 
+K = TypeVar("K", bound=str)
 T = TypeVar("T")
 
 
@@ -39,26 +41,29 @@ def take(batch: TrainBatch, assignment: Sequence[Sequence[int]]) -> list[TrainBa
     return [batch if list(indices) == everything else batch.select(indices) for indices in assignment]
 
 
-def speaker_of_slices(answers: Sequence[Mapping[str, T]], data_parallel_ranks: Sequence[int]) -> list[Mapping[str, T]]:
-    """For each data-parallel rank the answer of its first rank that has one.
+def answers_of_slices(
+    answers: Sequence[Mapping[K, T]], data_parallel_ranks: Sequence[int]
+) -> list[Mapping[K, T]]:
+    """For each data-parallel rank what its ranks answered, name by name from the first of them that has the name.
 
-    Ranks of a model-parallel group either all know the result, or only some do (the last pipeline stage); counting more
-    than one of them would count samples twice.
+    Ranks of a model-parallel group may all know a result, or only some of them do: the last pipeline stage knows the
+    loss, the first one may report something of its own. A name that several ranks report is one result, told several
+    times; adding those up would count samples twice.
 
     Args:
         answers: one a rank; empty where a rank has nothing to say.
         data_parallel_ranks: which slice each rank took.
     """
-    slices: list[Mapping[str, T]] = [{} for _ in range(max(data_parallel_ranks) + 1)]
+    slices: list[dict[K, T]] = [{} for _ in range(max(data_parallel_ranks) + 1)]
     for answer, slice_index in zip(answers, data_parallel_ranks, strict=True):
-        if answer and not slices[slice_index]:
-            slices[slice_index] = answer
-    return slices
+        for name, value in answer.items():
+            slices[slice_index].setdefault(name, value)
+    return list(slices)
 
 
 def gather_metrics(answers: Sequence[Metrics], data_parallel_ranks: Sequence[int]) -> Metrics:
-    """Metric parts of all slices, merged by sum and count, each slice once."""
-    return merge_metrics(*(dict(part) for part in speaker_of_slices(answers, data_parallel_ranks)))
+    """Metric parts of all slices, merged name by name, by sum and count; of a slice each name counts once."""
+    return merge_metrics(*(dict(part) for part in answers_of_slices(answers, data_parallel_ranks)))
 
 
 def gather_outputs(
@@ -74,7 +79,7 @@ def gather_outputs(
     Raises:
         BackendError: a slice with sequences has no answer, or one of another length than its slice.
     """
-    slices = speaker_of_slices(answers, data_parallel_ranks)
+    slices = answers_of_slices(answers, data_parallel_ranks)
     bounds = batch.cu_seqlens.tolist()
     gathered: Outputs = {}
     stored: dict[str, dict[int, Array]] = {}
