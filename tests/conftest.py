@@ -29,7 +29,7 @@ from chatlearn_core.testing.leftovers import WAIT_S, session_members, wait_until
 PROBE_PLUGIN = """
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
-from probe_points import reach
+from probe_points import meddle, reach
 
 @hookimpl
 def chatlearn_rewards():
@@ -51,28 +51,33 @@ def chatlearn_generators():
     return [replace(record, name="watched", factory="probe_backends:WatchedGenerator")]
 
 @hookimpl
-def chatlearn_run_start(run_dir):
+def chatlearn_run_start(run_dir, config):
     reach("start")
+    meddle(config)
 
 @hookimpl
-def chatlearn_rollout_end(step):
+def chatlearn_rollout_end(step, samples, metrics):
     reach("rollout")
+    meddle(samples, metrics)
 
 @hookimpl
-def chatlearn_weights_synced(policy_version):
+def chatlearn_weights_synced(policy_version, receipts):
     reach("synced")
+    meddle(receipts)
 
 @hookimpl
-def chatlearn_step_end(step):
+def chatlearn_step_end(step, metrics):
     reach("metrics")
+    meddle(metrics)
 
 @hookimpl
 def chatlearn_checkpoint_saved(step):
     reach("saved")
 
 @hookimpl
-def chatlearn_run_end(status):
+def chatlearn_run_end(status, summary):
     reach(f"end {status}")
+    meddle(summary)
 """
 
 PROBE_POINTS = """
@@ -84,6 +89,38 @@ def arrived(point):
     _counts[point] += 1
     wanted, _, count = os.environ.get("PROBE", "").partition(":")
     return wanted == point and _counts[point] == int(count or 1)
+
+def meddle(*values):
+    # Change whatever can be changed, and the random numbers of the process.
+    if "PROBE_MEDDLE" not in os.environ:
+        return
+    import random, numpy, torch
+    for value in values:
+        _change(value)
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+
+def _change(value):
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            _change(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            _change(entry)
+        value.clear()
+        value["made up"] = 1.0
+    elif hasattr(value, "fill"):
+        try:
+            value.fill(0)
+        except ValueError:  # read-only
+            pass
+    for name in getattr(value, "__dataclass_fields__", ()):
+        _change(getattr(value, name))
+        try:
+            setattr(value, name, "made up")
+        except AttributeError:  # frozen
+            pass
+    if isinstance(value, list):
+        value.clear()
 
 def reach(point):
     if arrived(point):

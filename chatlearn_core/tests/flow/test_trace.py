@@ -190,7 +190,7 @@ def test_a_bad_flow_is_refused_with_its_line(flow: Callable[..., Any], says: str
 
 def test_a_reward_does_not_judge_demonstrations() -> None:
     """They have no completion, and would go unscored without a word."""
-    with pytest.raises(FlowError, match="reward.score judges completions that a generator sampled"):
+    with pytest.raises(FlowError, match=r"reward\.score judges completions that a generator sampled"):
         trace(lambda examples, m: m.join(examples, m.reward.score(examples)), ROLES, input_kind="demonstrations")
 
 
@@ -199,5 +199,5 @@ def test_a_role_whose_name_would_overwrite_the_sampled_logprobs_is_refused() -> 
         samples = m.sampler.generate(prompts)
         return m.join(samples, m.generator.logprobs(samples))
 
-    with pytest.raises(FlowError, match="would overwrite 'generator_logprobs'.*rename the trainer role 'generator'"):
+    with pytest.raises(FlowError, match=r"would overwrite 'generator_logprobs'.*rename the trainer role 'generator'"):
         trace(flow, {"sampler": "generator", "generator": "trainer"})

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chatlearn_core.plugins import hookspec
@@ -19,8 +20,9 @@ from chatlearn_core.plugins.records import RECORD_TYPES
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import DisabledDistributions, PluginSource
 from chatlearn_core.plugins.validation import REGISTERING_HOOKS
-from chatlearn_core.types import SyncReceipt
+from chatlearn_core.types import Prompt, Sample, SyncReceipt
 
+SAMPLE = Sample("p@1#0", "p@1", Prompt("p", np.array([1]), "?"), np.array([1, 2]), np.array([False, True]))
 HOOKS = [name for name in vars(hookspec) if name.startswith("chatlearn_")]
 Check = Callable[[PluginRegistry, types.ModuleType, Path], None]
 
@@ -68,7 +70,7 @@ CHECKS: dict[str, Check] = {
         "mine",
     ),
     "chatlearn_rollout_end": observes(
-        lambda observers, path: observers.rollout_end(2, [object(), object()], {}),
+        lambda observers, path: observers.rollout_end(2, [SAMPLE, SAMPLE], {}),
         lambda module, path: module.seen,
         [(2, 2)],
     ),

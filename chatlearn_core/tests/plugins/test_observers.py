@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.observers import Observer, Observers
+from chatlearn_core.types import SyncReceipt
 
 
 def failing(*_: object, **__: object) -> None:
@@ -66,3 +73,60 @@ def test_strict_mode_does_not_hide_the_error_being_reported() -> None:
     observers = Observers([Observer("chatlearn_error", "bad 1.0", failing, ())], strict=True)
     observers.error(RuntimeError("the real one"))
     assert observers.failures == {("bad 1.0", "chatlearn_error"): 1}
+
+
+def test_each_observer_has_copies_of_its_own() -> None:
+    seen: list[object] = []
+
+    def vandal(**arguments: Any) -> None:
+        for value in arguments.values():
+            value.clear()
+
+    def run(hook: str, argument: str, notify: Callable[[Observers], None]) -> None:
+        observers = Observers(
+            [
+                Observer(hook, "vandal 1", vandal, (argument,)),
+                Observer(hook, "watcher 1", lambda **kw: seen.append(kw[argument]), (argument,)),
+            ]
+        )
+        notify(observers)
+
+    receipts = [SyncReceipt(0, 1, "serving")]
+    config: dict[str, Any] = {"model": {"path": "here"}, "data": [1]}
+    summary, line = {"totals": {"samples/trained": 3.0}}, {"loss": 1.0}
+    run("chatlearn_run_start", "config", lambda o: o.run_start(config, Path()))
+    run("chatlearn_rollout_end", "metrics", lambda o: o.rollout_end(1, [], line))
+    run("chatlearn_step_end", "metrics", lambda o: o.step_end(1, line))
+    run("chatlearn_weights_synced", "receipts", lambda o: o.weights_synced(1, receipts))
+    run("chatlearn_run_end", "summary", lambda o: o.run_end("completed", summary))
+    assert seen == [config, line, line, receipts, summary], "the second observer sees what the run gave"
+    assert (config["model"], len(receipts)) == ({"path": "here"}, 1)
+    assert summary == {"totals": {"samples/trained": 3.0}}
+    assert line == {"loss": 1.0}
+
+
+def test_a_copy_that_an_observer_changes_deep_inside_is_its_own() -> None:
+    config: dict[str, Any] = {"roles": {"trainer": {"options": {"lr": 1.0}}}}
+
+    def vandal(config: Any) -> None:
+        config["roles"]["trainer"]["options"]["lr"] = 2.0
+
+    Observers([Observer("chatlearn_run_start", "a 1", vandal, ("config",))]).run_start(config, Path())
+    assert config == {"roles": {"trainer": {"options": {"lr": 1.0}}}}
+
+
+def test_random_numbers_of_an_observer_are_no_others() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def reseed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        draw()
+        raise ValueError("after drawing")
+
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    expected = [draw(), draw()]
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    found = [draw()]
+    Observers([Observer("chatlearn_step_end", "a 1", reseed, ())]).step_end(1, {})
+    assert [*found, draw()] == expected

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Metric, TrainBatch, cumulative_lengths
-from chatlearn_ray.split import assign, gather_metrics, gather_outputs, answers_of_slices, take
+from chatlearn_ray.split import answers_of_slices, assign, gather_metrics, gather_outputs, take
 
 
 def batch_of(lengths: list[int], units: list[int] | None = None) -> TrainBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from chatlearn_core.protocols import Logger
 
 
 class Loggers:
-    """All loggers that the configuration names.
+    """All loggers that the configuration names. Each gets copies of its own: what it does to them changes no run.
 
     Args:
         loggers: in the order of the configuration.
@@ -25,13 +26,13 @@ class Loggers:
     def start(self, settings: Mapping[str, Any]) -> None:
         """Begin; a logger that cannot, such as one without its credentials, stops the run before it costs anything."""
         for logger in self.loggers:
-            logger.start(settings)
+            logger.start(deepcopy(dict(settings)))
 
     def log(self, step: int, line: Mapping[str, float]) -> None:
         """Pass a step on."""
         for logger in self.loggers:
             try:
-                logger.log(step, line)
+                logger.log(step, dict(line))
             except Exception as error:
                 self.warn(f"logger {type(logger).__name__} failed at step {step}: {type(error).__name__}: {error}")
 

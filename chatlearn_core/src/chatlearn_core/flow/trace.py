@@ -199,7 +199,6 @@ class _Role:
 
         return call
 
-
     def _check_scoring(self, method: Method) -> None:
         """A reward judges what a generator sampled, and a sample has one reward."""
         recorder = self._recorder

@@ -2,8 +2,9 @@
 
 **Registering hooks** (plural nouns) are called once per process, when plugins load and before any device is touched;
 they return records. The records of all plugins are merged and a run selects by name: no plugin overrides another.
-**Observing hooks** are broadcast while a run works. They return nothing and change nothing; one that raises is logged
-and counted, and stops the run only under strict mode.
+**Observing hooks** are broadcast while a run works. They return nothing and change nothing: each implementation gets
+copies of its own, and random numbers that it draws are no others'. One that raises is logged and counted, and stops the
+run only under strict mode.
 
 An implementation may take any subset of a hook's arguments, by name. Any plugin may implement any hook.
 """
@@ -338,7 +339,7 @@ def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path) -> None:
 def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
     """The experience of one step is complete: every sample is scored, none is trained yet.
 
-    ``samples`` are those of the step, the ones excluded from training included; they are not to be changed.
+    ``samples`` are copies of the step's, the ones excluded from training included; their arrays are read-only.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -402,7 +403,7 @@ def chatlearn_checkpoint_saved(step: int, path: Path) -> None:
 
 @hookspec
 def chatlearn_error(error: BaseException) -> None:
-    """A run is about to fail with ``error``; ``chatlearn_run_end`` follows. Not called for Ctrl-C.
+    """A run is about to fail with ``error``, the exception itself; ``chatlearn_run_end`` follows. Not for Ctrl-C.
 
     Example:
         from chatlearn_core.plugins import hookimpl

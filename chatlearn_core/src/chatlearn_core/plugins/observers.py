@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,30 @@ if TYPE_CHECKING:
     from chatlearn_core.types import Sample, SyncReceipt
 
 logger = logging.getLogger(__name__)
+
+Copy = Callable[[], object]
+"""Makes a copy of an argument."""
+
+
+@contextmanager
+def _random_numbers_apart() -> Iterator[None]:
+    """Random numbers that are drawn in the block, or seeds set, change no others of this process: dropout draws from
+    the same generators. Libraries that are not loaded are not looked for.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    before = (
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
+        torch.get_rng_state() if torch is not None else None,
+    )
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+        if torch is not None:
+            torch.set_rng_state(before[2])
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,8 +63,9 @@ class Observer:
 class Observers:
     """Calls every observing hook; an observer that raises is logged and counted, and the run goes on.
 
-    Under ``strict`` the first failure raises PluginError instead, except in ``chatlearn_error``, where it would hide
-    the error being reported.
+    Every observer gets copies of its own: whatever it does to them, the run and other observers do not see it. Under
+    ``strict`` the first failure raises PluginError instead, except in ``chatlearn_error``, where it would hide the
+    error being reported.
     """
 
     observers: Sequence[Observer] = ()
@@ -45,32 +74,45 @@ class Observers:
     """(distribution and version, hook) -> number of calls that raised."""
 
     def run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        self._notify("chatlearn_run_start", config=config, run_dir=run_dir)
+        self._notify("chatlearn_run_start", {"config": lambda: deepcopy(dict(config))}, run_dir=run_dir)
 
     def rollout_end(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
-        self._notify("chatlearn_rollout_end", step=step, samples=samples, metrics=metrics)
+        from chatlearn_core.types.read_only import read_only_samples  # there are samples, so torch is loaded anyway
+
+        copies: dict[str, Copy] = {"samples": lambda: read_only_samples(samples), "metrics": lambda: dict(metrics)}
+        self._notify("chatlearn_rollout_end", copies, step=step)
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._notify("chatlearn_step_end", step=step, metrics=metrics)
+        self._notify("chatlearn_step_end", {"metrics": lambda: dict(metrics)}, step=step)
 
     def weights_synced(self, policy_version: int, receipts: Sequence[SyncReceipt]) -> None:
-        self._notify("chatlearn_weights_synced", policy_version=policy_version, receipts=receipts)
+        copies: dict[str, Copy] = {"receipts": lambda: list(receipts)}
+        self._notify("chatlearn_weights_synced", copies, policy_version=policy_version)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        self._notify("chatlearn_checkpoint_saved", step=step, path=path)
+        self._notify("chatlearn_checkpoint_saved", {}, step=step, path=path)
 
     def error(self, error: BaseException) -> None:
-        self._notify("chatlearn_error", error=error)
+        self._notify("chatlearn_error", {}, error=error)
 
     def run_end(self, status: RunStatus, summary: Mapping[str, Any]) -> None:
-        self._notify("chatlearn_run_end", status=status, summary=summary)
+        self._notify("chatlearn_run_end", {"summary": lambda: deepcopy(dict(summary))}, status=status)
 
-    def _notify(self, hook: str, **arguments: object) -> None:
+    def _notify(self, hook: str, copies: Mapping[str, Copy], **constants: object) -> None:
+        """Call the hook's observers.
+
+        Args:
+            hook: its name.
+            copies: makes the arguments that could be changed, for each observer that takes them anew.
+            constants: the arguments that cannot.
+        """
         for observer in self.observers:
             if observer.hook != hook:
                 continue
             try:
-                observer.function(**{name: arguments[name] for name in observer.arguments})
+                arguments = {name: copies[name]() if name in copies else constants[name] for name in observer.arguments}
+                with _random_numbers_apart():
+                    observer.function(**arguments)
             except (Exception, SystemExit) as error:
                 key = (observer.origin, hook)
                 self.failures[key] += 1

@@ -74,6 +74,16 @@ class StoredArray(NDArrayOperatorsMixin):
             return parts[0]
         return np.concatenate(parts) if parts else np.zeros(self.shape, self.dtype)
 
+    def read_only(self) -> StoredArray:
+        """The same array; its pieces at hand cannot be written to. Stored ones never can."""
+        pieces: list[Array | Rows] = []
+        for piece in self.pieces:
+            if not isinstance(piece, Rows):
+                piece = piece.view()
+                piece.flags.writeable = False
+            pieces.append(piece)
+        return StoredArray(pieces, self.shape[1:], self.dtype)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

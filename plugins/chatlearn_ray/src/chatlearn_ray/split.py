@@ -41,9 +41,7 @@ def take(batch: TrainBatch, assignment: Sequence[Sequence[int]]) -> list[TrainBa
     return [batch if list(indices) == everything else batch.select(indices) for indices in assignment]
 
 
-def answers_of_slices(
-    answers: Sequence[Mapping[K, T]], data_parallel_ranks: Sequence[int]
-) -> list[Mapping[K, T]]:
+def answers_of_slices(answers: Sequence[Mapping[K, T]], data_parallel_ranks: Sequence[int]) -> list[Mapping[K, T]]:
     """For each data-parallel rank what its ranks answered, name by name from the first of them that has the name.
 
     Ranks of a model-parallel group may all know a result, or only some of them do: the last pipeline stage knows the

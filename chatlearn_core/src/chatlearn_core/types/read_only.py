@@ -1,0 +1,114 @@
+"""Copies for code that only watches: whatever it does to them, what is trained on stays as it was.
+
+A sample's own attributes and mappings are copied; its arrays are shared as views that cannot be written to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from chatlearn_core.types.completion import Completion
+from chatlearn_core.types.prompt import Prompt
+from chatlearn_core.types.sample import RewardResult, Sample
+from chatlearn_core.types.stored import StoredArray
+
+T = TypeVar("T")
+_CONSTANTS = (str, int, float, bool, bytes, type(None))
+
+
+def read_only_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Copies of samples, prompts included; samples of one prompt share its copy."""
+    prompts: dict[int, Prompt] = {}
+    copies: list[Sample] = []
+    for sample in samples:
+        prompt = prompts.get(id(sample.prompt))
+        if prompt is None:
+            prompt = prompts[id(sample.prompt)] = _prompt(sample.prompt)
+        copies.append(
+            Sample(
+                id=sample.id,
+                group_id=sample.group_id,
+                prompt=prompt,
+                token_ids=read_only(sample.token_ids),
+                loss_mask=read_only(sample.loss_mask),
+                completion=None if sample.completion is None else _completion(sample.completion),
+                reward=None if sample.reward is None else _reward(sample.reward),
+                token_data=_arrays(sample.token_data),
+                sequence_data=dict(sample.sequence_data),
+                exclusion=sample.exclusion,
+            )
+        )
+    return copies
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy of plain data: mappings, lists, numbers, texts, arrays. Anything else is copied as deeply as it allows."""
+    if isinstance(value, _CONSTANTS):
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain_copy(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [plain_copy(entry) for entry in value]
+    if type(value) is tuple:
+        return tuple(plain_copy(entry) for entry in value)
+    if isinstance(value, np.ndarray | StoredArray):
+        return read_only(value)
+    return copy.deepcopy(value)
+
+
+def read_only(array: Any) -> Any:
+    """A view that cannot be written to; an array that is kept elsewhere stays there."""
+    if isinstance(array, StoredArray):
+        return array.read_only()
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: read_only(values) for name, values in arrays.items()}
+
+
+def _prompt(prompt: Prompt) -> Prompt:
+    return replace(
+        prompt,
+        token_ids=read_only(prompt.token_ids),
+        ground_truth=plain_copy(prompt.ground_truth),
+        messages=plain_copy(prompt.messages),
+        columns=plain_copy(prompt.columns),
+    )
+
+
+def _completion(completion: Completion) -> Completion:
+    raw = completion.raw_logprobs
+    arrays = {
+        "token_ids": read_only(completion.token_ids),
+        "logprobs": read_only(completion.logprobs),
+        "raw_logprobs": None if raw is None else read_only(raw),
+        "token_data": _arrays(completion.token_data),
+    }
+    if type(completion) is Completion:
+        return replace(completion, **arrays)
+    return _with(completion, **arrays)
+
+
+def _reward(reward: RewardResult) -> RewardResult:
+    tokens = reward.token_values
+    return RewardResult(
+        reward.value, dict(reward.components), None if tokens is None else read_only(tokens), reward.error
+    )
+
+
+def _with(value: T, **changes: Any) -> T:
+    """A shallow copy of a frozen dataclass with other values: unlike ``dataclasses.replace`` it fetches no text that is
+    kept elsewhere.
+    """
+    made = copy.copy(value)
+    for name, change in changes.items():
+        object.__setattr__(made, name, change)
+    return made
