@@ -23,15 +23,32 @@ EOS = 1
 BOS = 2
 
 
+class AddedToken(str):
+    """A special token as tokenizer libraries describe it."""
+
+    special, lstrip, rstrip = True, False, False
+
+
 class CharacterTokenizer:
     """One token a character; plain text gets a beginning-of-sequence token."""
 
     eos_token_id: int | None = EOS
+    control_token: str | None = None
+    """Spells the end-of-sequence token."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return {} if self.control_token is None else {EOS: AddedToken(self.control_token)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(code): code for code in range(128)}
 
     def __init__(self, chat_template: str | None = "roles") -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
+        if self.control_token is not None and not split_special_tokens:
+            text = text.replace(self.control_token, chr(EOS))
         return ([BOS] if add_special_tokens else []) + [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

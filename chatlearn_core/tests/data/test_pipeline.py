@@ -99,6 +99,18 @@ def test_long_prompts_are_filtered_and_counted(build: Build, write_rows: Any) ->
     assert "1 too long (limit 28 prompt tokens)" in str(report)
 
 
+def test_a_prompt_that_is_too_long_without_doubt_is_not_tokenised(
+    build: Build, write_rows: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, seen = tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: seen.append(len(text)) or encode(text, **options))
+    path = write_rows([{"prompt": "x" * n, "answer": 1} for n in (50, 10_000_000)])
+    (report,) = build(path, prompt=100, length=200).reports
+    assert (report.num_examples, report.num_filtered) == (1, 1)
+    assert max(seen) < 100
+    assert report.longest_prompt_tokens >= 10_000_000, "every token of this vocabulary has one character"
+
+
 def test_long_demonstrations_are_filtered_by_their_whole_length(build: Build, write_rows: Any) -> None:
     rows = [{"prompt": "x", "completion": "y" * n} for n in (10, 11)]
     examples = build(write_rows(rows), input="demonstrations", length=TEMPLATE_TOKENS + 1 + 10 + 1)
@@ -206,3 +218,29 @@ def test_fingerprint_changes_with_any_token_and_any_id(build: Build, write_rows:
     prints = [fingerprint(row) for row in ({}, {"prompt": "z"}, {"completion": "z"}, {"id": "z"})]
     assert len(set(prints)) == 4
     assert fingerprint({"answer": 5}) == prints[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fate", "num_tokens"), [("text", "encoded as text", 6), ("special", "taken as tokens", 3)]
+)
+def test_control_tokens_in_rows_are_counted_and_said(
+    build: Build, write_rows: Any, tokenizer: Any, policy: str, fate: str, num_tokens: int
+) -> None:
+    tokenizer.control_token = "</s>"
+    rows = [{"prompt": prompt, "answer": 1} for prompt in ("a</s>b", "plain", "</s></s>c")]
+    examples = build(write_rows(rows), control_tokens=policy)
+    (report,) = examples.reports
+    assert (report.num_control_rows, dict(report.control_tokens)) == (2, {"</s>": 2})
+    assert f"control tokens are spelled in 2 of 3 rows (</s> in 2): {fate} (data.control_tokens)" in str(report)
+    assert report.is_notable
+    first = next(iter(examples))
+    assert len(first.token_ids) == TEMPLATE_TOKENS + num_tokens
+
+
+def test_rows_with_control_tokens_can_be_refused(build: Build, write_rows: Any, tokenizer: Any) -> None:
+    tokenizer.control_token = "</s>"
+    path = write_rows([{"prompt": "plain", "answer": 1}, {"prompt": "a</s>b", "answer": 1}])
+    with pytest.raises(DataError, match=r"line 2: the text spells control tokens \(</s>\)"):
+        build(path, control_tokens="refuse")
+    (report,) = build(path, control_tokens="refuse", on_bad_row="skip").reports
+    assert (report.num_examples, report.num_bad) == (1, 1)

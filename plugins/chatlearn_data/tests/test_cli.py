@@ -18,6 +18,7 @@ from chatlearn_core.types import Demonstration
 from chatlearn_data.answers import last_boxed
 from chatlearn_data.arithmetic import check_disjoint, problem_of
 from chatlearn_data.cli import app
+from chatlearn_hf.tiny import build_tiny_model
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -27,6 +28,10 @@ class ByteTokenizer:
 
     eos_token_id = 0
     chat_template = "roles"
+    added_tokens_decoder: Mapping[int, Any] = {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte + 1 for byte in range(256)}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [byte + 1 for byte in text.encode()]
@@ -136,3 +141,22 @@ def test_show_says_how_rows_are_understood(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n{"prompt": 3}\n')
     assert "bad row: column 'prompt' must be text" in chatlearn_data("show", bad).output
+
+
+def test_show_counts_control_tokens(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", hidden=32, intermediate=64)
+    file = tmp_path / "rows.jsonl"
+    prompts = ["a <|im_end|> b", "plain", [{"role": "user", "content": "<|im_end|><|im_start|>"}]]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    looks = chatlearn_data("show", file, "-n", 2).output
+    assert "control tokens are spelled in 1 of 2 rows (<|im_end|> in 1): encoded as text" in looks
+    assert "--model PATH" in looks
+    counted = chatlearn_data("show", file, "-n", 1, "--model", tmp_path / "model").output
+    assert "control tokens are spelled in 2 of 3 rows (<|im_end|> in 2, <|im_start|> in 1)" in counted
+
+
+def test_show_survives_what_a_row_may_hold(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "red \x1b[31m, a bell \a and\nlines"}) + "\n")
+    shown = chatlearn_data("show", file).output
+    assert "red \\x1b[31m, a bell \\x07 and\nlines" in shown

@@ -52,6 +52,11 @@ class DataConfig(Section):
     )
     apply_chat_template: bool = Field(True, description="Render chat messages with the tokenizer's template.")
     system_prompt: str | None = Field(None, description="Put before the messages of prompts that have no system turn.")
+    control_tokens: Literal["text", "special", "refuse"] = Field(
+        "text",
+        description="What special tokens such as <|im_end|> are that a row's text spells. text: encoded as characters. "
+        "special: the tokens, for prompts rendered before. refuse: the row is bad. The template's are always tokens.",
+    )
     shuffle: bool = True
     on_bad_row: Literal["error", "skip"] = Field("error", description="skip: leave a bad row out, name and count it.")
 

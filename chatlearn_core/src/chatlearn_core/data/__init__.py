@@ -1,5 +1,6 @@
 """From data files to batches of examples: reading, formats, chat templates, filtering, mixing, a resumable sampler."""
 
+from chatlearn_core.data.control_tokens import ControlTokens
 from chatlearn_core.data.format import DatasetFormat, Message, RawExample, Row
 from chatlearn_core.data.pipeline import Dataset, ExampleSet, build_dataset
 from chatlearn_core.data.reader import LocatedRow, RowReader, read_rows
@@ -10,6 +11,7 @@ from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow
 from chatlearn_core.data.tokenizer import Tokenizer
 
 __all__ = [
+    "ControlTokens",
     "DataSettings",
     "Dataset",
     "DatasetFormat",

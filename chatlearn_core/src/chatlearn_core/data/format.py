@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from chatlearn_core.exceptions import DataError
+
 Row = Mapping[str, Any]
 """One row of a file: column -> value."""
 Message = Mapping[str, Any]
@@ -60,3 +62,17 @@ class DatasetFormat(Protocol):
         Raises:
             DataError: the row is malformed; only the reason, the pipeline adds file and line.
         """
+
+
+def parse_row(row_format: DatasetFormat, row: Row) -> RawExample:
+    """What ``row`` means to a format, whatever the format raises.
+
+    Raises:
+        DataError: the row is malformed; only the reason.
+    """
+    try:
+        return row_format.parse(row)
+    except DataError:
+        raise
+    except Exception as error:  # a format is someone else's code and may raise what it likes on an odd row
+        raise DataError(f"the format raised {type(error).__name__}: {error}") from error

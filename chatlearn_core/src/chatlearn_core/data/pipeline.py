@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
-from chatlearn_core.data.format import DatasetFormat
+from chatlearn_core.data.format import DatasetFormat, parse_row
 from chatlearn_core.data.reader import LocatedRow, read_rows
-from chatlearn_core.data.render import PromptRenderer
+from chatlearn_core.data.render import PromptRenderer, TooLongError
 from chatlearn_core.data.report import DatasetReport, bad_rows_error
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow, Split
@@ -96,8 +97,14 @@ def build_dataset(
             example left.
         ConfigError, PluginError: a format that is unknown or refuses its options.
     """
-    renderer = PromptRenderer(tokenizer, config.apply_chat_template, config.system_prompt)
     limits = _Limits(min(max_prompt_tokens, max_length - 1), max_length)
+    renderer = PromptRenderer(
+        tokenizer,
+        config.apply_chat_template,
+        config.system_prompt,
+        control_tokens=config.control_tokens,
+        max_tokens=max_length,
+    )
     places: dict[str, str] = {}
     datasets: list[Dataset] = []
     for index, settings in enumerate(config.train if split == "train" else config.eval):
@@ -153,9 +160,14 @@ class _Builder:
         bad_rows: list[str] = []
         lengths: list[int] = []
         num_filtered = 0
+        control_rows: list[tuple[str, ...]] = []
         for number, located in enumerate(rows):
             try:
-                example = self._example(located, number, row_format)
+                example = self._example(located, number, row_format, control_rows)
+            except TooLongError as error:
+                lengths.append(error.at_least)
+                num_filtered += 1
+                continue
             except DataError as error:
                 bad_rows.append(f"{located.place}: {error}")
                 continue
@@ -177,6 +189,9 @@ class _Builder:
             max_prompt_tokens=self.limits.prompt_tokens,
             longest_prompt_tokens=max(lengths),
             bad_rows=tuple(bad_rows),
+            control_tokens=Counter(token for tokens in control_rows for token in tokens),
+            num_control_rows=len(control_rows),
+            control_token_policy=self.renderer.control_tokens,
         )
         if not examples:
             raise DataError(self._all_filtered(report, min(lengths)))
@@ -193,15 +208,16 @@ class _Builder:
         except DataError as error:
             raise DataError(f"{first.place}: {error}") from error
 
-    def _example(self, located: LocatedRow, number: int, row_format: DatasetFormat) -> Example:
+    def _example(
+        self, located: LocatedRow, number: int, row_format: DatasetFormat, control_rows: list[tuple[str, ...]]
+    ) -> Example:
+        """The example of a row; if it spells control tokens they are added to ``control_rows``."""
         if located.row is None:
             raise DataError(located.error or "no row")
-        try:
-            raw = row_format.parse(located.row)
-        except DataError:
-            raise
-        except Exception as error:  # a format is someone else's code and may raise what it likes on an odd row
-            raise DataError(f"the format raised {type(error).__name__}: {error}") from error
+        raw = parse_row(row_format, located.row)
+        completion = raw.completion if self.input == "demonstrations" else None
+        if tokens := self.renderer.spelled_control_tokens(raw.prompt, completion):
+            control_rows.append(tokens)
         rendered = self.renderer.prompt(raw.prompt)
         prefix = "eval/" if self.split == "eval" else ""
         prompt = Prompt(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from chatlearn_core.data.control_tokens import ControlTokens
 from chatlearn_core.data.format import Message
-from chatlearn_core.data.tokenizer import Tokenizer
+from chatlearn_core.data.settings import ControlTokenPolicy
+from chatlearn_core.data.tokenizer import ShortestEncoding, Tokenizer
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.types import TokenIds
 
@@ -25,6 +27,14 @@ class RenderedPrompt:
     """Empty if the dataset held a plain string."""
 
 
+class TooLongError(DataError):
+    """A text that is certainly too long, and was not tokenised to see by how much."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"it has {at_least} tokens or more")
+        self.at_least = at_least
+
+
 @dataclass(slots=True, frozen=True)
 class PromptRenderer:
     """Renders prompts the same way for a whole run.
@@ -34,16 +44,33 @@ class PromptRenderer:
     messages are an error. Without it, a string is taken verbatim and messages are their contents joined by blank
     lines. Verbatim text gets the special tokens that the tokenizer puts before plain text; a rendered template has
     its own.
+
+    Control tokens that the data spells are text unless ``control_tokens`` says otherwise; a row without any has the
+    ids that the tokenizer gives it.
     """
 
     tokenizer: Tokenizer
     apply_chat_template: bool = True
     system_prompt: str | None = None
+    control_tokens: ControlTokenPolicy = "text"
+    max_tokens: int | None = None
+    """Texts that certainly have more tokens are not tokenised."""
+    _control: ControlTokens = field(init=False, repr=False)
+    _shortest: ShortestEncoding = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_control", ControlTokens(self.tokenizer))
+        object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
+
+    def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
+        """The control tokens that prompts and completions spell, each once."""
+        return self._control.spelled_in(texts)
 
     def prompt(self, prompt: str | Sequence[Message]) -> RenderedPrompt:
         """Render one prompt.
 
         Raises:
+            TooLongError: longer than ``max_tokens``, without doubt.
             DataError: an empty or malformed prompt; only the reason.
         """
         messages = _checked_messages(prompt)
@@ -53,11 +80,7 @@ class PromptRenderer:
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
         kept = () if isinstance(prompt, str) else messages
         if self.apply_chat_template and self.tokenizer.chat_template is not None:
-            try:
-                text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates are programs of other people and raise what they like
-                raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            text, ids = self._chat(messages)
         elif self.apply_chat_template and kept:
             raise DataError(
                 "the prompt is a chat, but the tokenizer has no chat template; use a model with one, "
@@ -81,15 +104,71 @@ class PromptRenderer:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("the tokenizer has no end-of-sequence token, so a completion cannot be ended")
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self._check_length(text)
+        spelled = self._spelled(text)
+        if not spelled or self.control_tokens == "special":
+            ids = self._encode(text)
+        else:  # the one token that ends it, written out, is meant as such
+            hidden = self._control.hide(text.rstrip().removesuffix(self._eos_text()))
+            ids = self._control.encode(hidden.value, hidden)
         return np.asarray([*ids, eos] if ids[-1:] != [eos] else ids, dtype=np.int64)
+
+    def _chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Text and ids of messages in the tokenizer's template."""
+        text = self._template(messages)
+        self._check_length(text)
+        if not self._spelled(messages) or self.control_tokens == "special":
+            return text, self._encode(text)
+        hidden = self._control.hide(messages)
+        rendered = self._template(hidden.value)
+        if hidden.reveal(rendered) != text:
+            names = ", ".join(hidden.spelled.values())
+            raise DataError(
+                f"the chat template looks at the control tokens that the messages spell ({names}), so they cannot be "
+                "encoded as text; take them out, or set data.control_tokens=special if tokens are meant"
+            )
+        return text, self._control.encode(rendered, hidden)
+
+    def _template(self, messages: Sequence[Message]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of other people and raise what they like
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def _verbatim(self, text: str) -> list[int]:
         """Ids of plain text; an end-of-sequence token that the tokenizer appends would end the prompt: dropped."""
-        ids = self.tokenizer.encode(text, add_special_tokens=True)
-        if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self._eos_text()):
+        self._check_length(text)
+        eos = self.tokenizer.eos_token_id
+        if self._spelled(text) and self.control_tokens == "text":
+            ids = self._control.encode_verbatim(self._control.hide(text))
+            return ids[:-1] if ids and ids[-1] == eos else ids
+        ids = self._encode(text, add_special_tokens=True)
+        if ids and ids[-1] == eos and not text.endswith(self._eos_text()):
             return ids[:-1]
         return ids
+
+    def _spelled(self, value: Any) -> bool:
+        """Whether texts in ``value`` spell control tokens.
+
+        Raises:
+            DataError: they do, and that is to be refused.
+        """
+        spelled = self._control.spelled_in(value)
+        if spelled and self.control_tokens == "refuse":
+            raise DataError(f"the text spells control tokens ({', '.join(spelled)}), which data.control_tokens refuses")
+        return bool(spelled)
+
+    def _check_length(self, text: str) -> None:
+        if self.max_tokens is not None and len(text) > self.max_tokens:
+            at_least = self._shortest.num_tokens(text)
+            if at_least > self.max_tokens:
+                raise TooLongError(at_least)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # several libraries, the Rust one raising bare Exception
+            raise DataError(f"the tokenizer refuses the text: {type(error).__name__}: {error}") from error
 
     def _eos_text(self) -> str:
         eos = self.tokenizer.eos_token_id

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from chatlearn_core.exceptions import DataError
 
 _SHOWN = 5
-"""Bad rows that an error shows; all are counted."""
+"""Bad rows and control tokens that are named; all are counted."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +28,17 @@ class DatasetReport:
     """Of all well-formed rows, the filtered ones included."""
     bad_rows: tuple[str, ...] = ()
     """``place: reason`` of every row left out because ``on_bad_row`` is ``skip``."""
+    control_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Control token -> rows whose text spells it."""
+    num_control_rows: int = 0
+    """Rows that spell any of them."""
+    control_token_policy: str = "text"
+    """What became of them: see ``data.control_tokens``."""
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether not every row became an example as it stands."""
+        return bool(self.num_bad or self.num_filtered or self.num_control_rows)
 
     @property
     def num_bad(self) -> int:
@@ -38,7 +50,18 @@ class DatasetReport:
             parts.append(f"{self.num_filtered} too long (limit {self.max_prompt_tokens} prompt tokens)")
         if self.num_bad:
             parts.append(f"{self.num_bad} bad rows skipped, first: {self.bad_rows[0]}")
+        if self.num_control_rows:
+            policy = self.control_token_policy
+            parts.append(control_tokens_text(self.num_control_rows, self.num_rows, self.control_tokens, policy))
         return "; ".join(parts)
+
+
+def control_tokens_text(num_spelling: int, num_rows: int, tokens: Mapping[str, int], policy: str) -> str:
+    """In how many rows control tokens are spelled, which, and what becomes of them."""
+    most = sorted(tokens.items(), key=lambda item: -item[1])[:_SHOWN]
+    names = ", ".join(f"{token} in {count}" for token, count in most)
+    fate = {"text": "encoded as text", "special": "taken as tokens", "refuse": "refused"}[policy]
+    return f"control tokens are spelled in {num_spelling} of {num_rows} rows ({names}): {fate} (data.control_tokens)"
 
 
 def bad_rows_error(bad_rows: list[str], path: str, num_rows: int) -> DataError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+ControlTokenPolicy = Literal["text", "special", "refuse"]
 Split = Literal["train", "eval"]
 OnBadRow = Literal["error", "skip"]
 
@@ -41,3 +42,5 @@ class DataSettings(Protocol):
     def system_prompt(self) -> str | None: ...
     @property
     def on_bad_row(self) -> OnBadRow: ...
+    @property
+    def control_tokens(self) -> ControlTokenPolicy: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 
@@ -20,8 +21,19 @@ class Tokenizer(Protocol):
     def chat_template(self) -> Any:
         """The chat template; None if messages cannot be rendered."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of ``text``. ``add_special_tokens`` puts around it what the tokenizer puts around plain text."""
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Id -> added token: its text (``str``), whether it is ``special``, and whether it takes the space before
+        (``lstrip``) and after (``rstrip``) it.
+        """
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Every token and its id."""
+
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
+        """Ids of ``text``. ``add_special_tokens`` puts around it what the tokenizer puts around plain text;
+        ``split_special_tokens`` takes special tokens that it spells for text.
+        """
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ``token_ids``."""
@@ -33,3 +45,19 @@ class Tokenizer(Protocol):
 
         ``add_generation_prompt`` ends it where the assistant's turn begins.
         """
+
+
+class ShortestEncoding:
+    """How few tokens a text can have: as many as tokens of the vocabulary's longest spelling would take."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters. A vocabulary spells what is not a character of its own (a byte) with one or more."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def num_tokens(self, text: str) -> int:
+        """At least so many; none of the text is tokenised."""
+        return -(-len(text) // self._longest)

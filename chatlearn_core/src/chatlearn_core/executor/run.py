@@ -123,7 +123,7 @@ class Run:
             self.journal.warn(warning, "configuration", warning=warning)
         evaluated = self.assembly.eval_set.reports if self.assembly.eval_set is not None else ()
         for dataset in [*self.assembly.train_set.reports, *evaluated]:
-            if dataset.num_bad or dataset.num_filtered:
+            if dataset.is_notable:
                 self.journal.warn(str(dataset), "data", report=str(dataset))
 
     def _build(self) -> None:

@@ -106,11 +106,12 @@ def show(
     num: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 3,
     format: Annotated[str, typer.Option(help="A dataset format by name, or auto.")] = "auto",
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
+    model: Annotated[str | None, typer.Option(help="Count rows that spell control tokens of this model.")] = None,
 ) -> None:
     """Show how the first rows of a dataset are understood."""
     from chatlearn_data.show import described_rows  # loads all plugins, which `prepare` does not need
 
-    for text in described_rows(path, num, format, split):
+    for text in described_rows(path, num, format, split, model):
         typer.echo(text)
 
 

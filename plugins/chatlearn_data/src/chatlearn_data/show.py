@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import Any
 
-from chatlearn_core.data.reader import read_rows
+from chatlearn_core.data.control_tokens import ControlTokens
+from chatlearn_core.data.format import DatasetFormat, RawExample, parse_row
+from chatlearn_core.data.reader import LocatedRow, read_rows
+from chatlearn_core.data.report import control_tokens_text
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
-from chatlearn_core.exceptions import DataError
+from chatlearn_core.exceptions import ConfigError, DataError
 from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import ModelSource
+
+_CONTROL_TOKENS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]")
+"""How control tokens are spelled by the models that are used most."""
 
 
-def described_rows(path: str, num: int, format: str, split: str | None) -> Iterator[str]:
-    """One paragraph for each of the first ``num`` rows: where it stands, id, prompt, answer, completion.
+def described_rows(path: str, num: int, format: str, split: str | None, model: str | None = None) -> Iterator[str]:
+    """One paragraph for each of the first ``num`` rows: where it stands, id, prompt, answer, completion; and one on
+    control tokens: those of ``model`` in all rows, or what looks like one in the rows shown.
 
     Raises:
         DataError: the dataset cannot be read, is empty, or no format fits it.
+        ModelError: ``model`` has no tokenizer.
         PluginError: an unknown format.
     """
     plugins = discover_plugins()
+    control_tokens = None if model is None else _control_tokens(plugins, model)
     rows = read_rows(path, split, row_readers(plugins))
     first = next(rows, None)
     if first is None:
@@ -29,27 +43,80 @@ def described_rows(path: str, num: int, format: str, split: str | None) -> Itera
             raise DataError(f"{first.place}: {first.error}")
         name = detect_format(plugins, first.row, "dataset")
     row_format = select_format(plugins, name, {}, "dataset")
-    for located in islice(chain([first], rows), num):
+    rows = chain([first], rows)
+    shown: list[RawExample] = []
+    for located in islice(rows, num):
         yield f"{located.place} (format {name})"
         try:
-            if located.row is None:
-                raise DataError(located.error or "no row")
-            raw = row_format.parse(located.row)
+            raw = _parsed(located, row_format)
         except DataError as error:
             yield f"  bad row: {error}\n"
             continue
-        if isinstance(raw.prompt, str):
-            chat = [("prompt", raw.prompt)]
-        else:
-            chat = [(message["role"], message["content"]) for message in raw.prompt]
+        shown.append(raw)
         for title, value in [
             ("id", raw.id),
             ("data_source", raw.data_source),
-            *chat,
+            *_turns(raw.prompt),
             ("ground truth", raw.ground_truth),
             ("completion", raw.completion),
             ("columns", ", ".join(raw.columns)),
         ]:
             if value is not None:
-                yield f"  {title}: {value}"
+                yield f"  {title}: {_printable(value)}"
         yield ""
+    if control_tokens is not None:
+        others = (_parsed_or_none(located, row_format) for located in rows)
+        found = [control_tokens.spelled_in((one.prompt, one.completion)) for one in chain(shown, others) if one]
+        yield from _told(found)
+    else:
+        found = [tuple(dict.fromkeys(_CONTROL_TOKENS.findall(f"{raw.prompt}{raw.completion}"))) for raw in shown]
+        yield from _told(found, "; --model PATH counts those of its tokenizer in all rows")
+
+
+def _told(found: list[tuple[str, ...]], more: str = "") -> Iterator[str]:
+    rows = [tokens for tokens in found if tokens]
+    if rows:
+        counts = Counter(token for tokens in rows for token in tokens)
+        yield control_tokens_text(len(rows), len(found), counts, "text") + more
+
+
+def _parsed(located: LocatedRow, row_format: DatasetFormat) -> RawExample:
+    if located.row is None:
+        raise DataError(located.error or "no row")
+    return parse_row(row_format, located.row)
+
+
+def _parsed_or_none(located: LocatedRow, row_format: DatasetFormat) -> RawExample | None:
+    try:
+        return _parsed(located, row_format)
+    except DataError:
+        return None  # told when a run reads it; here only the rows that are shown are
+
+
+def _turns(prompt: Any) -> list[tuple[str, Any]]:
+    """A prompt as titled lines; what is no message is shown as it is."""
+    if not isinstance(prompt, list | tuple):
+        return [("prompt", prompt)]
+    return [
+        (str(turn["role"]), turn["content"])
+        if isinstance(turn, dict) and {"role", "content"} <= turn.keys()
+        else ("no message", turn)
+        for turn in prompt
+    ]
+
+
+def _printable(value: Any) -> str:
+    """The text without what a terminal would act on, and without half characters."""
+    text = "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in str(value))
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _control_tokens(plugins: PluginRegistry, model: str) -> ControlTokens:
+    general = [record for record in plugins.records("model_family") if not record.model_types]
+    if not general:
+        raise ConfigError(
+            "no installed plugin reads model directories, so --model cannot be used; install chatlearn-hf"
+        )
+    record = plugins.select("model_family", general[0].name, "--model")
+    family = plugins.load_factory(record)(plugins.load_options(record)())
+    return ControlTokens(family.load_tokenizer(ModelSource(path=model, tokenizer_path=model)))

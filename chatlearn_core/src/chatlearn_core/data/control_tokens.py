@@ -1,0 +1,170 @@
+"""Control tokens that a text of the data spells: found, and encoded as the text that they are.
+
+``<|im_end|>`` inside a user's message is ten characters that somebody wrote. A tokenizer makes the token of them that
+ends a turn, so that data could end turns and begin others. Only the chat template may write control tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from chatlearn_core.data.tokenizer import Tokenizer
+from chatlearn_core.exceptions import DataError
+
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+"""Characters without a meaning: one stands for each control token while a template is rendered."""
+_HARMLESS = "x"
+"""What a text is tried with that spells no control token."""
+_ANCHORS = ("", "\n", ".")
+"""Texts to put before a piece while it is encoded, and take away again: some tokenizers begin a text with a space, and
+a piece from the middle is not the beginning."""
+
+
+@dataclass(slots=True, frozen=True)
+class Hidden:
+    """A value whose texts spell no control token: one character stands for each."""
+
+    value: Any
+    spelled: Mapping[str, str]
+    """Character -> control token."""
+
+    def reveal(self, text: str, spelling: str | None = None) -> str:
+        """``text`` with the control tokens as they were spelled, or each as ``spelling``."""
+        return text.translate({ord(character): spelling or token for character, token in self.spelled.items()})
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer.
+
+    Args:
+        tokenizer: its ``added_tokens_decoder`` says which tokens are special, and which of them take the space around.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {
+            str(token): (token_id, token)
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special and str(token).strip()
+        }
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def spelled_in(self, value: Any) -> tuple[str, ...]:
+        """The control tokens that texts anywhere in ``value`` spell, each once."""
+        return tuple(dict.fromkeys(token for text in _texts(value) for token in self._pattern.findall(text)))
+
+    def hide(self, value: Any) -> Hidden:
+        """``value`` with a character for every control token in its texts.
+
+        Raises:
+            DataError: it is nested too deeply.
+        """
+        tokens = self.spelled_in(value)
+        used = set().union(*_texts(value))
+        free = islice((character for character in map(chr, _PRIVATE_USE) if character not in used), len(tokens))
+        character_of = dict(zip(tokens, free, strict=True))
+        try:
+            hidden = _map_texts(value, lambda text: self._pattern.sub(lambda match: character_of[match[0]], text))
+        except RecursionError:
+            raise DataError("the prompt is nested too deeply") from None
+        return Hidden(hidden, {character: token for token, character in character_of.items()})
+
+    def encode(self, text: str, hidden: Hidden) -> list[int]:
+        """Ids of a text that a template rendered from ``hidden``: what the template spells is a control token, what
+        ``hidden`` has is text.
+
+        Tokenizers encode the text between two control tokens by itself, and so is it done here. Whether a tokenizer
+        is one of them is seen on the same text with a harmless word in each hidden place, encoded in pieces and whole.
+
+        Raises:
+            DataError: this tokenizer cannot encode them as text.
+        """
+        whole = self._tokenizer.encode(hidden.reveal(text, _HARMLESS), add_special_tokens=False)
+        for anchor in _ANCHORS:
+            if self._in_pieces(text, lambda piece: hidden.reveal(piece, _HARMLESS), anchor) == whole:
+                ids = self._in_pieces(text, hidden.reveal, anchor)
+                if ids is not None:
+                    return ids
+        raise self._not_text(hidden)
+
+    def encode_verbatim(self, hidden: Hidden) -> list[int]:
+        """Ids of a plain text, with the control tokens that the tokenizer itself puts around it.
+
+        Raises:
+            DataError: this tokenizer cannot encode what the text spells as text.
+        """
+        harmless = self._tokenizer.encode(hidden.reveal(hidden.value, _HARMLESS), add_special_tokens=True)
+        text = hidden.reveal(hidden.value)
+        ids = self._tokenizer.encode(text, add_special_tokens=True, split_special_tokens=True)
+        if self._num_special(ids) != self._num_special(harmless):
+            raise self._not_text(hidden)
+        return ids
+
+    def _in_pieces(self, text: str, written: Callable[[str], str], anchor: str) -> list[int] | None:
+        """Ids of ``text`` with ``written`` applied to what stands between its control tokens; None if that fails."""
+        ids: list[int] = []
+        pieces = self._pattern.split(text)
+        around = [None, *(self._special[token] for token in self._pattern.findall(text)), None]
+        for index, piece in enumerate(pieces):
+            before, after = around[index], around[index + 1]
+            if before is not None:
+                token_id, token = before
+                ids.append(token_id)
+                piece = piece.lstrip() if token.rstrip else piece
+            if after is not None and after[1].lstrip:
+                piece = piece.rstrip()
+            encoded = self._text_ids(written(piece), anchor if index else "")
+            if encoded is None:
+                return None
+            ids += encoded
+        return ids
+
+    def _text_ids(self, text: str, anchor: str) -> list[int] | None:
+        """Ids of a piece of text without a control token, or None if it cannot be had so."""
+        if not text:
+            return []
+        ids = self._tokenizer.encode(anchor + text, add_special_tokens=False, split_special_tokens=True)
+        head = self._tokenizer.encode(anchor, add_special_tokens=False) if anchor else []
+        if ids[: len(head)] != head or self._num_special(ids):
+            return None
+        return ids[len(head) :]
+
+    def _num_special(self, ids: list[int]) -> int:
+        """Control tokens among ids; what stands for unknown characters is no sign of one."""
+        unknown = getattr(self._tokenizer, "unk_token_id", None)
+        special = {token_id for token_id, _ in self._special.values()} - {unknown}
+        return sum(token_id in special for token_id in ids)
+
+    def _not_text(self, hidden: Hidden) -> DataError:
+        return DataError(
+            f"the text spells control tokens ({', '.join(hidden.spelled.values())}), and this tokenizer cannot encode "
+            "them as text; take them out, or set data.control_tokens=special if tokens are meant"
+        )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, keys included, however deep."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            waiting += [*one.values(), *one.keys()]
+        elif isinstance(one, list | tuple):
+            waiting += reversed(one)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change): _map_texts(one, change) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_texts(one, change) for one in value)
+    return value
