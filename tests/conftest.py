@@ -48,7 +48,11 @@ def chatlearn_generators():
     from chatlearn_transformers.plugin import chatlearn_generators
     from dataclasses import replace
     [record] = chatlearn_generators()
-    return [replace(record, name="watched", factory="probe_backends:WatchedGenerator")]
+    return [
+        replace(record, name="watched", factory="probe_backends:WatchedGenerator"),
+        replace(record, name="raw", factory="probe_backends:RawGenerator", bases=frozenset({"raw"})),
+        replace(record, name="untrue", factory="probe_backends:RawGenerator", bases=frozenset({"processed"})),
+    ]
 
 @hookimpl
 def chatlearn_run_start(run_dir, config):
@@ -136,8 +140,9 @@ class Options(BaseModel):
 
 PROBE_BACKENDS = """
 import asyncio, os, time
+from dataclasses import replace
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types import RewardResult
+from chatlearn_core.types import RAW_BASIS, RewardResult
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_transformers.generator import TransformersGenerator
 from probe_points import arrived, reach
@@ -228,6 +233,11 @@ class WatchedGenerator(TransformersGenerator):
             await self.die("the engine process was killed again")
             raise BackendError("the engine process was killed again")
         return completion
+
+class RawGenerator(TransformersGenerator):
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        return replace(completion, basis=RAW_BASIS, logprobs=completion.raw_logprobs)
 """
 
 

@@ -125,6 +125,19 @@ def completions_longer_than_the_model(recipe: Any) -> list[str]:
     return ["sampling.max_tokens", "512"]
 
 
+def raw_logprobs_in_a_ratio(recipe: Any) -> list[str]:
+    recipe.content["roles"]["generator"]["backend"] = "raw"
+    recipe.content["sampling"]["temperature"] = 0.7
+    recipe.content["algorithm"]["options"]["importance_correction"] = "truncate"
+    return ["algorithm.options.importance_correction=truncate compares", "generator_logprobs of raw (role generator)"]
+
+
+def logprobs_of_another_basis_than_declared(recipe: Any) -> list[str]:
+    recipe.content["roles"]["generator"]["backend"] = "untrue"
+    recipe.content["sampling"]["temperature"] = 0.7
+    return ["generator 'untrue' (role 'generator') returned logprobs of basis raw", "temperature=0.7", "bases"]
+
+
 BAD_INPUT = [
     missing_file,
     empty_file,
@@ -142,6 +155,8 @@ BAD_INPUT = [
     unknown_key,
     several_mistakes_at_once,
     completions_longer_than_the_model,
+    raw_logprobs_in_a_ratio,
+    logprobs_of_another_basis_than_declared,
 ]
 
 
@@ -167,6 +182,20 @@ def test_bad_input_is_named_and_nothing_else_happens(
 def reward_role(recipe: Any, backend: str, **role: Any) -> None:
     recipe.content["roles"]["reward"] = {"kind": "reward", "backend": backend} | role
     recipe.write()
+
+
+def test_raw_logprobs_that_nothing_compares_are_told_of_and_harmless(recipe: Any, chatlearn: Any) -> None:
+    recipe.content["roles"]["generator"]["backend"] = "raw"
+    recipe.content["sampling"]["temperature"] = 0.7
+    recipe.content["train"]["steps"] = 1
+    recipe.write()
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    assert "warning: " in finished.output
+    assert "roles.generator: raw returns logprobs of the raw distribution" in finished.output
+    [line] = [json.loads(text) for text in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "actor/pg_loss" in line
+    assert not [name for name in line if name.startswith("mismatch/")]
 
 
 @pytest.mark.parametrize(

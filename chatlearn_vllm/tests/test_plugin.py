@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from pydantic import ValidationError
 
+from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_vllm import engine_side
 from chatlearn_vllm.engine_arguments import num_workers
 from chatlearn_vllm.engine_side.versions import SUPPORTED, check_version
@@ -81,3 +82,10 @@ def test_what_runs_beside_the_engine_needs_nothing_of_ours_but_the_hosted_side()
     ours = {name for name in outside if name.startswith("chatlearn")}
     assert all(name.startswith("chatlearn_core.hosting.engine_side.") for name in ours), ours
     assert {name.partition(".")[0] for name in outside - ours} == {"numpy", "safetensors", "torch", "vllm"}
+
+
+@pytest.mark.parametrize("logprobs", ["raw", "processed"])
+def test_the_basis_of_logprobs_is_an_option(logprobs):
+    """What a run holds every completion to, and compares with the trainer's."""
+    [record] = chatlearn_generators()
+    assert bases_of(record, VLLMGeneratorOptions(logprobs=logprobs)) == {logprobs}

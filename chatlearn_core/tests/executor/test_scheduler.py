@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError, WeightSyncError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, PluginError, ReplicaLostError, WeightSyncError
+from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
 from chatlearn_core.flow import trace
@@ -283,6 +285,20 @@ async def test_a_group_with_a_failed_generation_is_still_scored() -> None:
     assert runtime.events[-1] == f"score {a}"
     await runtime.finish(c, d)
     await run
+
+
+async def test_a_completion_of_another_basis_than_declared_ends_the_run() -> None:
+    runtime, slots = ScriptedRuntime(), make_slots(1, 2)
+    for slot in slots:
+        assert slot.request is not None
+        slot.request = replace(slot.request, sampling=SamplingParams(4, temperature=0.7))
+    bases = {"generator": DeclaredBases("generator", "acme", frozenset({"processed"}))}
+    scheduler = scheduler_for(lambda prompts, m: m.generator.generate(prompts), runtime, bases=bases)
+    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    await settled()
+    await runtime.finish(slots[0].sample_id)
+    with pytest.raises(PluginError, match="returned logprobs of basis raw for request p0@1#0"):
+        await run
 
 
 async def test_an_empty_completion_is_excluded() -> None:

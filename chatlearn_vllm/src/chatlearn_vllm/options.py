@@ -50,6 +50,11 @@ class VLLMGeneratorOptions(BaseModel):
     )
     start_timeout_s: float = Field(1800.0, gt=0, description="Longest time the engine may take to start.")
 
+    @property
+    def bases(self) -> frozenset[str]:
+        """Of which distribution the logprobs are."""
+        return frozenset({self.logprobs})
+
     @model_validator(mode="after")
     def _adapters_need_their_base(self) -> VLLMGeneratorOptions:
         if self.lora is not None and self.sleep_level == 2:

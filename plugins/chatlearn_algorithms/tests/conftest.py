@@ -31,9 +31,16 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_context() -> Callable[..., AlgorithmContext]:
-    def build(basis: LogprobBasis | None = None, max_completion_tokens: int = 16, **roles: str) -> AlgorithmContext:
+    def build(
+        basis: LogprobBasis | None = None,
+        max_completion_tokens: int = 16,
+        generator_basis: LogprobBasis | None = None,
+        **roles: str,
+    ) -> AlgorithmContext:
         configured = {"trainer": "trainer", "generator": "generator", "reward": "reward", **roles}
-        return AlgorithmContext(basis or LogprobBasis(), max_completion_tokens, configured)
+        return AlgorithmContext(
+            basis or LogprobBasis(), max_completion_tokens, configured, generator_basis, "acme (role generator)"
+        )
 
     return build
 

@@ -123,6 +123,32 @@ def test_ratios_between_different_bases_are_refused(make_context, options, basis
         GRPO(GRPOOptions(**options), make_context(basis))
 
 
+COMPARING = [
+    {"recompute_old_logprobs": False},
+    {"importance_correction": "mask"},
+    {"kl_coef": 0.1, "kl_weight": "generator_ratio"},
+]
+
+
+@pytest.mark.parametrize("options", COMPARING, ids=lambda options: next(reversed(options)))
+@pytest.mark.parametrize("basis", [LogprobBasis(0.7), LogprobBasis(1.0, top_p=0.9)], ids=str)
+def test_ratios_to_a_generator_with_raw_logprobs_are_refused(make_context, options, basis):
+    context = make_context(basis, generator_basis=LogprobBasis(), reference="trainer")
+    with pytest.raises(ConfigError) as caught:
+        GRPO(GRPOOptions(**options), context)
+    message = str(caught.value)
+    setting, value = next(reversed(options.items()))
+    assert f"algorithm.options.{setting}={str(value).lower()} compares trainer_logprobs" in message
+    assert "generator_logprobs of acme (role generator)" in message
+    assert "processed logprobs" in message
+
+
+def test_raw_logprobs_are_fine_where_nothing_compares_them(make_context):
+    context = make_context(LogprobBasis(0.7), generator_basis=LogprobBasis(), reference="trainer")
+    algorithm = GRPO(GRPOOptions(kl_coef=0.1, kl_weight="ratio"), context)
+    assert algorithm.losses()["trainer"].temperature == 0.7
+
+
 def test_a_cut_basis_is_fine_where_the_trainer_recomputes(make_context):
     GRPO(GRPOOptions(), make_context(LogprobBasis(0.7, top_p=0.9)))
 

@@ -13,17 +13,20 @@ from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.flow_checks import check_outputs, check_partial_rollouts, check_roles
 from chatlearn_core.executor.ground_truths import ground_truth_check
+from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.planning import model_source, plan_run
 from chatlearn_core.flow import Graph, trace
+from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
+    GeneratorSpec,
     ModelFamilySpec,
 )
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext
 from chatlearn_core.protocols.model_family import ModelFamily
 from chatlearn_core.runtime.plan import RunPlan
-from chatlearn_core.types import SamplingParams
+from chatlearn_core.types import LogprobBasis, SamplingParams
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,15 +166,30 @@ def _model_family(registry: PluginRegistry) -> ModelFamily:
 def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm:
     """The algorithm that the configuration names, with its options."""
     sampling = sampling_params(loaded.config.sampling)
+    generator, generator_basis = _other_basis(loaded, sampling)
     choice = loaded.plugin("algorithm")
     assert isinstance(choice.record, AlgorithmSpec)
     context = AlgorithmContext(
         basis=sampling.basis,
         max_completion_tokens=sampling.max_tokens,
         roles={name: role.kind for name, role in loaded.config.roles.items()},
+        generator_basis=generator_basis,
+        generator=generator,
     )
     algorithm: Algorithm = registry.load_factory(choice.record)(choice.options, context)
     return algorithm
+
+
+def _other_basis(loaded: LoadedConfig, sampling: SamplingParams) -> tuple[str, LogprobBasis | None]:
+    """The first generator whose logprobs are not of the distribution that is sampled from, and what they are of."""
+    for name, role in loaded.config.roles.items():
+        if role.kind == "generator":
+            choice = loaded.plugin("roles", name)
+            assert isinstance(choice.record, GeneratorSpec)
+            declared = DeclaredBases(name, choice.record.name, bases_of(choice.record, choice.options))
+            if declared.expected(sampling) != sampling.basis:
+                return f"{choice.record.name} (role {name})", declared.expected(sampling)
+    return "the generator", None
 
 
 def trace_flow(loaded: LoadedConfig, algorithm: Algorithm) -> Graph:

@@ -8,6 +8,7 @@ from chatlearn_core.data import Sampler
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.environment import Environment
 from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.logprob_bases import DeclaredBases, declared_bases
 from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.rollouts.manager import Rollouts
@@ -57,6 +58,7 @@ def build_environment(
         enter=enter,
         memory=memory,
         front=rollouts,
+        bases=_bases(assembly),
     )
     partial = None
     if assembly.config.rollout.partial != "none":
@@ -95,9 +97,15 @@ def build_evaluator(
             group_rewards=assembly.group_rewards,
             memory=memory,
             front=rollouts,
+            bases=_bases(assembly),
         ),
         list(assembly.eval_set),
         sampling,
         samples_per_prompt=assembly.config.eval.samples_per_prompt,
         seed=assembly.config.seed,
     )
+
+
+def _bases(assembly: Assembly) -> dict[str, DeclaredBases]:
+    """What each generator says of its logprobs, by role."""
+    return {name: declared_bases(role) for name, role in assembly.plan.roles.items() if role.kind == "generator"}

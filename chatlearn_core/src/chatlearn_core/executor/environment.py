@@ -225,7 +225,7 @@ def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
     if completion is None:
         return None
     if completion.basis == basis:
-        return sample.token_data.get("generator_logprobs")
+        return sample.token_data.get("generator_logprobs", sample.token_data.get("generator_raw_logprobs"))
     if basis == RAW_BASIS and completion.raw_logprobs is not None:
         return joined([np.zeros(sample.num_prompt_tokens, np.float32), completion.raw_logprobs])
     return None

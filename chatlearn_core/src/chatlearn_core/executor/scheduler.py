@@ -7,11 +7,12 @@ ran, so the result is the same whatever the timing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.memory import MemoryTurns, Turn
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.sharing import use_of
@@ -90,6 +91,7 @@ class FlowScheduler:
         enter: is told when the first call of a kind begins.
         memory: gives calls their turn where roles share devices; by default none do.
         front: answers calls on generators; the fleets themselves by default.
+        bases: what the generators say of their logprobs, by role; a role that is not among them is not held to it.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class FlowScheduler:
         enter: Callable[[Phase], None] | None = None,
         memory: MemoryTurns | None = None,
         front: GeneratorFront | None = None,
+        bases: Mapping[str, DeclaredBases] | None = None,
     ) -> None:
         self.graph = graph
         self.runtime = runtime
@@ -109,6 +112,7 @@ class FlowScheduler:
         self.group_rewards = group_rewards
         self.enter = enter
         self.memory = memory or MemoryTurns(runtime)
+        self.bases = bases or {}
         self.front = front or FleetCompletions(runtime)
         self._entered: set[Phase] = set()
         self._levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
@@ -178,7 +182,7 @@ class FlowScheduler:
                 with timers.measure("generate", role=node.role, level=self._levels[node.index]):
                     async with asyncio.TaskGroup() as tasks:
                         for slot, event in zip(slots, finished, strict=True):
-                            tasks.create_task(_generate(node, slot, event, source))
+                            tasks.create_task(_generate(node, slot, event, source, self.bases.get(node.role)))
         elif node.method.name == "score":
             async with asyncio.TaskGroup() as tasks:
                 ready: asyncio.Queue[int] = asyncio.Queue()
@@ -272,7 +276,9 @@ class FlowScheduler:
             sample.token_data[node.field] = array
 
 
-async def _generate(node: Node, slot: Slot, event: asyncio.Event, source: CompletionSource) -> None:
+async def _generate(
+    node: Node, slot: Slot, event: asyncio.Event, source: CompletionSource, bases: DeclaredBases | None
+) -> None:
     try:
         completion = await source.completion(node.role, slot)
     except RoleLostError:
@@ -285,6 +291,8 @@ async def _generate(node: Node, slot: Slot, event: asyncio.Event, source: Comple
         if completion is None:
             slot.left_out = True
         else:
+            if bases is not None:
+                bases.check(completion)
             slot.sample = sample_from_completion(slot.sample_id, slot.group_id, slot.prompt, completion)
             if not len(completion.token_ids):
                 slot.sample.exclusion = "empty_completion"

@@ -101,6 +101,7 @@ def check_same_basis(
         f"  {first_name}: {first}\n"
         f"  {second_name}: {second}\n"
         f"  They differ in {', '.join(differing)}.\n"
-        f"  Make the sampling settings agree (a trainer computes the whole tempered distribution: sampling.top_p=1, "
-        f"sampling.top_k=0), or change {wanted_by}."
+        f"  A trainer computes the whole distribution at the sampling temperature. Make the two agree: the generator's "
+        f"option that chooses processed logprobs, if it is raw ones that it returns, or sampling.temperature: 1.0; and "
+        f"sampling.top_p: 1.0, sampling.top_k: 0. Or change {wanted_by}."
     )

@@ -172,7 +172,13 @@ def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
         "excluded": sample.exclusion,
         "token_ids": sample.token_ids[start:].tolist(),
     }
-    for name in ("generator_logprobs", "trainer_logprobs", "reference_logprobs", "advantages"):
+    for name in (
+        "generator_logprobs",
+        "generator_raw_logprobs",
+        "trainer_logprobs",
+        "reference_logprobs",
+        "advantages",
+    ):
         if name in sample.token_data:
             record[name] = [round(float(x), 5) for x in sample.token_data[name][start:]]
     record["ground_truth"] = (

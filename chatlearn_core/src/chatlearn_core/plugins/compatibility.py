@@ -34,6 +34,12 @@ def placement_of(runtime: RuntimeSpec, options: object) -> Reach:
     return placement
 
 
+def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
+    """Of which distributions the logprobs of a generator with these options may be, see ``GeneratorSpec.bases``."""
+    bases: frozenset[str] = getattr(options, "bases", generator.bases)
+    return bases
+
+
 def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec, payload: Payload = "full") -> Channel | None:
     """The transport's first choice among the channels by which the generator takes the payload, if there is one."""
     return next((channel for channel in transport.channels if channel in channels_for(generator, payload)), None)

@@ -94,7 +94,10 @@ class GeneratorSpec(BackendRecord):
     """The channels by which it takes adapters; empty: all of them."""
     pause_modes: frozenset[str] = frozenset({"wait"})
     bases: frozenset[str] = frozenset({"raw", "processed"})
-    """Which logprobs it can return."""
+    """Of which distribution the logprobs are that it returns: ``processed``: the one that was sampled from, at the
+    request's temperature, top-p and top-k; ``raw``: the model's own. With both it returns the processed ones. An
+    options model with an attribute ``bases`` narrows it: which it is may be a setting. Every completion is held to it.
+    """
     streaming: bool = False
     resumable: bool = False
     """Takes ``GenerateRequest.resume_from``."""

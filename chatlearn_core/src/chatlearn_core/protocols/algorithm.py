@@ -17,10 +17,15 @@ class AlgorithmContext:
     """What an algorithm may know about the run it is part of."""
 
     basis: LogprobBasis
-    """Basis of the generator's logprobs in training rollouts."""
+    """Basis of the distribution that training rollouts are sampled from."""
     max_completion_tokens: int
     roles: Mapping[str, str]
     """Configured role name -> kind."""
+    generator_basis: LogprobBasis | None = None
+    """Basis of the logprobs that the generator returns for them, where it is another: they are then in ``token_data``
+    as ``generator_raw_logprobs``, and there are no ``generator_logprobs``."""
+    generator: str = "the generator"
+    """Whose logprobs these are, for messages: plugin and role."""
 
 
 class Algorithm(Protocol):

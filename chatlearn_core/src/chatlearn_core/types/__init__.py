@@ -15,7 +15,7 @@ from chatlearn_core.types.completion import (
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
 from chatlearn_core.types.outputs import OutputName, OutputRequest, Outputs
 from chatlearn_core.types.prompt import Demonstration, Example, Prompt, TokenIds
-from chatlearn_core.types.sample import RewardResult, Sample, sample_from_completion
+from chatlearn_core.types.sample import RewardResult, Sample, generator_logprobs_name, sample_from_completion
 from chatlearn_core.types.stored import (
     Block,
     Rows,
@@ -87,6 +87,7 @@ __all__ = [
     "WeightShard",
     "continued_spans",
     "cumulative_lengths",
+    "generator_logprobs_name",
     "joined",
     "merge_metrics",
     "pack_samples",

@@ -69,17 +69,24 @@ class Sample:
 def sample_from_completion(sample_id: str, group_id: str, prompt: Prompt, completion: Completion) -> Sample:
     """Join a prompt and its completion into one sequence with loss mask and ``generator_logprobs``.
 
-    Arrays of a completion that are kept elsewhere stay there.
+    Logprobs of another distribution than the one that was sampled from, which the completion's basis states, are
+    called ``generator_raw_logprobs``, so that no ratio can be made of them by mistake. Arrays of a completion that are
+    kept elsewhere stay there.
     """
     num_prompt = len(prompt.token_ids)
     token_ids = joined([prompt.token_ids, completion.token_ids], np.int64)
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     loss_mask[num_prompt:] = True
     sample = Sample(sample_id, group_id, prompt, token_ids, loss_mask, completion)
-    sample.token_data["generator_logprobs"] = _aligned(completion.logprobs, num_prompt)
+    sample.token_data[generator_logprobs_name(completion)] = _aligned(completion.logprobs, num_prompt)
     for name, values in completion.token_data.items():
         sample.token_data[name] = _aligned(values, num_prompt)
     return sample
+
+
+def generator_logprobs_name(completion: Completion) -> str:
+    """What a completion's logprobs are called in ``Sample.token_data``."""
+    return "generator_logprobs" if completion.basis == completion.sampling.basis else "generator_raw_logprobs"
 
 
 def _aligned(values: npt.NDArray[Any], num_prompt: int) -> npt.NDArray[Any]:

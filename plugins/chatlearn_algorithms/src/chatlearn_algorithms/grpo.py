@@ -20,32 +20,33 @@ class GRPO:
 
     Raises:
         ConfigError: a KL is asked for without a role ``reference``, or the options need the generator's logprobs in a
-            ratio and these are of a distribution cut to top-p or top-k, which no trainer computes.
+            ratio and these are of another distribution than the trainer's: raw ones at a temperature other than 1, or
+            cut to top-p or top-k, which no trainer computes.
     """
 
     def __init__(self, options: GRPOOptions, context: AlgorithmContext) -> None:
         self.options = options
         self.context = context
-        self._trainer_basis = LogprobBasis(context.basis.temperature)
         if options.kl_coef and context.roles.get("reference") != "trainer":
             configured = ", ".join(f"{name} ({kind})" for name, kind in context.roles.items())
             raise ConfigError(
                 f"algorithm.options.kl_coef is {options.kl_coef}, which needs a role 'reference' of kind trainer; the "
                 f"configured roles are {configured}. Add roles.reference with kind: trainer, or set kl_coef: 0."
             )
-        if not options.recompute_old_logprobs or options.importance_correction != "none":
-            setting = (
-                f"importance_correction={options.importance_correction}"
-                if options.recompute_old_logprobs
-                else "recompute_old_logprobs=false"
-            )
-            check_same_basis(
-                self._trainer_basis,
-                context.basis,
-                first_name="trainer_logprobs",
-                second_name="generator_logprobs",
-                wanted_by=f"algorithm.options.{setting}",
-            )
+        compares = {
+            "recompute_old_logprobs=false": not options.recompute_old_logprobs,
+            f"importance_correction={options.importance_correction}": options.importance_correction != "none",
+            f"kl_weight={options.kl_weight}": options.kl_coef > 0 and options.kl_weight == "generator_ratio",
+        }
+        for setting in (setting for setting, compared in compares.items() if compared):
+            for basis in (context.generator_basis or context.basis, context.basis):
+                check_same_basis(
+                    LogprobBasis(context.basis.temperature),
+                    basis,
+                    first_name="trainer_logprobs",
+                    second_name=f"generator_logprobs of {context.generator}",
+                    wanted_by=f"algorithm.options.{setting}",
+                )
 
     @property
     def input(self) -> InputKind:

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.types import Prompt, Sample, StoredArray, StoredCompletion, sample_from_completion
+from chatlearn_core.types import (
+    Prompt,
+    Sample,
+    StoredArray,
+    StoredCompletion,
+    generator_logprobs_name,
+    sample_from_completion,
+)
 from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.stored import Rows
 from chatlearn_ray.blocks import Traffic, arrays_of_completion, blocks_of, fetch_blocks, fetched_completion
@@ -32,10 +39,11 @@ class FreshSample:
         completion = sample.completion
         if not isinstance(completion, StoredCompletion) or sample.reward is not None or sample.sequence_data:
             return None
-        same_names = sample.token_data.keys() == {"generator_logprobs", *completion.token_data}
+        logprobs = generator_logprobs_name(completion)
+        same_names = sample.token_data.keys() == {logprobs, *completion.token_data}
         pairs: list[tuple[Any, Any]] = [(sample.token_ids, completion.token_ids)]
         if same_names:
-            pairs.append((sample.token_data["generator_logprobs"], completion.logprobs))
+            pairs.append((sample.token_data[logprobs], completion.logprobs))
             pairs += [(sample.token_data[name], values) for name, values in completion.token_data.items()]
         if not same_names or not all(_ends_with(whole, part) for whole, part in pairs):
             return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chatlearn_core.config.problems import KeyPath, Problem
-from chatlearn_core.config.rules.checked import Checked, Rule
+from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.plugins.compatibility import bases_of
+from chatlearn_core.plugins.records import GeneratorSpec
 
 
 def options_are_meant(checked: Checked) -> Iterator[Problem]:
@@ -25,4 +27,23 @@ def options_are_meant(checked: Checked) -> Iterator[Problem]:
             yield Problem((*section, "options", *option.split(".")), sentence, value)
 
 
-CAUTION_RULES: tuple[Rule, ...] = (options_are_meant,)
+def logprobs_compare(checked: Checked) -> Iterator[Problem]:
+    """Raw logprobs cannot be compared with a trainer's at another temperature."""
+    sampling = checked.config.sampling
+    if sampling.temperature in (0.0, 1.0):
+        return
+    for name, _ in checked.roles("generator"):
+        choice = checked.choices.selected.get(f"roles.{name}")
+        if choice is None or not isinstance(choice.record, GeneratorSpec):
+            continue
+        if "processed" not in bases_of(choice.record, choice.options):
+            rule = (
+                f"{choice.record.name} returns logprobs of the raw distribution, the trainer those at the sampling "
+                "temperature: they cannot be compared, and mismatch/* is not measured"
+            )
+            remedy = "set the generator's option for processed logprobs, if it has one, or sample at temperature 1"
+            related: Related = ((("sampling", "temperature"), sampling.temperature),)
+            yield Problem(("roles", name), rule, remedy=remedy, related=related)
+
+
+CAUTION_RULES: tuple[Rule, ...] = (options_are_meant, logprobs_compare)
