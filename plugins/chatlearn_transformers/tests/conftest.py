@@ -26,10 +26,10 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``model_dir(family, **config)``: a tiny random model, weights large enough that greedy text does not repeat."""
-    built: dict[tuple[Any, ...], Path] = {}
+    built: dict[str, Path] = {}
 
     def build(family: str = "qwen3", **config: Any) -> Path:
-        key = (family, *sorted(config.items()))
+        key = f"{family} {sorted(config.items())}"
         if key not in built:
             config = {"initializer_range": 0.2, "max_length": 128} | config
             built[key] = build_tiny_model(tmp_path_factory.mktemp(family), family, **config)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from chatlearn_transformers import attention
 from chatlearn_transformers.decoder import Decoder
 
 pytestmark = pytest.mark.engine
@@ -13,8 +12,6 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("fused", [True, False])
 def test_logits_equal_an_uncached_forward(fused, model_dir, load_model):
     plain, model = load_model(model_dir()), load_model(model_dir())
-    if fused:
-        model.set_attn_implementation(attention.NAME)
     decoder = Decoder(model, fused_attention=fused)
     draw = np.random.default_rng(0)
     sequences = [draw.integers(3, 300, length) for length in (9, 40, 3)]

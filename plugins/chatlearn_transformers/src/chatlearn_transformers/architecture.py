@@ -1,86 +1,72 @@
-"""Which models can be generated from with one cache row a sequence, checked before a run starts."""
+"""Which models can be generated from with one cache row a sequence, as far as their configuration says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from chatlearn_core.exceptions import ModelError
 
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary frequencies that depend on the longest sequence of a batch: a token would depend on its neighbours."""
-_PROBE_TOKENS = 7
-_TOLERANCE = 1e-3
-_LOW_PRECISION_TOLERANCE = 0.25
-"""Root mean square difference allowed, as a share of the logits' spread. Low precision rounds, and may route a token
-to other experts; a wrong computation lies far outside."""
+_LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Rotary frequencies that depend on the longest sequence of a batch, so a token would depend on its neighbours and on
+tokens that come after it; and the configuration field up to which they are constant."""
+_SPAN_WORDS = ("window", "chunk", "local", "index_topk")
+"""Parts of the names of configuration fields that may hold how far attention reaches, tokens..."""
+_NOT_SPANS = ("num_", "layers", "pattern")
+"""...and of those that do not (``num_local_experts``)."""
 
 
-def check_architecture(model: Any, path: str) -> None:
-    """Refuse what a cache of full attention with per-row positions cannot serve.
+def check_architecture(model: Any, path: str, max_length: int) -> None:
+    """Refuse what no cache of rows at positions of their own can serve.
+
+    Args:
+        model: the loaded model.
+        path: for the message.
+        max_length: longest sequence that will be asked for, tokens.
 
     Raises:
         ModelError: names the model type and what it has that is not supported.
     """
     config = model.config.get_text_config()
     reasons: list[str] = []
-    if getattr(model.config, "is_encoder_decoder", False):
-        reasons.append("it is an encoder-decoder")
-    layer_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if layer_types:
-        reasons.append(f"it has layers of type {', '.join(layer_types)} (config.json: layer_types)")
-    elif getattr(config, "layer_types", None) is None and _slides(config):
-        reasons.append(f"it has sliding-window attention (config.json: sliding_window {config.sliding_window})")
-    if getattr(model, "_is_stateful", False):
-        reasons.append("it keeps a recurrent state")
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        reasons.append(f"its rotary embedding {rope_type!r} depends on the longest sequence of a batch")
-    if model.get_output_embeddings() is None or model.base_model is model:
-        reasons.append("its head cannot be applied apart from its body")
+    if model.get_output_embeddings() is None:
+        reasons.append("it has no head that gives logits")
+    for rope_type, original in sorted(_length_dependent_rope(config), key=str):
+        if original is None or max_length > original:
+            remedy = "" if original is None else f"; it does not up to {original} tokens: set model.max_length to that"
+            reasons.append(f"its rotary embedding {rope_type!r} depends on the longest sequence of a batch{remedy}")
     if reasons:
         raise ModelError(
             f"the generator 'transformers' cannot serve {path} (model type {config.model_type!r}): {'; '.join(reasons)}"
-            ". It serves decoders with full attention in every layer; for this model use another generator backend "
-            "(vllm, sglang)."
+            ". Or use another generator backend (vllm, sglang)."
         )
 
 
-def probe_token_ids(vocab_size: int, device: torch.device) -> Tensor:
-    """[1, T] arbitrary fixed tokens to compare two ways of computing with."""
-    return ((torch.arange(_PROBE_TOKENS, device=device) * 7919 + 11) % vocab_size)[None]
-
-
-def check_probe(expected: Tensor, found: Tensor, path: str, model_type: str) -> None:
-    """Compare logits of the model's own forward with those computed through the cache.
-
-    Catches what no list of architectures can: scaled or capped logits, positions that are not rotary, attention that
-    ignores its mask.
+def attention_spans(config: Any, max_length: int) -> list[int]:
+    """Every number of tokens at which an attention may stop to reach further back, in ascending order.
 
     Args:
-        expected: [T, V]
-        found: [T, V]
-        path: for the message.
-        model_type: for the message.
-
-    Raises:
-        ModelError: they differ by more than rounding.
+        config: of the model.
+        max_length: longest sequence; what reaches as far never stops.
     """
-    if not bool(torch.isfinite(expected).all()):
-        raise ModelError(f"{path}: the model's logits are not finite on a short probe; its weights are damaged")
-    allowed = _TOLERANCE if expected.dtype in (torch.float32, torch.float64) else _LOW_PRECISION_TOLERANCE
-    spread = float(expected.float().std()) or 1.0
-    difference = float((expected.float() - found.float()).square().mean().sqrt()) / spread
-    if not difference <= allowed:
-        raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): computed through its"
-            f" cache, logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed. Use"
-            " another generator backend (vllm, sglang)."
-        )
+    found: set[int] = set()
+    for name, value in config.get_text_config().to_dict().items():
+        if any(word in name for word in _SPAN_WORDS) and not any(word in name for word in _NOT_SPANS):
+            values = value if isinstance(value, list | tuple) else [value]
+            found |= {entry for entry in values if type(entry) is int}
+    return sorted(span for span in found if 1 <= span < max_length)
 
 
-def _slides(config: Any) -> bool:
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+def _length_dependent_rope(config: Any) -> Iterator[tuple[str, int | None]]:
+    """(type, length up to which it is constant) of each; transformers nests them by layer type in some models."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping):
+        return
+    nested = [entry for entry in rope.values() if isinstance(entry, Mapping)]
+    for entry in {str(entry): entry for entry in (nested or [rope])}.values():
+        rope_type = entry.get("rope_type")
+        if rope_type not in _LENGTH_DEPENDENT_ROPE:
+            continue
+        field = _LENGTH_DEPENDENT_ROPE[rope_type]
+        constant_up_to = entry.get(field, getattr(config, field, None))
+        yield rope_type, None if constant_up_to is None else int(constant_up_to)

@@ -1,23 +1,36 @@
-"""The attention used while generating: torch's fused kernel, with grouped KV heads never repeated when decoding.
+"""The attention and the masks used while generating, where every row of a batch is at a position of its own.
 
-transformers repeats the whole KV cache once per query head of a group before every decoding step of every layer. Here
-the query heads that share a KV head become the query positions of one attention call instead: the same numbers, and
-the cache is only read. It is registered through transformers' public ``AttentionInterface``; a model that runs with it
-gets no mask of transformers' own making, so its caller passes one, or None for plain causal attention.
+transformers builds masks from the position of a whole batch. Here a model's own mask functions (causal, sliding window,
+chunks) are evaluated at each row's position instead, so a window is the model's, not a copy of its rule.
+
+``chatlearn_slots`` attends by torch's fused kernel. transformers repeats the whole KV cache once per query head of a
+group before every decoding step of every layer; here the query heads that share a KV head become the query positions of
+one attention call: the same numbers, and the cache is only read. ``chatlearn_slots_eager`` is each model's own eager
+attention under the same masks.
+
+Both are registered through transformers' public ``AttentionInterface`` and ``AttentionMaskInterface``.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 NAME = "chatlearn_slots"
+EAGER_NAME = "chatlearn_slots_eager"
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
-"""Arguments by which a model asks for another attention than softmax(QK)V over all earlier tokens."""
+_UNSUPPORTED = ("position_bias", "cache")
+"""Arguments by which a model asks for another attention than these compute."""
+_BLOCK_SCORES = 1 << 26
+"""Attention scores held at once where no fused kernel computes them: 256 MiB in float32."""
+
+Mask = Tensor | None
 
 
 def slot_attention(
@@ -25,18 +38,26 @@ def slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend.
 
     Args:
+        module: for messages.
         query: [N, H, L, D]
         key: [N, G, S, D], where G divides H.
         value: [N, G, S, D]
-        attention_mask: None: causal over L = S tokens; else [N, 1, 1, S], additive, with L = 1.
+        attention_mask: additive, [N, 1, L, S]; None: causal over L = S tokens.
+        dropout: generating has none.
+        scaling: factor on the scores; None is 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        s_aux: [H] a score beside the others in the softmax that attends to nothing (sinks of gpt-oss).
+        **kwargs: what else the layer passes. A window is in the mask.
 
     Returns:
         [N, L, H, D]
@@ -47,20 +68,133 @@ def slot_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} asks for {name}={kwargs[name]!r}")
+    if softcap is not None or s_aux is not None:
+        return _explicit_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
-    if attention_mask is not None:
-        if num_queries != 1:
-            raise NotImplementedError(f"a mask is given for {num_queries} queries; only decoding takes one")
+    if attention_mask is not None and num_queries == 1:
         grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, query.shape[-1])
         out = torch.nn.functional.scaled_dot_product_attention(
             grouped, key, value, attn_mask=attention_mask, scale=scaling
         )
         return out.reshape(num_rows, 1, num_heads, value.shape[-1]), None
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=num_queries > 1, scale=scaling, enable_gqa=num_heads != num_kv_heads
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and num_queries > 1,
+        scale=scaling,
+        enable_gqa=num_heads != num_kv_heads,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
+def own_eager_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The eager attention of the file that defines ``module``.
+
+    Raises:
+        NotImplementedError: that file has none.
+    """
+    attend: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
+    if attend is None:
+        raise NotImplementedError(f"the file of {type(module).__name__} has no eager_attention_forward")
+    return attend(module, query, key, value, attention_mask, **kwargs)
+
+
+def slot_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Mask = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Mask:
+    """The additive mask that a model asks for: of whole prompts, or of one token a row.
+
+    Args:
+        batch_size: N
+        q_length: L
+        kv_length: S
+        q_offset: 0 while prompts are computed; else [N] the position of each row's token.
+        mask_function: the model's own, of broadcast (row, head, query, key) indices.
+        attention_mask: ignored: prompts are padded on the right, and a row's position says what it holds.
+        dtype: of the mask.
+        device: of the mask.
+        **kwargs: of ``sdpa_mask``.
+
+    Returns:
+        [N, 1, L, S], 0 where visible and minus infinity elsewhere; None: plain causal.
+    """
+    if mask_function is not None:
+        kwargs["mask_function"] = mask_function
+    if isinstance(q_offset, Tensor):
+        if q_length != 1 or mask_function is None:
+            raise NotImplementedError(f"a mask of {q_length} tokens a row, each row at its own position")
+        rows = torch.arange(batch_size, device=device)[:, None, None, None]
+        columns = torch.arange(kv_length, device=device)[None, None, None, :]
+        visible = mask_function(rows, torch.zeros_like(rows), q_offset[:, None, None, None], columns)
+        return _additive(visible.expand(batch_size, 1, 1, kv_length), dtype)
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset=q_offset, device=device, **kwargs)
+    return None if mask is None else _additive(mask, dtype)
+
+
+def _whole_mask(*args: Any, **kwargs: Any) -> Mask:
+    """``slot_mask``, never None: eager attention is not causal by itself."""
+    return slot_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[N, L, H, D] by the definition, some queries at a time."""
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    num_kv_heads, num_keys = key.shape[1:3]
+    group = num_heads // num_kv_heads
+    scale = head_dim**-0.5 if scaling is None else scaling
+    queries = query.reshape(num_rows, num_kv_heads, group, num_queries, head_dim)
+    keys, values = key[:, :, None].transpose(-1, -2), value[:, :, None]
+    out = query.new_empty(num_rows, num_queries, num_heads, value.shape[-1])
+    step = max(1, _BLOCK_SCORES // (num_rows * num_heads * num_keys))
+    for start in range(0, num_queries, step):
+        stop = min(start + step, num_queries)
+        scores = torch.matmul(queries[:, :, :, start:stop], keys).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask[:, :, None, start:stop]
+        elif num_queries > 1:
+            later = (
+                torch.arange(num_keys, device=query.device) > torch.arange(start, stop, device=query.device)[:, None]
+            )
+            scores = scores.masked_fill(later, -torch.inf)
+        if sinks is not None:
+            column = sinks.float().view(1, num_kv_heads, group, 1, 1).expand(num_rows, -1, -1, stop - start, 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., :num_keys].to(value.dtype)
+        attended = torch.matmul(weights, values).reshape(num_rows, num_heads, stop - start, value.shape[-1])
+        out[:, start:stop] = attended.transpose(1, 2)
+    return out
+
+
 AttentionInterface.register(NAME, slot_attention)
+AttentionInterface.register(EAGER_NAME, own_eager_attention)
+AttentionMaskInterface.register(NAME, slot_mask)
+AttentionMaskInterface.register(EAGER_NAME, _whole_mask)

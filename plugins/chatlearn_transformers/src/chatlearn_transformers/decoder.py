@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from chatlearn_transformers import attention
-from chatlearn_transformers.architecture import check_probe, probe_token_ids
 from chatlearn_transformers.kv_cache import READ_STEP, SlotCache, round_up
+
+_FEW_TOKENS = 256
+"""So many tokens are compared by eager attention and with all logits, more by what costs less."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -20,18 +22,30 @@ Ids = npt.NDArray[np.int64]
 class Decoder:
     """Runs forwards; knows rows and lengths, nothing of requests. All methods run under ``torch.inference_mode``.
 
-    The model's body gives hidden states, and its head is applied to the last token of each sequence only.
+    Forwards are the model's own, so whatever it does to its logits (a scale, a cap) is done; its head sees only the
+    last token of each prompt. A model whose attention follows transformers' interface makes its own masks, of windows
+    and chunks too (``attention.slot_mask``); others get a causal one.
     """
 
     def __init__(self, model: Any, *, fused_attention: bool) -> None:
+        """Change the attention of ``model``, loaded with ``eager``, to the one that generating uses."""
         self.model = model
+        self.run: Callable[..., Any] = model
+        """What computes a forward: the model."""
         self.cache = SlotCache()
-        self._body = model.base_model
         self._head = model.get_output_embeddings()
-        self._fused = fused_attention
+        self._head.register_forward_pre_hook(self._select_tokens)
+        self._selected: tuple[Tensor, Tensor] | None = None
         self._index = torch.arange(0)
-        self.kv_bytes_per_token = _kv_bytes_per_token(model.config.get_text_config(), self._head.weight.element_size())
-        """Memory of one token of one sequence in the cache."""
+        self._text_config = model.config.get_text_config()
+        self._slot_attention = attention.NAME if fused_attention else attention.EAGER_NAME
+        self._makes_masks = self._attend_by(self._slot_attention)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Memory of one token of one sequence in the cache: measured, or estimated before the first forward."""
+        measured = self.cache.bytes_per_token
+        return measured or _kv_bytes_per_token(self._text_config, self._head.weight.element_size())
 
     @property
     def device(self) -> torch.device:
@@ -42,30 +56,28 @@ class Decoder:
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return int(self.model.config.get_text_config().vocab_size)
+        return int(self._text_config.vocab_size)
 
     @torch.inference_mode()
-    def probe(self, path: str) -> None:
-        """Compute a few tokens as the model does by itself and through the cache, and compare.
-
-        Leaves the model with the attention that generating uses.
-
-        Raises:
-            ModelError: the results differ; see ``check_probe``.
+    def own_logits(self, token_ids: Ids, first: int) -> Tensor:
+        """[T - first, V] logits after tokens ``first``.. of [T], by one forward of the model alone: no cache, its own
+        attention, no mask of ours, and its head over all tokens where they are few.
         """
-        tokens = probe_token_ids(self.vocab_size, self.device)
-        expected = self.model(input_ids=tokens, use_cache=False).logits[0]
-        if self._fused:
-            self.model.set_attn_implementation(attention.NAME)
-        ids = tokens[0].cpu().numpy()
-        split = len(ids) - 2
-        found = [self.prefill([ids[:split]], np.zeros(2, np.int64), 0)[0]]
-        for position in range(split, len(ids)):
-            # A second row, one token behind, so that rows of unequal length are compared too.
-            step = self.decode(ids[[position, split]], np.array([position, split]))
-            found.append(step[0])
-        self.cache.clear()
-        check_probe(expected[split - 1 :], torch.stack(found), path, self.model.config.model_type)
+        few = len(token_ids) <= _FEW_TOKENS
+        positions = torch.arange(first, len(token_ids), device=self.device)
+        if self._makes_masks:
+            # Eager attention is what a model means, but holds all scores of a layer at once.
+            capped = getattr(self._text_config, "attn_logit_softcapping", None) is not None
+            self._attend_by("sdpa" if self.model._supports_sdpa and not (few or capped) else "eager")
+        self._selected = None if few else (torch.zeros_like(positions), positions)
+        try:
+            output = self.run(input_ids=torch.from_numpy(token_ids).to(self.device)[None], use_cache=False)
+        finally:
+            self._selected = None
+            if self._makes_masks:
+                self._attend_by(self._slot_attention)
+        logits: Tensor = output.logits
+        return logits[0, first:] if few else logits[:, 0]
 
     @torch.inference_mode()
     def prefill(self, contexts: Sequence[Ids], sources: Ids, row_start: int) -> Tensor:
@@ -89,12 +101,17 @@ class Decoder:
         shared = len(sources) != len(contexts) or bool((sources != np.arange(len(sources))).any())
         source_index = torch.from_numpy(sources).to(device)
         self.cache.expect_prefill(row_start, source_index if shared else None, len(sources))
-        # Right padding needs no mask under causal attention: no real token looks at a later one.
-        hidden = self._forward(
-            torch.from_numpy(padded).to(device), torch.arange(longest, device=device)[None], self._causal_mask(longest)
-        )
         last = torch.tensor(lengths, device=device) - 1
-        logits: Tensor = self._head(hidden[torch.arange(len(lengths), device=device), last])
+        self._selected = (torch.arange(len(lengths), device=device), last)
+        # Right padding needs no mask of its own under causal attention: no real token looks at a later one.
+        try:
+            logits = self._forward(
+                torch.from_numpy(padded).to(device),
+                torch.arange(longest, device=device)[None],
+                None if self._makes_masks else self._causal_mask(longest),
+            )
+        finally:
+            self._selected = None
         return logits[source_index] if shared else logits
 
     @torch.inference_mode()
@@ -114,12 +131,10 @@ class Decoder:
         device = self.device
         columns = torch.from_numpy(lengths).to(device)
         self.cache.expect_decode(columns, self._row_index(len(token_ids), device), width)
-        visible = torch.arange(width, device=device)[None, :] <= columns[:, None]
-        hidden = self._forward(
-            torch.from_numpy(token_ids).to(device)[:, None], columns[:, None], self._additive(visible)[:, None, None]
-        )
-        logits: Tensor = self._head(hidden[:, 0])
-        return logits
+        mask = None
+        if not self._makes_masks:
+            mask = self._additive(torch.arange(width, device=device)[None, :] <= columns[:, None])[:, None, None]
+        return self._forward(torch.from_numpy(token_ids).to(device)[:, None], columns[:, None], mask)
 
     def move_rows(self, sources: Ids, targets: Ids, longest: int) -> None:
         """Copy cache rows ``sources`` over ``targets``; no row holds more than ``longest`` tokens."""
@@ -128,25 +143,35 @@ class Decoder:
             self.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), longest)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        output = self._body(
+        """[N, V] logits of the tokens that the head sees, one a row."""
+        output = self.run(
             input_ids=token_ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        logits: Tensor = output.logits[:, 0]
+        return logits
+
+    def _select_tokens(self, head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the head: keep the hidden states [N, 1, H] of the selected (rows, columns) only."""
+        if self._selected is None:
+            return None
+        hidden, *others = inputs
+        return (hidden[self._selected][:, None], *others)
+
+    def _attend_by(self, implementation: str) -> bool:
+        """Switch the model's attention; whether it can be."""
+        self.model.set_attn_implementation(implementation)
+        return bool(self._text_config._attn_implementation == implementation)
 
     def _row_index(self, num_rows: int, device: torch.device) -> Tensor:
         if self._index.shape[0] < num_rows or self._index.device != device:
             self._index = torch.arange(2 * num_rows, device=device)
         return self._index[:num_rows]
 
-    def _causal_mask(self, length: int) -> Tensor | None:
-        """None where the attention is causal by itself."""
-        if self._fused:
-            return None
+    def _causal_mask(self, length: int) -> Tensor:
         visible = torch.ones(length, length, dtype=torch.bool, device=self.device).tril_()
         return self._additive(visible)[None, None]
 

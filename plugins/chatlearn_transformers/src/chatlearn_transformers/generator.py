@@ -22,6 +22,7 @@ from chatlearn_transformers.decoder import Decoder
 from chatlearn_transformers.engine_arguments import check_engine_arguments
 from chatlearn_transformers.offload import WeightStore
 from chatlearn_transformers.options import TransformersGeneratorOptions
+from chatlearn_transformers.probe import check_decoder
 from chatlearn_transformers.scheduler import Limits, Scheduler, StepReport
 from chatlearn_transformers.stopping import end_of_sequence_ids
 from chatlearn_transformers.ticket import Ticket
@@ -74,19 +75,18 @@ class TransformersGenerator:
             source.path,
             dtype=dtype,
             device=device,
-            attention=self._options.attention,
+            attention="eager",  # all have it; the decoder puts its own in place
             trust_remote_code=source.trust_remote_code,
             **self._engine_arguments,
         )
         model.requires_grad_(False)
         tokenizer: Any = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
-        check_architecture(model, source.path)
-        check_tokenizer_fits(tokenizer, model.config, source.path)
-        decoder = Decoder(model, fused_attention=self._options.attention == "sdpa")
-        decoder.probe(source.path)
-
         lengths = [n for n in (source.max_length, max_length(model.config)) if n is not None]
         self._model_length = min(lengths, default=2**31)
+        check_architecture(model, source.path, self._model_length)
+        check_tokenizer_fits(tokenizer, model.config, source.path)
+        decoder = Decoder(model, fused_attention=self._options.attention == "sdpa")
+        check_decoder(decoder, source.path, self._model_length)
         self._tokenizer = tokenizer
         self._store = WeightStore(model)
         kv_gb = self._options.max_kv_cache_gb

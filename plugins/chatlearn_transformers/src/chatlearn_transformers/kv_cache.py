@@ -27,8 +27,9 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._bytes_per_token: int | None = None
         self._capacity = (0, 0)
         self._row_start = 0
         self._sources: Tensor | None = None
@@ -40,7 +41,15 @@ class SlotCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Memory allocated."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+        return sum(t.numel() * t.element_size() for t in self._buffers())
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Memory of one token of one sequence, measured, also after ``clear``; None before the first forward."""
+        rows, columns = self._capacity
+        if self._keys and rows and columns:
+            self._bytes_per_token = self.num_bytes // (rows * columns)
+        return self._bytes_per_token
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
         """Make room for ``num_rows`` sequences of ``num_columns`` tokens; what is there stays."""
@@ -53,13 +62,14 @@ class SlotCache(Cache):
             rows = max(num_rows, 2 * rows if rows else 0)
         self._capacity = (rows, columns)
         for tensors in (self._keys, self._values):
-            for layer, old in enumerate(tensors):
+            for layer, old in tensors.items():
                 new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
                 new[: old.shape[0], :, : old.shape[2]] = old
                 tensors[layer] = new
 
     def clear(self) -> None:
-        """Release the memory and forget everything."""
+        """Release the memory and forget every sequence."""
+        _ = self.bytes_per_token
         self._keys.clear()
         self._values.clear()
         self._capacity = (0, 0)
@@ -87,10 +97,10 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's attention: take the new tokens, return what they attend to."""
-        if layer_idx == len(self._keys):
+        if layer_idx not in self._keys:
             rows, columns = self._capacity
             for tensors, states in ((self._keys, key_states), (self._values, value_states)):
-                tensors.append(states.new_zeros(rows, states.shape[1], columns, states.shape[3]))
+                tensors[layer_idx] = states.new_zeros(rows, states.shape[1], columns, states.shape[3])
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self._columns is None:
             rows_taken = slice(self._row_start, self._row_start + self._num_copies)
@@ -105,7 +115,7 @@ class SlotCache(Cache):
 
     def move(self, sources: Tensor, targets: Tensor, width: int) -> None:
         """Copy rows ``sources`` [M] over rows ``targets`` [M], the first ``width`` columns."""
-        for buffer in (*self._keys, *self._values):
+        for buffer in self._buffers():
             buffer[targets, :, :width] = buffer[sources, :, :width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -116,6 +126,9 @@ class SlotCache(Cache):
         """Length and offset of what ``update`` returns."""
         return (query_length if self._columns is None else self._width), 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Always 0, as ``get_seq_length``."""
-        return 0
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]  # a batch has one there
+        """Where a forward's queries begin: 0 for prompts; while decoding [N], for ``attention.slot_mask``."""
+        return 0 if self._columns is None else self._columns
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return (*self._keys.values(), *self._values.values())

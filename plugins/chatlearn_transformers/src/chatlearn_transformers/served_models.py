@@ -1,0 +1,84 @@
+"""Whether the generator serves a model directory, and whether what it computes is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.model_directory import load_causal_lm, load_config, max_length
+from chatlearn_hf.plain_forward import load_plain_model
+from chatlearn_transformers.architecture import attention_spans, check_architecture
+from chatlearn_transformers.decoder import Decoder, Ids
+from chatlearn_transformers.probe import check_decoder
+
+_TOLERANCE = 1e-4
+_NUM_TOKENS = 24
+_PROMPTS = (0.4, 1.0, 0.1)
+"""Lengths of the prompts, as shares of the tokens that are compared."""
+
+
+@dataclass(slots=True, frozen=True)
+class ServedModel:
+    """What the generator does with a model."""
+
+    status: Literal["right", "refused", "wrong"]
+    reason: str = ""
+    """Why it was refused; how far it is off."""
+
+
+def check_served_model(
+    directory: str | Path, *, attention: Literal["sdpa", "eager"] = "sdpa", length: int | None = None
+) -> ServedModel:
+    """Load a small model as the generator does, and compare every logprob with a plain forward of each sequence alone.
+
+    The sequences are computed in one batch, from prompts of unequal lengths, and reach beyond every window.
+
+    Args:
+        directory: of a model small enough to be computed several times; needs no tokenizer.
+        attention: the generator's option.
+        length: ``model.max_length``; None takes the configuration's.
+    """
+    lengths = [n for n in (length, max_length(load_config(str(directory)))) if n is not None]
+    longest = min(lengths, default=2**31)
+    try:
+        model = load_causal_lm(str(directory), attention="eager").requires_grad_(False)
+        check_architecture(model, str(directory), longest)
+        decoder = Decoder(model, fused_attention=attention == "sdpa")
+        check_decoder(decoder, str(directory), longest)
+    except ModelError as error:
+        return ServedModel("refused", str(error))
+    spans = attention_spans(model.config, longest)
+    num_tokens = min(longest, max(_NUM_TOKENS, 2 * spans[-1] if spans else 0))
+    difference = _largest_difference(decoder, directory, num_tokens)
+    if not difference <= _TOLERANCE:
+        return ServedModel("wrong", f"logprobs differ by {difference:.3g} from a plain forward's")
+    return ServedModel("right")
+
+
+def _largest_difference(decoder: Decoder, directory: str | Path, num_tokens: int) -> float:
+    """Of all logprobs of three sequences of random tokens, each computed to ``num_tokens``."""
+    draw = np.random.default_rng(0)
+    size = min(decoder.vocab_size, 200)
+    sequences: list[Ids] = [draw.integers(min(3, size - 1), size, num_tokens) for _ in _PROMPTS]
+    splits = [max(1, min(num_tokens - 1, round(share * num_tokens))) for share in _PROMPTS]
+    plain = load_plain_model(Path(directory))
+    with torch.no_grad():
+        own = [plain(torch.from_numpy(ids)).log_softmax(-1) for ids in sequences]
+    rows = range(len(sequences))
+    found = decoder.prefill([sequences[row][: splits[row]] for row in rows], np.arange(len(sequences)), 0)
+    largest = 0.0
+    lengths = np.array(splits)
+    while True:
+        difference = [float((found[row].log_softmax(-1) - own[row][lengths[row] - 1]).abs().max()) for row in rows]
+        largest = max(largest, *difference)
+        if int(lengths.min()) == num_tokens:
+            return largest
+        # A sequence that is complete computes its last token again.
+        places = np.minimum(lengths, num_tokens - 1)
+        found = decoder.decode(np.array([sequences[row][places[row]] for row in rows]), places)
+        lengths = places + 1

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chatlearn_transformers import served_models
+from chatlearn_transformers.decoder import Decoder
+from chatlearn_transformers.served_models import check_served_model
+
+
+def test_right_and_refused(model_dir):
+    assert check_served_model(model_dir("mistral", sliding_window=8)).status == "right"
+    # Needs no tokenizer: a directory of configuration and weights will do.
+    refused = check_served_model(
+        model_dir("gpt_neo", num_layers=2, attention_types=[[["local"], 2]], window_size=12), attention="eager"
+    )
+    assert refused.status == "refused"
+    assert "model type 'gpt_neo'" in refused.reason
+
+
+def test_what_the_comparison_before_a_run_misses_is_wrong(model_dir, monkeypatch):
+    monkeypatch.setattr(served_models, "check_decoder", lambda *args: None)
+    decode = Decoder.decode
+    # Positions are off by one from the eleventh token on.
+    monkeypatch.setattr(
+        Decoder, "decode", lambda self, tokens, lengths: decode(self, tokens, np.maximum(lengths - (lengths > 10), 0))
+    )
+    found = check_served_model(model_dir())
+    assert found.status == "wrong"
+    assert float(found.reason.split("differ by ")[1].split()[0]) > 1e-3
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_short_limits(length, model_dir):
+    assert check_served_model(model_dir("mistral", sliding_window=4), length=length).status == "right"
