@@ -1,62 +1,116 @@
-"""The worker's end of the process pool: a light process that builds one function and calls it on what it is sent.
+"""The worker's end of the process pool: builds one function, and calls it on one payload at a time.
 
-Imports the standard library alone, so that a worker starts in a tenth of a second. Frames in both directions are a
-four-byte length and a body: pickled lists of pickled payloads come in, one JSON reply a payload goes out.
+Imports the standard library alone, so that a worker starts in a tenth of a second. A frame in either direction is an
+item's token, a length and a body: pickled payloads come in, one JSON reply to each goes out. The token is the pool's
+and new for every item, so that a reply belongs to the item it names or to none.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
-import json
 import os
 import pickle
-import queue
 import resource
 import signal
-import socket
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-LENGTH = struct.Struct("!I")
+FRAME = struct.Struct("!16sQ")
+"""The token of an item, and the length of the body that follows."""
+MAX_REPLY_BYTES = 64 << 20
 MAX_ERROR_CHARACTERS = 1000
 SHOWN_FRAMES = 3
-PR_SET_PDEATHSIG = 1
+CHANNEL_LOST = 113
+"""Exit status of a worker whose descriptor to the pool was closed or replaced by the function that it called."""
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 class TaskConfigError(Exception):
     """What the user configured cannot become a task; shown to the user without a traceback."""
 
 
-def main() -> None:
-    """Serve until the parent closes the connection or dies."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    sys.path[:] = json.loads(sys.argv[3])
-    _die_with(parent)
-    os.dup2(2, 1)  # what a function prints goes to stderr: the terminal still shows it
+class Channel:
+    """The worker's end of its connection to the pool. The process that opened it is the only one to use it.
+
+    A function may fork, close descriptors that are not its own or put files in their place. What it forked leaves here
+    without a word, and a descriptor is used only while it is the one that was opened.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._identity = self._look()
+        self._process = os.getpid()
+        os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """The next item's token and payload. The process ends with the connection."""
+        token, size = FRAME.unpack(self._read(FRAME.size))
+        return token, self._read(size)
+
+    def reply(self, token: bytes, body: bytes) -> None:
+        """Answer the item of ``token``."""
+        self.leave_if_forked()
+        self._check()
+        left = memoryview(FRAME.pack(token, len(body)) + body)
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def leave_if_forked(self) -> None:
+        """End a process that the function forked and that came back out of it: the pool waits for another one."""
+        if os.getpid() != self._process:
+            os._exit(0)
+
+    def _read(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            self._check()
+            data = os.read(self._descriptor, min(size - len(parts), 1 << 20))
+            if not data:
+                os._exit(0)  # the pool closed its end
+            parts += data
+        return bytes(parts)
+
+    def _check(self) -> None:
+        if self._look() != self._identity:
+            os._exit(CHANNEL_LOST)
+        os.set_blocking(self._descriptor, True)
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self._descriptor)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _close_in_child(self) -> None:
+        if self._look() == self._identity:
+            os.close(self._descriptor)
+
+
+def serve(descriptor: int) -> NoReturn:
+    """Answer the pool until it closes the connection."""
+    channel = Channel(descriptor)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    connection = socket.socket(fileno=descriptor)
-    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read_frames, args=(connection, frames), daemon=True).start()
+        sys.stdout.reconfigure(line_buffering=True)  # the pool reads both streams from one pipe
+    token, description = channel.receive()
     try:
-        task = _build(pickle.loads(frames.get()))
+        task = _build(pickle.loads(description))
+        answer = _encoded(ready=True)
     except TaskConfigError as error:
-        _send(connection, {"failed": str(error), "configuration": True})
-        return
+        answer = _encoded(failed=str(error), configuration=True)
     except BaseException as error:
-        _send(connection, {"failed": describe_exception(error), "configuration": False})
-        return
-    _send(connection, {"ready": True})
+        answer = _encoded(failed=describe_exception(error), configuration=False)
+    channel.reply(token, answer)
     while True:
-        for payload in pickle.loads(frames.get()):
-            _send(connection, _call(task, payload))
+        token, payload = channel.receive()
+        channel.reply(token, _call(task, payload, channel))
 
 
 def describe_exception(error: BaseException) -> str:
@@ -65,44 +119,14 @@ def describe_exception(error: BaseException) -> str:
     others = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
     shown = (others or frames)[-SHOWN_FRAMES:]
     where = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in shown)
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except Exception as second:  # its __str__ is the user's code, too
+        message = f"(its message cannot be shown: {type(second).__name__})"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if len(text) > MAX_ERROR_CHARACTERS:
         text = text[:MAX_ERROR_CHARACTERS] + "..."
     return f"{text} ({where})" if where else text
-
-
-def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process with its parent, also while a C function holds the interpreter lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _read_frames(connection: socket.socket, frames: queue.SimpleQueue[bytes]) -> None:
-    """Runs beside the task, so that the end of the parent is seen while a task runs."""
-    while True:
-        header = _receive(connection, LENGTH.size)
-        frames.put(_receive(connection, LENGTH.unpack(header)[0]))
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            data = connection.recv(min(size - len(parts), 1 << 20))
-        except OSError:
-            data = b""
-        if not data:
-            os.killpg(0, signal.SIGKILL)  # the parent is gone: so go this process and what its task started
-        parts += data
-    return bytes(parts)
-
-
-def _send(connection: socket.socket, reply: Mapping[str, Any]) -> None:
-    body = json.dumps(reply).encode()
-    connection.sendall(LENGTH.pack(len(body)) + body)
 
 
 def _build(description: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -115,10 +139,18 @@ def _build(description: Mapping[str, Any]) -> Callable[[Any], Any]:
     return task
 
 
-def _call(task: Callable[[Any], Any], payload: bytes) -> Mapping[str, Any]:
+def _call(task: Callable[[Any], Any], payload: bytes, channel: Channel) -> bytes:
     try:
-        reply = {"value": task(pickle.loads(payload))}
-        json.dumps(reply)
+        body = _encoded(value=task(pickle.loads(payload)))
+        if len(body) > MAX_REPLY_BYTES:
+            body = _encoded(error=f"returned {len(body)} bytes as JSON; at most {MAX_REPLY_BYTES} are taken")
     except BaseException as error:  # SystemExit and KeyboardInterrupt as well: whatever a task raises is its sample's
-        return {"error": describe_exception(error)}
-    return reply
+        channel.leave_if_forked()  # before it looks for the source lines of its traceback
+        body = _encoded(error=describe_exception(error))
+    for timer in TIMERS:  # an alarm that the task left behind would end the next one
+        signal.setitimer(timer, 0)
+    return body
+
+
+def _encoded(**content: Any) -> bytes:
+    return dumps(content).encode()
