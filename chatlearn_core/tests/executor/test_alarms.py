@@ -8,7 +8,7 @@ import pytest
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, JUMP_STEPS, MISMATCH_PROB_DIFF, Alarms
 from chatlearn_core.executor.environment import Experience
-from chatlearn_core.types import Prompt, RewardResult, Sample
+from chatlearn_core.types import UNGRADED, Prompt, RewardResult, Sample
 
 
 def experience(*rewards: float | str | None, step: int = 1) -> Experience:
@@ -34,6 +34,15 @@ def test_exclusions_are_told_with_their_reasons() -> None:
     [sentence] = Alarms().check(step, {"samples/excluded": 3.0})
     assert sentence == (
         "3 of 5 samples excluded: 2 x reward failed: A (first: sample s2); 1 x reward failed: B (first: sample s3)"
+    )
+
+
+def test_samples_that_were_too_hard_to_judge_are_told() -> None:
+    step = experience(1.0, 0.0, 0.0)
+    step.samples[1].reward = RewardResult(0.0, {UNGRADED: 1.0})
+    [sentence] = Alarms().check(step, {})
+    assert sentence.startswith(
+        "1 of 3 samples took too much time or memory to judge and count as wrong (first: sample s1)"
     )
 
 

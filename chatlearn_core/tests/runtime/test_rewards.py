@@ -274,3 +274,46 @@ async def test_offload_and_onload_reach_every_part() -> None:
     await combined.offload({"weights"})
     await combined.onload({"weights"})
     assert [reward.offloaded for reward in rewards] == [[("offload", {"weights"}), ("onload", {"weights"})]] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (RewardResult(1e308), "the reward is 1e+308; it must lie within ±1e+12"),
+        (RewardResult(-1e13), "the reward is -1e+13; it must lie within ±1e+12"),
+        (RewardResult(10**400), "the reward is 1000"),
+        (RewardResult(1.0, {"length": 3e38}), "component 'length' is 3e+38; it must lie within ±1e+12"),
+        (RewardResult(1.0, token_values=np.array([0, -2e30])), "token_values holds a number that is not within"),
+    ],
+)
+async def test_a_finite_number_that_would_overflow_names_its_reward(result: RewardResult, error: str) -> None:
+    judge = FakeReward(lambda samples: [result, *[RewardResult(1.0)] * (len(samples) - 1)])
+    absurd, fine = await CombinedReward("reward", [RewardPart("length", judge)], 30.0).score(
+        [make_sample(0), make_sample(1)]
+    )
+    assert absurd.error is not None
+    assert absurd.error.startswith(f"length: {error}")
+    assert fine.value == 1.0
+
+
+async def test_a_weight_may_not_make_a_sum_overflow() -> None:
+    parts = [RewardPart("a", constant(1e6), weight=1e9), RewardPart("b", constant(1.0))]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    assert result.error == "the weighted sum is 1e+15; it must lie within ±1e+12"
+
+
+async def test_objects_that_raise_when_looked_at_are_an_error() -> None:
+    class RudeError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+        __float__ = __index__ = __str__  # type: ignore[assignment]
+
+    def judge(samples: Sequence[Sample]) -> list[RewardResult]:
+        raise RudeError
+
+    for reward in (FakeReward(judge), FakeReward(lambda samples: [RewardResult(RudeError())])):
+        [result] = await CombinedReward("reward", [RewardPart("own", reward)], 30.0).score([make_sample(0)])
+        assert result.value is None
+        assert result.error is not None
+        assert "RudeError" in result.error or "RuntimeError" in result.error

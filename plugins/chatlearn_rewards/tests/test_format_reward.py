@@ -28,8 +28,15 @@ async def test_a_pattern_that_backtracks_for_ever_is_killed(use, make_sample):
     """(a+)+b on a run of a's takes 2^n steps inside C code that holds the interpreter lock."""
     reward = use(FormatReward, FormatOptions(pattern="(a+)+b", timeout_s=1.0, num_workers=1))
     results = await reward.score([make_sample("aab"), make_sample("a" * 60), make_sample("ab")])
-    assert [r.value for r in results] == [1.0, None, 1.0]
-    assert "timed out after 1 s" in results[1].error
+    assert [r.value for r in results] == [1.0, 0.0, 1.0]
+    assert results[1].components == {"format": 0.0, "ungraded": 1.0}
+
+
+async def test_one_that_cannot_be_judged_is_excluded_if_asked_for(use, make_sample):
+    reward = use(FormatReward, FormatOptions(pattern="(a+)+b", timeout_s=0.3, num_workers=1, ungraded="exclude"))
+    (result,) = await reward.score([make_sample("a" * 60)])
+    assert result.value is None
+    assert "timed out after 0.3 s" in result.error
 
 
 def test_a_broken_pattern_is_refused_with_its_text():

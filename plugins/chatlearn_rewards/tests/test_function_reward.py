@@ -109,6 +109,27 @@ async def test_every_way_to_fail_marks_that_sample_and_no_other(function, make_s
     assert "rewards.py:7 in f" in by_kind["raise"].error
 
 
+async def test_the_score_of_what_cannot_be_judged(function, make_sample):
+    source = (
+        "import time\n"
+        "def f(completions, **_):\n"
+        "    if completions[0] == 'slow': time.sleep(1000)\n"
+        "    if completions[0] == 'large': bytearray(1 << 40)\n"
+        "    return [1.0]\n"
+    )
+    samples = [make_sample(text) for text in ("slow", "large", "fine")]
+    reward = function(source, timeout_s=0.3, ungraded_score=-1.0)
+    assert [(r.value, r.components) for r in await reward.score(samples)] == [
+        (-1.0, {"ungraded": 1.0}),
+        (-1.0, {"ungraded": 1.0}),
+        (1.0, {}),
+    ]
+    results = await function(source, timeout_s=0.3).score(samples)
+    assert [r.value for r in results] == [None, None, 1.0]
+    with pytest.raises(ValidationError, match="Set batch_size to 1"):
+        FunctionOptions(path="a:f", batch_size=2, ungraded_score=0.0)
+
+
 async def test_a_column_that_cannot_be_pickled_marks_its_sample(function, make_sample):
     reward = function("def f(prompts, completions, **columns):\n    return [1.0]\n")
     bad, good = await reward.score([make_sample("a", handle=lambda: 1), make_sample("a", handle=1)])

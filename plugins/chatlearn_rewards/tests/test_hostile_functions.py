@@ -15,13 +15,8 @@ import pytest
 from chatlearn_rewards.process_pool import ProcessPool, Task
 from chatlearn_rewards.worker_output import MAX_ITEM_BYTES
 
-TASKS = '''
-import ctypes, fcntl, gc, os, signal, socket, subprocess, sys, threading, time
-
-def sockets():
-    """Descriptors of this process that are sockets."""
-    names = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [n for n in names if os.path.exists(f"/proc/self/fd/{n}") or is_socket(n)]
+TASKS = """
+import ctypes, os, signal, subprocess, sys, threading, time
 
 def is_socket(number):
     try:
@@ -102,7 +97,8 @@ def build():
         if kind == "much":
             return "x" * (65 << 20)
         if kind == "daemon":
-            code = "import os, sys, time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
+            code = "import os, time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); "
+            code += "time.sleep(999)"
             return int(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout.readline())
         if kind == "daemon_and_die":
             open(value, "w").write(str(call(("daemon", None))))
@@ -114,7 +110,7 @@ def build():
             return "printed"
         return value
     return call
-'''
+"""
 
 
 @pytest.fixture
@@ -193,7 +189,7 @@ async def test_no_score_goes_to_another_item(kind, error, pool, tmp_path):
 async def test_a_worker_that_stops_its_keeper_is_ended_in_time(pool):
     shared = pool(timeout_s=0.5)
     stopped, fine = await shared.run([("stop_the_keeper", 0), ("echo", 1)])
-    assert stopped.timed_out
+    assert stopped.exhausted
     assert fine.value == 1
 
 

@@ -35,4 +35,4 @@ async def test_an_answer_that_never_finishes_costs_only_itself(use, make_sample,
         [make_sample(r"\boxed{4}", "4"), make_sample(rf"\boxed{{{power}}}", "4"), make_sample(r"\boxed{5}", "5")]
     )
     assert [results[0].value, results[2].value] == [1.0, 1.0]
-    assert results[1].error is not None or results[1].value == 0.0
+    assert (results[1].value, results[1].components["accuracy"]) == (0.0, 0.0)

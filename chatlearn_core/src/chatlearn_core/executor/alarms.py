@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.environment import Experience
-from chatlearn_core.types import Sample
+from chatlearn_core.types import UNGRADED, Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
 """Exclusions that are nobody's intention."""
@@ -53,6 +53,12 @@ class Alarms:
         if failed:
             listed = "; ".join(_reasons(experience.samples)[:3])
             sentences.append(f"{failed} of {len(experience.samples)} samples excluded: {listed}")
+        slow = [sample.id for sample in experience.samples if sample.reward and UNGRADED in sample.reward.components]
+        if slow:
+            sentences.append(
+                f"{len(slow)} of {len(experience.samples)} samples took too much time or memory to judge and count as "
+                f"wrong (first: sample {slow[0]}). If the machine is only slow, raise the reward's options.timeout_s"
+            )
         values = {s.reward.value for s in experience.samples if s.reward and s.reward.value is not None}
         value = values.pop() if len(values) == 1 else None
         self._equal_rewards = 0 if value is None else self._equal_rewards + 1 if value == self._equal_value else 1

@@ -20,6 +20,7 @@ from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm
 from chatlearn_core.types import (
     RAW_BASIS,
+    UNGRADED,
     Demonstration,
     Example,
     Floats,
@@ -183,6 +184,8 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     }
     for reason, count in Counter(s.exclusion.split(":")[0] for s in samples if s.exclusion).items():
         metrics[f"samples/excluded/{reason.replace(' ', '_')}"] = Metric(count, reducer="sum")
+    if ungraded := sum(s.reward is not None and UNGRADED in s.reward.components for s in samples):
+        metrics["samples/ungraded"] = Metric(ungraded, reducer="sum")
     lengths = [s.num_completion_tokens for s in samples if s.loss_mask.any()]
     if lengths:
         metrics["response_length/mean"] = Metric(sum(lengths), len(lengths))

@@ -15,7 +15,13 @@ from chatlearn_core.types.completion import (
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
 from chatlearn_core.types.outputs import OutputName, OutputRequest, Outputs
 from chatlearn_core.types.prompt import Demonstration, Example, Prompt, TokenIds
-from chatlearn_core.types.sample import RewardResult, Sample, generator_logprobs_name, sample_from_completion
+from chatlearn_core.types.sample import (
+    UNGRADED,
+    RewardResult,
+    Sample,
+    generator_logprobs_name,
+    sample_from_completion,
+)
 from chatlearn_core.types.stored import (
     Block,
     Rows,
@@ -45,6 +51,7 @@ from chatlearn_core.types.weights import (
 
 __all__ = [
     "RAW_BASIS",
+    "UNGRADED",
     "Block",
     "Box",
     "Completion",

@@ -13,6 +13,9 @@ from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Prompt, TokenIds
 from chatlearn_core.types.stored import joined
 
+UNGRADED = "ungraded"
+"""Component, 1.0, of a reward whose value says only that judging the sample took too much time or memory. Counted."""
+
 
 @pickled_by_position
 @dataclass(slots=True, frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.types import RewardResult, Sample
+from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.options import FormatOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text
 from chatlearn_rewards.process_pool import Outcome, Task
@@ -24,6 +24,8 @@ class FormatReward(PooledReward):
         return [self._result(outcome) for outcome in await self._pool.run([completion_text(s) for s in samples])]
 
     def _result(self, outcome: Outcome) -> RewardResult:
+        if outcome.exhausted and self._options.ungraded == "wrong":
+            return RewardResult(self._options.unmatched, {"format": 0.0, UNGRADED: 1.0})
         if outcome.error is not None:
             return RewardResult(None, error=outcome.error)
         return RewardResult(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.types import RewardResult, Sample
+from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.options import FunctionOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text, result_from_outcome
 from chatlearn_rewards.process_pool import Outcome, Task
@@ -39,7 +39,9 @@ class FunctionReward(PooledReward):
         outcomes = await self._pool.run(payloads, [self._options.timeout_s * len(call) for call in calls])
         results: list[RewardResult] = []
         for call, outcome in zip(calls, outcomes, strict=True):
-            if outcome.error is not None:
+            if outcome.exhausted and self._options.ungraded_score is not None:
+                results += [RewardResult(self._options.ungraded_score, {UNGRADED: 1.0}) for _ in call]
+            elif outcome.error is not None:
                 results += [RewardResult(None, error=outcome.error) for _ in call]
             else:
                 results += [result_from_outcome(Outcome(verdict)) for verdict in outcome.value]

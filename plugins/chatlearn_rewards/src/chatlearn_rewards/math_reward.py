@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.types import RewardResult, Sample
+from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.ground_truths import math_problem
 from chatlearn_rewards.options import MathOptions
 from chatlearn_rewards.pooled_reward import PooledReward, completion_text
@@ -40,6 +40,8 @@ class MathReward(PooledReward):
         return results
 
     def _result(self, outcome: Outcome) -> RewardResult:
+        if outcome.exhausted and self._options.ungraded == "wrong":
+            return RewardResult(self._options.incorrect, {"accuracy": 0.0, UNGRADED: 1.0})
         if outcome.error is not None:
             return RewardResult(None, error=outcome.error)
         right = bool(outcome.value["right"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class RewardOptions(BaseModel):
@@ -24,7 +24,17 @@ class PoolOptions(RewardOptions):
     )
 
 
-class MathOptions(PoolOptions):
+class RuleOptions(PoolOptions):
+    """Of rewards that compare a completion with a rule."""
+
+    ungraded: Literal["wrong", "exclude"] = Field(
+        "wrong",
+        description="A sample that cannot be judged within timeout_s and worker_memory_mb is wrong, so that a policy "
+        "is not spared for text that is too hard to judge; or it is excluded.",
+    )
+
+
+class MathOptions(RuleOptions):
     """Options of ``math``."""
 
     correct: float = Field(1.0, description="Reward of a right answer.")
@@ -46,7 +56,7 @@ class Gsm8kOptions(RewardOptions):
     strict: bool = Field(False, description="Only a number after #### counts; otherwise the last number does.")
 
 
-class FormatOptions(PoolOptions):
+class FormatOptions(RuleOptions):
     """Options of ``format``."""
 
     pattern: str = Field(description="Regular expression (Python's re) that a completion is to match.")
@@ -85,6 +95,12 @@ class FunctionOptions(PoolOptions):
         "the list.",
     )
     conversational: bool = Field(False, description="lists only: chat messages instead of strings.")
+    ungraded_score: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Score of a sample that cannot be judged within timeout_s and worker_memory_mb; null excludes it. "
+        "Only with batch_size 1.",
+    )
 
     @field_validator("path")
     @classmethod
@@ -93,3 +109,12 @@ class FunctionOptions(PoolOptions):
         if not separator or not location or not name.isidentifier():
             raise ValueError(f"path {path!r} must be package.module:function or path/to/file.py:function")
         return path
+
+    @model_validator(mode="after")
+    def _knows_which_sample_is_ungraded(self) -> FunctionOptions:
+        if self.ungraded_score is not None and self.batch_size > 1:
+            raise ValueError(
+                f"ungraded_score is {self.ungraded_score} and batch_size is {self.batch_size}: which sample of a call "
+                "could not be judged is not known. Set batch_size to 1, or leave ungraded_score out"
+            )
+        return self

@@ -146,7 +146,7 @@ def _call(task: Callable[[Any], Any], payload: bytes, channel: Channel) -> bytes
             body = _encoded(error=f"returned {len(body)} bytes as JSON; at most {MAX_REPLY_BYTES} are taken")
     except BaseException as error:  # SystemExit and KeyboardInterrupt as well: whatever a task raises is its sample's
         channel.leave_if_forked()  # before it looks for the source lines of its traceback
-        body = _encoded(error=describe_exception(error))
+        body = _encoded(error=describe_exception(error), exhausted=isinstance(error, MemoryError))
     for timer in TIMERS:  # an alarm that the task left behind would end the next one
         signal.setitimer(timer, 0)
     return body

@@ -49,8 +49,8 @@ class Outcome:
 
     value: Any = None
     error: str | None = None
-    timed_out: bool = False
-    """Whether the error is that the item took too long."""
+    exhausted: bool = False
+    """Whether the error is that the item took more time or memory than it may."""
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +226,7 @@ class ProcessPool:
                 return outcome, worker
             self._discard(slot, worker)
             worker = None
-            if first or outcome.timed_out or self._closed:
+            if first or outcome.exhausted or self._closed:
                 return outcome, None
 
     def _start_worker(self, slot: int) -> WorkerProcess | None:
@@ -276,16 +276,17 @@ class ProcessPool:
         """What became of an item, and whether the worker may be given another one."""
         try:
             reply = worker.ask(item.payload, item.timeout_s)
-            return Outcome(reply.get("value"), reply.get("error")), True
+            return Outcome(reply.get("value"), reply.get("error"), exhausted=bool(reply.get("exhausted"))), True
         except TimeoutError:
             text = f"timed out after {item.timeout_s:g} s; its worker process was killed"
-            outcome = Outcome(error=text, timed_out=not self._closed)
+            outcome = Outcome(error=text, exhausted=not self._closed)
         except WorkerEndedError as error:
             outcome = Outcome(error=f"its worker process died ({error})")
         except MalformedReplyError as error:
+            text = f"its worker process sent something that is no reply ({error}), and was ended"
             outcome = Outcome(
-                error=f"its worker process sent something that is no reply ({error}), and was ended: the function, or a "
-                "process or thread that it started, writes to a file descriptor that is not its own"
+                error=f"{text}: the function, or a process or thread that it started, writes to a file descriptor that "
+                "is not its own"
             )
         except Exception as error:  # a bug of the pool's may cost this item, but not the thread that others wait for
             outcome = Outcome(error=f"the pool failed: {describe_exception(error)}")

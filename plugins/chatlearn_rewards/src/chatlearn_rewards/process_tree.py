@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 MAX_ROUNDS = 100
 """Looks for new descendants: each round freezes those that it finds, so that a fork bomb runs out of processes."""
@@ -13,11 +14,11 @@ MAX_ROUNDS = 100
 def descendants(root: int) -> set[int]:
     """Children of ``root``, and theirs; zombies included."""
     parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:  # it may be gone
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, IndexError):  # it ended meanwhile
                 # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
-                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+                parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
     found: set[int] = set()
     generation = {root}
     while generation := {child for child, parent in parents.items() if parent in generation} - found:

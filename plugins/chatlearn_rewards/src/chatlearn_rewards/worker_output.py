@@ -85,8 +85,6 @@ class WorkerOutput:
 
 
 def _write(text: str) -> None:
-    with suppress(
-        OSError, ValueError, AttributeError
-    ):  # a stderr that is full, closed or none: there is no other place
+    with suppress(OSError, ValueError, AttributeError):  # it is full, closed or none: there is no other place
         sys.stderr.write(text)
         sys.stderr.flush()
