@@ -59,8 +59,12 @@ def make_evaluator(rewards: list[RewardResult | None], sources: list[str], sampl
     )
 
 
+def judged(value: float, accuracy: float) -> RewardResult:
+    return RewardResult(value, {"accuracy": accuracy})
+
+
 async def test_averages() -> None:
-    rewards = [RewardResult(1.0), RewardResult(0.5, {"accuracy": 0.0}), RewardResult(0.0), None]
+    rewards = [judged(1.0, 1.0), judged(0.5, 0.0), judged(0.0, 0.0), None]
     metrics, samples = await make_evaluator(rewards, ["math"] * 4).evaluate(Timers())
     assert {name: metric.value for name, metric in metrics.items()} == {
         "eval/accuracy": 0.25,
@@ -73,11 +77,19 @@ async def test_averages() -> None:
 
 
 async def test_several_data_sources_are_told_apart() -> None:
-    rewards: list[Any] = [RewardResult(1.0), RewardResult(0.0), RewardResult(1.0)]
+    rewards: list[Any] = [judged(1.0, 1.0), judged(0.0, 0.0), judged(1.0, 1.0)]
     metrics, _ = await make_evaluator(rewards, ["math", "math", "code"]).evaluate(Timers())
     assert metrics["eval/accuracy"].value == pytest.approx(2 / 3)
     assert metrics["eval/math/accuracy"].value == 0.5
     assert metrics["eval/code/accuracy"].value == 1.0
+
+
+async def test_a_source_whose_reward_says_what_is_right_has_an_accuracy_where_another_has_none() -> None:
+    rewards: list[Any] = [judged(1.0, 1.0), RewardResult(0.9)]
+    metrics, _ = await make_evaluator(rewards, ["math", "poems"]).evaluate(Timers())
+    assert metrics["eval/math/accuracy"].value == 1.0
+    assert not {"eval/accuracy", "eval/poems/accuracy"} & metrics.keys()
+    assert metrics["eval/poems/reward"].value == 0.9
 
 
 async def test_every_evaluation_asks_for_the_same_samples() -> None:
@@ -91,18 +103,26 @@ async def test_every_evaluation_asks_for_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "expected"),
+    ("components", "expected"),
     [
-        (RewardResult(1.0), 1.0),
-        (RewardResult(-1.0), 0.0),
-        (RewardResult(1.2, {"accuracy": 0.0}), 0.0),
-        (RewardResult(-0.2, {"accuracy": 1.0}), 1.0),
-        (RewardResult(None, error="x"), 0.0),
-        (None, 0.0),
+        ({"accuracy": 0.0}, 0.0),
+        ({"accuracy": 1.0, "acc": 0.0}, 1.0),
+        ({"acc": 1.0}, 1.0),
+        ({"accuracy": 0.5}, 0.5),
+        ({"format": 1.0}, None),
+        ({}, None),
+        ({"accuracy": 87.0}, None),  # no share
     ],
 )
-def test_accuracy_is_the_rewards_own_or_whether_it_is_positive(reward: RewardResult | None, expected: float) -> None:
-    assert accuracy(finished("s", "math", reward)) == expected
+def test_accuracy_is_what_the_reward_says(components: dict[str, float], expected: float | None) -> None:
+    assert accuracy(RewardResult(1.2, components)) == expected
+
+
+def test_a_positive_reward_is_no_accuracy() -> None:
+    """A reward for length or format is above 0 for almost anything, a random model's text included."""
+    metrics = evaluation_metrics("eval", [finished(str(i), "s", RewardResult(0.01)) for i in range(3)])
+    assert "eval/accuracy" not in metrics
+    assert metrics["eval/reward"].value == pytest.approx(0.01)
 
 
 def test_without_any_reward_there_is_no_average_of_rewards() -> None:

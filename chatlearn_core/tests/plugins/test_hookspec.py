@@ -95,7 +95,7 @@ CHECKS: dict[str, Check] = {
         ["ValueError: no reward"],
     ),
     "chatlearn_run_end": observes(
-        lambda observers, path: observers.run_end("completed", {"eval/accuracy": 0.5}),
+        lambda observers, path: observers.run_end("completed", {"eval/reward": 0.5}),
         lambda module, path: module.ended,
         [("completed", 0.5)],
     ),

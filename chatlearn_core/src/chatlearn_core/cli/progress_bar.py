@@ -67,10 +67,14 @@ class ProgressBar(RunListener):
         self.console.print(f"[yellow]warning:[/] {_escaped(text)}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the accuracy."""
-        self.console.print(
-            f"step {step}: accuracy {metrics['eval/accuracy']:.1%} on {metrics['eval/samples']:.0f} evaluation samples"
-        )
+        """Print the accuracy, or where the rewards give none, the mean reward."""
+        if "eval/accuracy" in metrics:
+            measured = f"accuracy {metrics['eval/accuracy']:.1%}"
+        elif "eval/reward" in metrics:
+            measured = f"mean reward {metrics['eval/reward']:.3f}"
+        else:
+            measured = "no reward"
+        self.console.print(f"step {step}: {measured} on {metrics['eval/samples']:.0f} evaluation samples")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar on."""

@@ -8,7 +8,10 @@ from typing import Any
 from chatlearn_core.executor.environment import make_slots
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.metrics import Timers
-from chatlearn_core.types import Example, Metric, Metrics, Sample, SamplingParams
+from chatlearn_core.types import Example, Metric, Metrics, RewardResult, Sample, SamplingParams
+
+ACCURACY = ("accuracy", "acc")
+"""Components by which a reward says whether the sample is right, the first that it has."""
 
 
 def evaluation_flow(prompts: Any, m: Any) -> Any:
@@ -43,7 +46,9 @@ class Evaluator:
         self.seed = seed
 
     async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
-        """``eval/accuracy``, ``eval/reward``, lengths; by data source too where there are several."""
+        """``eval/reward``, lengths, ``eval/accuracy`` where the rewards give it; by data source too where there are
+        several.
+        """
         slots = make_slots(self.examples, "eval", self.samples_per_prompt, self.sampling, self.seed)
         apart = Timers()
         with timers.measure("eval"):
@@ -59,14 +64,20 @@ class Evaluator:
 
 
 def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
-    """Averages over samples. One that could not be generated or scored counts as wrong, and is counted."""
+    """Averages over samples. One that could not be generated or scored counts as wrong, and is counted.
+
+    A reward above 0 is not an answer that is right, so ``accuracy`` is there only if every reward says what is right.
+    """
     failed = sum(sample.exclusion is not None for sample in samples)
     values = [sample.reward.value for sample in samples if sample.reward and sample.reward.value is not None]
     metrics: Metrics = {
-        f"{prefix}/accuracy": Metric(sum(accuracy(sample) for sample in samples), len(samples)),
         f"{prefix}/samples": Metric(len(samples), reducer="sum"),
         f"{prefix}/failed": Metric(failed, reducer="sum"),
     }
+    verdicts = [accuracy(sample.reward) for sample in samples if sample.reward and sample.reward.value is not None]
+    right = [verdict for verdict in verdicts if verdict is not None]
+    if right and len(right) == len(verdicts):
+        metrics[f"{prefix}/accuracy"] = Metric(sum(right), len(samples))
     if values:
         metrics[f"{prefix}/reward"] = Metric(sum(values), len(values))
     lengths = [sample.num_completion_tokens for sample in samples if sample.completion is not None]
@@ -75,10 +86,9 @@ def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def accuracy(sample: Sample) -> float:
-    """1 if the sample is right: its reward's ``accuracy`` component, or where it has none, whether the reward is
-    positive.
+def accuracy(reward: RewardResult) -> float | None:
+    """How right the sample is, 0 to 1: the reward's component ``accuracy`` or ``acc``; None if it has none, or one that
+    is no share.
     """
-    if sample.reward is None or sample.reward.value is None:
-        return 0.0
-    return sample.reward.components.get("accuracy", float(sample.reward.value > 0))
+    value = next((reward.components[name] for name in ACCURACY if name in reward.components), None)
+    return value if value is not None and 0.0 <= value <= 1.0 else None

@@ -20,6 +20,11 @@ from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.plugins.sources import did_you_mean
 from chatlearn_core.protocols import Runtime
 
+_NO_ACCURACY = {
+    "eval/accuracy": "; the rewards of this run have no component accuracy: set checkpoint.metric to eval/reward"
+}
+"""Said of a metric that only some rewards give."""
+
 
 class Saver:
     """Writes checkpoints of the roles that learn, and of the executor's own state.
@@ -95,6 +100,7 @@ class Saver:
         self.journal.warn(
             f"checkpoint.metric is {self.metric!r}, and this run has no such metric: checkpoint.keep_best keeps none."
             f"{did_you_mean(self.metric, sorted(known))} It is a name of metrics.jsonl"
+            f"{_NO_ACCURACY.get(self.metric, '')}"
         )
 
     async def load(self, checkpoint: Checkpoint, timers: Timers) -> None:

@@ -430,6 +430,6 @@ def chatlearn_run_end(status: RunStatus, summary: Mapping[str, Any]) -> None:
 
         @hookimpl
         def chatlearn_run_end(status, summary):
-            ended.append((status, summary.get("eval/accuracy")))
+            ended.append((status, summary.get("eval/reward")))
     """
     raise NotImplementedError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chatlearn_observe.report.curves import charts_of, metric_columns
 
 
@@ -15,8 +17,28 @@ def test_columns_keep_gaps_and_what_is_not_finite() -> None:
 def test_a_chart_takes_the_first_metric_that_is_there() -> None:
     titles = {chart["title"]: chart for chart in charts_of({"grad_norm": [1.0], "reward": [1.0], "reward_std": [0.1]})}
     assert titles.keys() == {"Reward", "Gradient norm"}
-    assert titles["Reward"]["spread"] == "reward_std"
+    assert titles["Reward"]["low"] == [0.9]
     assert titles["Gradient norm"]["metric"] == "grad_norm"
+
+
+def test_the_band_of_the_reward_stays_within_the_rewards_there_were() -> None:
+    columns = {
+        "reward": [None, 0.9, 0.5, 0.25, "nan"],
+        "reward_std": [None, 0.3, 0.2, None, 0.1],
+        "reward_min": [None, 0.0, 0.0, 0.0, 0.0],
+        "reward_max": [None, 1.0, 1.0, 1.0, 1.0],
+    }
+    [chart] = charts_of(columns)
+    assert chart["low"] == [None, pytest.approx(0.6), 0.3, 0.25, None]
+    assert chart["high"] == [None, 1.0, 0.7, 0.25, None]
+
+
+def test_a_band_between_two_metrics() -> None:
+    columns = {"response_length/mean": [5.0], "response_length/min": [1.0], "response_length/max": [9.0]}
+    [chart] = charts_of(columns)
+    assert (chart["low"], chart["high"]) == ([1.0], [9.0])
+    [chart] = charts_of({"response_length/mean": [5.0], "response_length/min": [1.0]})
+    assert "low" not in chart
 
 
 def test_every_named_evaluation_has_its_chart() -> None:

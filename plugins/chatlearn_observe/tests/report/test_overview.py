@@ -32,6 +32,20 @@ def test_a_run_in_progress_takes_accuracy_and_time_from_its_metrics(run_dir: Pat
     assert dict(overview.facts)["Wall time"].endswith("in steps so far")
 
 
+def test_a_run_whose_rewards_do_not_say_what_is_right_shows_the_mean_reward(run_dir: Path) -> None:
+    files = read_run(run_dir)
+    assert overview_of(files).measure == "accuracy"
+    files.summary = {"eval/reward": {"before": 0.25, "after": 1.5}}
+    files.metrics = [{"step": 0, "eval/reward": 0.25}, {"step": 1, "eval/reward": 1.5}]
+    overview = overview_of(files)
+    assert (overview.measure, overview.before, overview.after, overview.gained) == (
+        "mean reward",
+        "0.25",
+        "1.5",
+        "+1.25",
+    )
+
+
 def test_the_time_of_a_resumed_run_is_that_of_all_its_steps(run_dir: Path) -> None:
     files = read_run(run_dir)
     files.events = []

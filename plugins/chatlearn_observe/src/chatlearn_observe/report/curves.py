@@ -18,19 +18,26 @@ class Chart:
     names: tuple[str, ...]
     note: str = ""
     spread: str | None = None
-    """A metric drawn as a band of that width to both sides."""
+    """A metric drawn as a band of that width to both sides, as far as ``low`` and ``high``."""
     low: str | None = None
     high: str | None = None
-    """Metrics that bound a band."""
+    """Metrics that bound a band: by themselves, or what ``spread`` may not go beyond."""
     points: bool = False
     """Measured at some steps only."""
 
 
 CHARTS = (
-    Chart("Reward", ("reward",), "Mean of a step; band: one standard deviation", spread="reward_std"),
+    Chart(
+        "Reward",
+        ("reward",),
+        "Mean of a step; band: one standard deviation, as far as the step's lowest and highest reward",
+        spread="reward_std",
+        low="reward_min",
+        high="reward_max",
+    ),
     Chart("Held-out accuracy", ("eval/accuracy",), "Share of evaluation samples that are right", points=True),
     Chart("Held-out reward", ("eval/reward",), points=True),
-    Chart("KL to the reference", ("actor/kl_loss", "actor/reference_kl", "reward_kl"), "Mean over tokens"),
+    Chart("KL to the reference", ("actor/reference_kl", "actor/kl_loss", "reward_kl"), "Mean over tokens"),
     Chart("KL of the update", ("actor/ppo_kl",), "From the policy that sampled to the policy being trained"),
     Chart("Entropy", ("actor/entropy",), "Of the policy's next token, nats"),
     Chart(
@@ -81,9 +88,33 @@ def charts_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     for chart in charts:
         found = next((name for name in chart.names if _has_a_number(columns.get(name, ()))), None)
         if found is not None:
-            bands = {key: band for key in ("spread", "low", "high") if (band := getattr(chart, key)) in columns}
-            shown.append({"title": chart.title, "metric": found, "note": chart.note, "points": chart.points, **bands})
+            band = _band(chart, columns, found)
+            shown.append({"title": chart.title, "metric": found, "note": chart.note, "points": chart.points, **band})
     return shown
+
+
+def _band(chart: Chart, columns: Mapping[str, Sequence[Any]], metric: str) -> dict[str, list[float | None]]:
+    """``low`` and ``high`` of the band, one value a record; empty where the run has no metrics for it."""
+    spread, lowest, highest = (
+        None if name is None else columns.get(name) for name in (chart.spread, chart.low, chart.high)
+    )
+    if spread is None and (chart.spread is not None or lowest is None or highest is None):
+        return {}
+    band: dict[str, list[float | None]] = {"low": [], "high": []}
+    for i, value in enumerate(columns[metric]):
+        for key, sign, bounds, nearer in (("low", -1, lowest, max), ("high", 1, highest, min)):
+            bound = _finite(bounds, i)
+            edge = bound if spread is None else None
+            if spread is not None and isinstance(value, int | float):
+                edge = value + sign * (_finite(spread, i) or 0.0)
+                edge = edge if bound is None else nearer(edge, bound)
+            band[key].append(edge)
+    return band
+
+
+def _finite(column: Sequence[Any] | None, i: int) -> float | None:
+    value = None if column is None else column[i]
+    return value if isinstance(value, int | float) else None
 
 
 def _has_a_number(column: Sequence[Any]) -> bool:

@@ -32,11 +32,13 @@ class Overview:
     error: str | None
     facts: list[tuple[str, str]]
     """(label, value), the most important first."""
+    measure: str
+    """What ``before`` and ``after`` are: accuracy, or where the rewards give none, the mean reward."""
     before: str | None
-    """Held-out accuracy before training; None if it was not measured."""
+    """On held-out data before training; None if it was not measured."""
     after: str | None
     gained: str | None
-    """Percentage points, with sign."""
+    """With sign; of an accuracy in percentage points."""
     versions: list[tuple[str, str]]
 
 
@@ -60,16 +62,23 @@ def overview_of(files: RunFiles) -> Overview:
     planned = summary.get("planned_steps") or train.get("steps")
     told = summary.get("status")
     status, label = _STATUS.get(str(told), ("open", str(told) if told else "Running, or killed"))
-    before, after = _accuracy(files)
+    measure, show, gain = "accuracy", _percent, "{:+.1f} points"
+    before, after = _before_and_after(files, "eval/accuracy")
+    gained = None if before is None or after is None else 100 * (after - before)
+    if before is None and after is None:
+        measure, show, gain = "mean reward", _plain, "{:+.3g}"
+        before, after = _before_and_after(files, "eval/reward")
+        gained = None if before is None or after is None else after - before
     return Overview(
         name=str(summary.get("name") or config.get("name") or files.path.name),
         status=status,
         status_label=label,
         error=str(summary["error"]) if summary.get("error") else None,
         facts=_facts(files, steps, planned),
-        before=_percent(before),
-        after=_percent(after),
-        gained=f"{100 * (after - before):+.1f} points" if before is not None and after is not None else None,
+        measure=measure,
+        before=show(before),
+        after=show(after),
+        gained=None if gained is None else gain.format(gained),
         versions=[(str(name), str(version)) for name, version in _mapping(summary.get("versions")).items()],
     )
 
@@ -133,10 +142,10 @@ def _wall_time(files: RunFiles) -> str:
     return f"{duration(timed)} in steps{last}"
 
 
-def _accuracy(files: RunFiles) -> tuple[float | None, float | None]:
-    """Before and after, from the summary, or from the first and last evaluation so far."""
-    told = _mapping(files.summary.get("eval/accuracy"))
-    measured = [(r["step"], r["eval/accuracy"]) for r in files.metrics if _is_number(r.get("eval/accuracy"))]
+def _before_and_after(files: RunFiles, metric: str) -> tuple[float | None, float | None]:
+    """From the summary, or from the first and last evaluation so far."""
+    told = _mapping(files.summary.get(metric))
+    measured = [(r["step"], r[metric]) for r in files.metrics if _is_number(r.get(metric))]
     before = told.get("before", measured[0][1] if measured and measured[0][0] == 0 else None)
     after = told.get("after", measured[-1][1] if measured and measured[-1][0] > 0 else None)
     return (before if _is_number(before) else None, after if _is_number(after) else None)
@@ -158,6 +167,10 @@ def _event(record: Mapping[str, Any]) -> ShownEvent:
 
 def _percent(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}%"
+
+
+def _plain(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
 
 
 def _is_number(value: Any) -> bool:

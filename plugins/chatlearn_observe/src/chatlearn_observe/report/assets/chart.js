@@ -74,18 +74,14 @@ function withCursor(node, count, nearest, moved) {
   });
 }
 
-// `given`: {title, note, metric, points, values, spread?, low?, high?} with columns over `steps`.
+// `given`: {title, note, metric, points, values, low?, high?} with columns over `steps`.
 function drawChart(figure, given, steps, weight) {
   const width = Math.max(240, figure.clientWidth - 2);
   const drawn = given.points || !weight ? given.values : smoothed(given.values, weight);
-  const bound = (column, sign) => given.values.map((value, i) => {
-    if (!isNumber(value)) return null;
-    if (given.spread) return isNumber(given.spread[i]) ? value + sign * given.spread[i] : value;
-    return column && isNumber(column[i]) ? column[i] : value;
-  });
-  const banded = given.spread || given.low || given.high;
-  const low = banded ? bound(given.low, -1) : null;
-  const high = banded ? bound(given.high, 1) : null;
+  const bound = (column) => given.values.map((value, i) => isNumber(value) && !isNumber(column[i]) ? value : column[i]);
+  const banded = given.low && given.high;
+  const low = banded ? bound(given.low) : null;
+  const high = banded ? bound(given.high) : null;
   const places = given.values.map((_, i) => i).filter((i) => given.values[i] !== null);
   const numbers = [...given.values, ...(low || []), ...(high || [])].filter(isNumber);
   let bottom = numbers.reduce((a, b) => Math.min(a, b), Infinity);

@@ -21,7 +21,7 @@ function setUpCurves(data) {
         element("span", { class: "readout", "aria-live": "polite" }), remove),
       element("span", { class: "note" }, chart.note || ""));
     const column = (name) => name && data.metrics[name];
-    return { figure, given: { ...chart, values: column(chart.metric), spread: column(chart.spread), low: column(chart.low), high: column(chart.high) } };
+    return { figure, given: { ...chart, values: column(chart.metric) } };
   }
 
   function redraw() {
