@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.exceptions import CheckpointError, ConfigError
+from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore
 from chatlearn_core.executor.resume import (
     MAY_CHANGE,
@@ -106,7 +108,7 @@ def test_never_takes_an_empty_directory(tmp_path: Path) -> None:
 
 def test_a_checkpoint_can_be_named(tmp_path: Path) -> None:
     store = make_store(tmp_path, 2, 4)
-    point = find(store, store.directory / "step_00000002")
+    point = find(store, store.directory / "step_00000002", rewind=True)
     assert point.checkpoint is not None
     assert point.checkpoint.step == 2
 
@@ -224,6 +226,27 @@ def _try_to_lock(path: str, outcome: Any) -> None:
             outcome.put("locked")
     except ConfigError as error:
         outcome.put(str(error))
+
+
+def test_a_lock_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ChatLearnError, match=r"cannot lock .*\.lock: .* choose another output_dir"):
+            lock_run_directory(path)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ChatLearnError, match=r"cannot lock .*\.lock: No locks available\."):
+        lock_run_directory(tmp_path)
+
+
+def test_going_back_and_never_contradict(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Leave one of them out"):
+        find_resume_point(make_store(tmp_path), "never", CONFIG, 10, has_metrics=False, is_complete=False, rewind=True)
 
 
 def test_two_processes_cannot_run_in_one_directory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from chatlearn_core.data import Dataset, DatasetReport
 from chatlearn_core.exceptions import (
     BackendError,
     BackendTimeoutError,
+    CheckpointError,
     ConfigError,
     TrainerLostError,
     WorkerPlace,
@@ -150,6 +151,7 @@ def make_run(
         config=config,
         loaded=SimpleNamespace(
             config=config,
+            source="run.yaml",
             written={},
             resolved={},
             warnings=("run.yaml:3: odd",),
@@ -442,7 +444,7 @@ async def test_going_on_from_an_older_checkpoint_says_what_it_removes(training: 
     await first.run.train()
     expected = first.model
     again = training("a")
-    await again.run.train(first.run_dir / "checkpoints" / "step_00000002")
+    await again.run.train(first.run_dir / "checkpoints" / "step_00000002", rewind=True)
     text = "removing checkpoints newer than step 2, of step 4, 5, and metrics and rollouts of steps 3 to 5"
     assert text in again.listener.said
     [event] = [record for record in again.lines("events.jsonl") if record["event"] == "removed"]
@@ -450,6 +452,77 @@ async def test_going_on_from_an_older_checkpoint_says_what_it_removes(training: 
     assert event == {"event": "removed", "step": 2, "checkpoints": [4, 5], "metrics": [3, 4, 5]}
     assert again.model == expected
     assert (first.run_dir / "checkpoints" / "step_00000005" / SEAL).exists(), "made again"
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """All that a run left, without what it says of itself."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+async def test_nothing_newer_is_deleted_unasked(training: Training) -> None:
+    first = training("a")
+    await first.run.train()
+    before = files_of(first.run_dir)
+    older = first.run_dir / "checkpoints" / "step_00000002"
+    for resume in (older, Path("step_2")):
+        with pytest.raises(CheckpointError, match=r"has checkpoints of steps 4, 5, newer than .* \(step 2\)") as caught:
+            await training("a").run.train(resume, command="chatlearn run 'a b.yaml'")
+        assert "\n  chatlearn run 'a b.yaml'\n" in str(caught.value)
+        assert f"\n  chatlearn run 'a b.yaml' --resume {resume} --rewind\n" in str(caught.value)
+        assert files_of(first.run_dir) == before
+    branch = training("b")
+    await branch.run.train(older)
+    assert branch.model == first.model
+    assert files_of(first.run_dir) == before
+
+
+async def test_a_damaged_checkpoint_is_put_aside(training: Training) -> None:
+    first = training("a")
+    await first.run.train()
+    expected = first.model
+    damaged = first.run_dir / "checkpoints" / "step_00000005" / "roles" / "trainer" / "weights.json"
+    damaged.write_text("[]")
+    (first.run_dir / "model").rename(first.run_dir / "elsewhere")
+    again = training("a")
+    await again.run.train()
+    assert again.model == expected
+    aside = first.run_dir / "checkpoints" / "damaged_step_00000005"
+    assert (aside / "roles" / "trainer" / "weights.json").read_text() == "[]"
+    assert [text for text in again.listener.said if f"is now {aside}" in text]
+
+
+async def test_a_run_does_not_start_over_because_its_storage_fails(training: Training) -> None:
+    first = training("a")
+    await first.run.train()
+    for seal in first.run_dir.rglob(SEAL):
+        seal.write_text("{")
+    before = files_of(first.run_dir)
+    with pytest.raises(CheckpointError, match=r"none of them can be read:\n(.*\n)+.*chatlearn run run\.yaml --rewind"):
+        await training("a").run.train()
+    assert files_of(first.run_dir) == before
+    again = training("a")
+    await again.run.train(rewind=True)
+    assert again.model == first.model
+    assert again.steps == [1, 2, 3, 4, 5]
+
+
+async def test_broken_lines_are_told_and_what_a_killed_run_left_is_removed(training: Training) -> None:
+    with pytest.raises(BackendError):
+        await training("a", {4: BackendError("out of memory")}).run.train()
+    again = training("a")
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        with (again.run_dir / name).open("a") as stream:
+            stream.write('{"step": 3, "trai')
+    (again.run_dir / ".failure.md.tmp").write_text("half")
+    (again.run_dir / "checkpoints" / ".removing_step_00000001").mkdir()
+    await again.run.train()
+    assert again.steps == [1, 2, 3, 4, 5]
+    said = [text for text in again.listener.said if "had broken lines, which were removed" in text]
+    assert [text.partition(" ")[0] for text in said] == [
+        str(again.run_dir / name) for name in ("metrics.jsonl", "trace.jsonl")
+    ]
+    assert [path.name for path in again.run_dir.rglob(".*")] == [".lock"]
 
 
 async def test_nothing_is_said_where_no_checkpoint_is_removed(training: Training) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Coroutine
@@ -38,6 +39,10 @@ def run(
         str,
         typer.Option(help="auto: go on from the newest checkpoint in the output directory; never; or a checkpoint."),
     ] = "auto",
+    rewind: Annotated[
+        bool,
+        typer.Option("--rewind", help="Delete what is newer than the checkpoint to go on from. Otherwise nothing is."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the flow and who sits where, start nothing.")
     ] = False,
@@ -59,7 +64,8 @@ def run(
     training = Run(assembly, listener=listener, observers=registry.observers)
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
     with listener, garbage_collected_seldom():
-        _until_interrupted(training.train(mode))
+        command = shlex.join(["chatlearn", "run", str(config), *(overrides or [])])
+        _until_interrupted(training.train(mode, rewind=rewind, command=command))
 
 
 def evaluate(

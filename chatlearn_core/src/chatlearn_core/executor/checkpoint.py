@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, CheckpointError, TrainerLostError
+from chatlearn_core.metrics.durable_files import make_durable
 
 SEAL = "checkpoint.json"
 """Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
@@ -67,7 +67,7 @@ class CheckpointStore:
             if final.exists():
                 self._remove(final)
             temporary.rename(final)
-            _sync(self.directory)
+            make_durable(self.directory)
         except TrainerLostError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise  # not the disk's fault: the trainer may be rebuilt
@@ -117,15 +117,43 @@ class CheckpointStore:
         return sorted(_step_of(path) for path in self._paths() if _step_of(path) > step)
 
     def forget_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``: a run that resumes from an older one writes them again."""
-        for path in self._paths():
-            if _step_of(path) > step:
-                self._remove(path)
+        """Remove checkpoints newer than ``step``: a run that was asked to go back there writes them again.
+
+        Raises:
+            CheckpointError: the storage does not take it.
+        """
+        try:
+            for path in self._paths():
+                if _step_of(path) > step:
+                    self._remove(path)
+        except OSError as error:
+            raise _cannot_change(self.directory, error) from error
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename damaged checkpoints newer than ``step``, so that new ones can be written; returns their new names.
+
+        Raises:
+            CheckpointError: the storage does not take it.
+        """
+        moved: list[Path] = []
+        try:
+            for path in sorted(self._paths()):
+                if _step_of(path) > step:
+                    taken = len(list(self.directory.glob(f"damaged_{path.name}*")))
+                    aside = path.with_name(f"damaged_{path.name}{f'_{taken + 1}' if taken else ''}")
+                    path.rename(aside)
+                    moved.append(aside)
+        except OSError as error:
+            raise _cannot_change(self.directory, error) from error
+        return moved
 
     def _paths(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        return [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        try:
+            return [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.directory}: {error.strerror or error}") from error
 
     def _remove(self, path: Path) -> None:
         """Under another name first: killed in the middle, no half of a checkpoint stays behind under a good name."""
@@ -133,6 +161,17 @@ class CheckpointStore:
         shutil.rmtree(condemned, ignore_errors=True)
         path.rename(condemned)
         shutil.rmtree(condemned)
+
+    def remove_unfinished(self) -> None:
+        """Remove what a process that was killed left half-written or half-removed.
+
+        Raises:
+            CheckpointError: the storage does not take it.
+        """
+        try:
+            self._remove_unfinished()
+        except OSError as error:
+            raise _cannot_change(self.directory, error) from error
 
     def _remove_unfinished(self) -> None:
         for pattern in (".writing_step_*", ".removing_step_*"):
@@ -184,14 +223,14 @@ def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:
     """Force the files to disk and write what they should be."""
     files = {}
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-        _sync(file)
+        make_durable(file)
         files[str(file.relative_to(directory))] = {"bytes": file.stat().st_size, "sha256": _checksum(file)}
     seal = directory / SEAL
     seal.write_text(json.dumps({"format": _FORMAT, "step": step, "state": state, "files": files}, indent=1))
-    _sync(seal)
+    make_durable(seal)
     for inner in sorted(path for path in directory.rglob("*") if path.is_dir()):
-        _sync(inner)
-    _sync(directory)
+        make_durable(inner)
+    make_durable(directory)
 
 
 def _checksum(file: Path) -> str:
@@ -199,12 +238,11 @@ def _checksum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _cannot_change(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot move or remove checkpoints in {directory}: {error.strerror or error}. Set the permissions of that "
+        "directory right, or choose another output_dir"
+    )
 
 
 def _room(directory: Path) -> str:

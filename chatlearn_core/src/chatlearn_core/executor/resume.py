@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from chatlearn_core.exceptions import CheckpointError, ConfigError
+from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from chatlearn_core.plugins.records import TrainerSpec
 from chatlearn_core.runtime.plan import RunPlan
@@ -54,16 +56,32 @@ def lock_run_directory(path: Path) -> IO[str]:
 
     Raises:
         ConfigError: another process runs there.
+        ChatLearnError: the lock cannot be taken for another reason: a file that cannot be opened, a file system without
+            locks.
     """
-    stream = (path / ".lock").open("w")
+    file = path / ".lock"
+    try:
+        stream = file.open("w")
+    except OSError as error:
+        raise _cannot_lock(file, error) from error
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         stream.close()
         raise ConfigError(
             f"another process is running in {path}. Wait for it, stop it, or choose another output_dir"
         ) from error
+    except OSError as error:
+        stream.close()
+        raise _cannot_lock(file, error) from error
     return stream
+
+
+def _cannot_lock(file: Path, error: OSError) -> ChatLearnError:
+    return ChatLearnError(
+        f"cannot lock {file}: {error.strerror or error}. The lock keeps two processes from running in one directory; "
+        "set its permissions right, or choose another output_dir on a file system that has locks"
+    )
 
 
 def find_resume_point(
@@ -75,6 +93,8 @@ def find_resume_point(
     has_metrics: bool,
     is_complete: bool,
     may_change: Collection[str] = (),
+    rewind: bool = False,
+    command: str = "chatlearn run",
 ) -> ResumePoint:
     """Decide where the run starts.
 
@@ -87,16 +107,26 @@ def find_resume_point(
         has_metrics: whether the directory holds the metrics of a run.
         is_complete: whether that run ended well, its model exported.
         may_change: settings that may differ, beside ``MAY_CHANGE``.
+        rewind: whether checkpoints newer than that may be deleted, with their metrics and rollouts.
+        command: what starts the run, for messages.
 
     Raises:
-        CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings.
+        CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings; going on from it
+            would delete newer ones, and ``rewind`` is not set; none of the run's checkpoints can be read.
         ConfigError: nothing is left to do, or the directory holds a run that may not be resumed.
     """
     notes: list[str] = []
+    if resume == "never" and rewind:
+        raise ConfigError("--rewind goes back in a run, which --resume never forbids. Leave one of them out")
     if isinstance(resume, Path):
         checkpoint: Checkpoint | None = _named_checkpoint(resume, store)
+        newer = store.steps_after(checkpoint.step) if checkpoint is not None else []
+        if newer and not rewind:
+            raise _would_delete(resume, store.directory.parent, checkpoint.step, newer, command)
     else:
         checkpoint, problems = store.newest()
+        if checkpoint is None and problems and resume == "auto" and not rewind:
+            raise _none_readable(store, problems, command)
         notes += [f"passed over a checkpoint: {problem}" for problem in problems]
         if resume == "never" and (checkpoint is not None or has_metrics):
             raise ConfigError(
@@ -131,7 +161,31 @@ def find_resume_point(
     return ResumePoint(checkpoint, notes)
 
 
+def _would_delete(named: Path, run_dir: Path, step: int, newer: list[int], command: str) -> CheckpointError:
+    back = f"{command} --resume {shlex.quote(str(named))}"
+    steps = f"step {newer[0]}" if len(newer) == 1 else f"steps {', '.join(map(str, newer))}"
+    return CheckpointError(
+        f"{run_dir} has checkpoints of {steps}, newer than {named} (step {step}): to go on from there would delete "
+        "them, with the metrics and rollouts after it. Nothing was changed. Run one of\n"
+        f"  {command}\n      to go on from the newest,\n"
+        f"  {back} --rewind\n      to delete what is newer than step {step} and go on from there,\n"
+        f"  {back} output_dir=ANOTHER\n      to go on from there in another directory and keep all"
+    )
+
+
+def _none_readable(store: CheckpointStore, problems: list[str], command: str) -> CheckpointError:
+    return CheckpointError(
+        f"{store.directory} has checkpoints, and none of them can be read:\n  "
+        + "\n  ".join(problems)
+        + "\nNothing was changed. Look whether the storage is whole and mounted; then run one of\n"
+        f"  {command}\n      to go on from the newest that can be read,\n"
+        f"  {command} --rewind\n      to delete them, with all metrics and rollouts, and start from the beginning"
+    )
+
+
 def _named_checkpoint(path: Path, store: CheckpointStore) -> Checkpoint:
+    if not path.exists() and (short := re.fullmatch(r"step_(\d+)", str(path))):
+        path = store.path_of(int(short.group(1)))  # as the run's own directory names it, zeros left out
     if path.is_dir():
         return read_checkpoint(path)
     there = ", ".join(str(checkpoint.path) for checkpoint in store.complete()) or "none"

@@ -61,8 +61,15 @@ class Run:
         self.state = RunState(build_sampler(assembly))
         self._settings: dict[str, Any] = recorded_values(assembly.loaded)
 
-    async def train(self, resume: ResumeMode | Path = "auto") -> dict[str, Any]:
+    async def train(
+        self, resume: ResumeMode | Path = "auto", *, rewind: bool = False, command: str | None = None
+    ) -> dict[str, Any]:
         """Train to the end, or from the newest checkpoint to the end; returns the content of ``summary.json``.
+
+        Args:
+            resume: see ``find_resume_point``.
+            rewind: whether checkpoints newer than the one to go on from may be deleted.
+            command: what starts this run, for messages.
 
         Raises:
             Interrupted: stopped on request; resumable.
@@ -76,6 +83,9 @@ class Run:
                 keep_last=self.config.checkpoint.keep_last,
                 keep_best=self.config.checkpoint.keep_best,
             )
+            self.directory.remove_unfinished()
+            self.store.remove_unfinished()
+            self._may_delete = rewind
             point = find_resume_point(
                 self.store,
                 resume,
@@ -84,6 +94,8 @@ class Run:
                 has_metrics=self.directory.metrics_file.exists(),
                 is_complete=self._ended_well(),
                 may_change=layout_settings(self.assembly.plan),
+                rewind=rewind,
+                command=command or f"chatlearn run {self.assembly.loaded.source}",
             )
             for note in point.notes:
                 self.journal.say(note, "resume", note=note)
@@ -187,9 +199,15 @@ class Run:
         if checkpoint is not None:
             await self.saver.load(checkpoint, timers)
             self.state.pending = load_pending(checkpoint.path, self.assembly.train_set, self.environment.slots_of)
-        self._say_what_is_removed()
-        self.directory.rewind(self.state.step if checkpoint else -1)
-        self.store.forget_after(self.state.step)
+        if self._may_delete:
+            self._say_what_is_removed()
+            self.store.forget_after(self.state.step)
+            self._may_delete = False
+        for path in self.store.set_aside_after(self.state.step):
+            text = f"a damaged checkpoint was passed over and is now {path}; delete it when you do not need it any more"
+            self.journal.say(text, "set_aside", path=str(path))
+        for text in self.directory.rewind(self.state.step if checkpoint else -1):
+            self.journal.warn(text)
         self.journal.enter(Phase.SYNCING, self.state.step)
         await self._sync_weights(timers, self.state.step)
         self.directory.append_trace(self.state.step, timers, during)

@@ -84,6 +84,7 @@ class Saver:
                     with timers.measure("save", role=role):
                         await self.runtime.trainer(role).save(directory / "roles" / role)
             save_pending(directory, state.pending)
+            self.journal.directory.make_durable()
             # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.
             await asyncio.to_thread(stack.pop_all().close)
         state.saved_step, state.saved_path = state.step, self.store.path_of(state.step)

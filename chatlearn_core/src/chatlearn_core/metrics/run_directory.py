@@ -12,8 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ChatLearnError, TrainerLostError
+from chatlearn_core.metrics.durable_files import (
+    Line,
+    append_lines,
+    is_temporary,
+    json_line,
+    make_durable,
+    read_lines,
+    replace_file,
+)
 from chatlearn_core.metrics.timers import Timers
 from chatlearn_core.types import Sample
+
+_WRITING_MODEL = ".writing_model"
+_REPLACED_MODEL = ".replaced_model"
 
 
 class RunDirectory:
@@ -26,12 +38,16 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._written: set[Path] = set()
+        """Files that may not be on the disk yet, if the machine's power fails."""
         try:
             for directory in (path, path / "rollouts", path / "checkpoints"):
                 directory.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
-            probe.write_text("")
-            probe.unlink()
+            try:
+                probe.write_text("x")
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -59,13 +75,18 @@ class RunDirectory:
         Raises:
             ChatLearnError: the disk does not take it; an earlier model is untouched.
         """
-        aside = self.path / ".writing_model"
+        aside = self.path / _WRITING_MODEL
         try:
             shutil.rmtree(aside, ignore_errors=True)
             yield aside
+            for path in (*aside.rglob("*"), aside):
+                make_durable(path)
+            replaced = self.path / _REPLACED_MODEL
+            shutil.rmtree(replaced, ignore_errors=True)
             if self.model.exists():
-                shutil.rmtree(self.model)
+                self.model.rename(replaced)
             aside.rename(self.model)
+            shutil.rmtree(replaced, ignore_errors=True)
         except TrainerLostError:
             shutil.rmtree(aside, ignore_errors=True)
             raise  # not the disk's fault: the trainer may be rebuilt, and exports once more
@@ -93,22 +114,78 @@ class RunDirectory:
         return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of ``metrics.jsonl``; a line cut short by a kill is left out."""
-        return [record for record, _ in _whole_lines(self.metrics_file)]
+        """All whole lines of ``metrics.jsonl``; a line cut short by a kill or a full disk is left out.
+
+        Raises:
+            ChatLearnError: the file cannot be read.
+        """
+        return [line.record for line in self._read_steps(self.metrics_file)[0]]
 
     def read_summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``; empty before the run ended for the first time."""
-        file = self.path / "summary.json"
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        """The content of ``summary.json``; empty before the run ended for the first time, or if it is damaged."""
+        try:
+            content = json.loads((self.path / "summary.json").read_bytes())
+        except (OSError, ValueError, RecursionError):  # what it says can be found out again
+            return {}
+        return content if isinstance(content, dict) else {}
 
-    def rewind(self, step: int) -> None:
-        """Forget what was written after ``step``: a resumed run writes it again."""
+    def rewind(self, step: int) -> list[str]:
+        """Forget what was written after ``step``: a resumed run writes it again. Removes broken lines, too.
+
+        Returns:
+            a sentence for each file that had broken lines.
+
+        Raises:
+            ChatLearnError: the storage does not take it.
+        """
+        repaired: list[str] = []
         for file in (self.metrics_file, self.trace_file):
-            kept = [text for record, text in _whole_lines(file) if record["step"] <= step]
-            self._replace(file, "".join(kept))
-        for file in (self.path / "rollouts").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > step:
-                file.unlink()
+            lines, broken = self._read_steps(file)
+            kept = [line.content for line in lines if line.record["step"] <= step]
+            if broken or len(kept) < len(lines):
+                self._replace(file, b"".join(kept))
+            if broken:
+                repaired.append(
+                    f"{file} had broken lines, which were removed: {', '.join(map(str, broken[:5]))}"
+                    f"{' and more' if len(broken) > 5 else ''}. A write was cut short, or the file was changed by hand"
+                )
+        try:
+            for file in (self.path / "rollouts").glob("*_*.jsonl"):
+                number = file.stem.rpartition("_")[2]
+                if number.isdecimal() and int(number) > step:
+                    file.unlink()
+        except OSError as error:
+            raise _cannot_write(self.path / "rollouts", error) from error
+        return repaired
+
+    def remove_unfinished(self) -> None:
+        """Remove what a process that was killed left half-written: temporary files and an unfinished export.
+
+        Raises:
+            ChatLearnError: the storage does not take it.
+        """
+        try:
+            for directory in (self.path, self.path / "rollouts"):
+                for file in directory.iterdir():
+                    if is_temporary(file):
+                        file.unlink()
+            if (self.path / _REPLACED_MODEL).exists() and not self.model.exists():
+                (self.path / _REPLACED_MODEL).rename(self.model)
+            for name in (_WRITING_MODEL, _REPLACED_MODEL):
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def make_durable(self) -> None:
+        """Have all that was written on the disk: a checkpoint that survives a power failure goes on from it.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        for path in (*self._written, self.path, self.path / "rollouts"):
+            make_durable(path)
+        self._written.clear()
 
     def write_rollouts(self, step: int, samples: Iterable[Sample], kind: str = "step") -> None:
         """Write ``rollouts/{kind}_N.jsonl``: one line a sample, with what the report's browser shows.
@@ -118,16 +195,16 @@ class RunDirectory:
             samples: in the order of the prompts.
             kind: ``step`` for training rollouts, ``eval`` for those of an evaluation.
         """
-        text = "".join(json.dumps(rollout_record(step, sample), ensure_ascii=False) + "\n" for sample in samples)
-        self._replace(self.path / "rollouts" / f"{kind}_{step:06d}.jsonl", text)
+        content = b"".join(json_line(rollout_record(step, sample)) for sample in samples)
+        self._replace(self.path / "rollouts" / f"{kind}_{step:06d}.jsonl", content, durable=False)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file at once or not at all."""
-        self._replace(self.path / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        self._replace(self.path / name, json_line(content, indent=2))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file at once or not at all."""
-        self._replace(self.path / name, text)
+        """Write a text file at once or not at all. What UTF-8 cannot hold is written as an escape."""
+        self._replace(self.path / name, text.encode("utf-8", "backslashreplace"))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -137,19 +214,31 @@ class RunDirectory:
             raise _cannot_write(self.path / name, error) from error
 
     def _append(self, file: Path, *records: Mapping[str, Any]) -> None:
+        self._written.add(file)
         try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            append_lines(file, records)
         except OSError as error:
             raise _cannot_write(file, error) from error
 
-    def _replace(self, file: Path, text: str) -> None:
-        temporary = file.with_name(f".{file.name}.tmp")
+    def _replace(self, file: Path, content: bytes, *, durable: bool = True) -> None:
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(file)
+            replace_file(file, content, durable=durable)
         except OSError as error:
             raise _cannot_write(file, error) from error
+        if not durable:
+            self._written.add(file)
+
+    def _read_steps(self, file: Path) -> tuple[list[Line], list[int]]:
+        """Lines of steps, and the numbers of others."""
+        try:
+            lines, broken = read_lines(file)
+        except OSError as error:
+            raise ChatLearnError(
+                f"cannot read {file}: {error.strerror or error}. Repair the storage or the file's permissions, or "
+                "choose another directory with output_dir=..."
+            ) from error
+        of_steps = [line for line in lines if isinstance(line.record.get("step"), int)]
+        return of_steps, sorted({*broken, *(line.number for line in lines)} - {line.number for line in of_steps})
 
 
 def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
@@ -198,16 +287,6 @@ def _is_plain(value: Any) -> bool:
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | str]:
     """JSON has no NaN or infinity: they are written as text, so that they are seen and not lost."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-
-
-def _whole_lines(file: Path) -> list[tuple[dict[str, Any], str]]:
-    if not file.exists():
-        return []
-    lines: list[tuple[dict[str, Any], str]] = []
-    for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if text.endswith("\n"):
-            lines.append((json.loads(text), text))
-    return lines
 
 
 def _cannot_write(path: Path, error: OSError | BackendError) -> ChatLearnError:
