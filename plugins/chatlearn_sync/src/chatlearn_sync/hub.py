@@ -1,14 +1,14 @@
 """The control path of a sync between processes: small messages over sockets, while the bytes go another way.
 
 The sender listens (``Hub``), every receiver connects (``chatlearn_sync.intake``). A process that ends, however it ends,
-closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. A receiver
-proves with the token of the offer that it belongs to the sync.
+closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. Of a connection
+only a greeting of fixed size is read until it has proved that it knows the offer's token; all else closes it, and does
+nothing to the sync.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import selectors
@@ -19,15 +19,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.hosting.engine_side.greeting import GREETING_BYTES, Doorkeeper
 from chatlearn_core.types import Endpoint, SyncPlan
 from chatlearn_sync.addresses import bound_socket
 from chatlearn_sync.messages import READ_BYTES, Address, Decoder, Message, encode, error_text, key_of
 from chatlearn_sync.stream import describe, describe_endpoint
 
-MOST_HELLO_BYTES = 1 << 17
-"""A connection that has said more than this without saying who it is, is closed."""
+MOST_STRANGERS = 64
+"""Connections that have not greeted, beyond one for each receiver; the oldest of more is closed."""
 TELL_S = 1.0
 """How long a receiver that does not read may hold up the news that the sync failed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    """A connection, from the knock on."""
+
+    connection: socket.socket
+    greeting: bytes = b""
+    greeted: bool = False
+    decoder: Decoder = field(default_factory=Decoder)
+    peer: Peer | None = None
+    """The receiver that it is, once that said hello."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +83,9 @@ class Hub:
         self._closed = False
         self._end: int | None = None
         """Number of the end of the stream, once it was said: who acknowledged it may go."""
-        token = secrets.token_hex(16)
+        token = secrets.token_hex(32)
+        self._doorkeeper = Doorkeeper(token)
+        self._strangers: list[_Visitor] = []
         if host is None:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             name = f"chatlearn-{os.getpid()}-{secrets.token_hex(8)}"
@@ -257,50 +272,65 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # who knocked is gone again
+        except OSError:  # who knocked is gone again
             return
         connection.settimeout(self._timeout_s)
-        decoder = Decoder()
-        owner: list[Peer] = []
+        visitor = _Visitor(connection)
+        self._strangers.append(visitor)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(visitor))
+        if len(self._strangers) > MOST_STRANGERS + len(self._peers):
+            self._hang_up(self._strangers[0])
 
-        def read() -> None:
-            self._read(connection, decoder, owner)
-
-        self._selector.register(connection, selectors.EVENT_READ, read)
-
-    def _read(self, connection: socket.socket, decoder: Decoder, owner: list[Peer]) -> None:
-        """Take what a connection has to say; ``owner`` holds its receiver once that said hello."""
+    def _read(self, visitor: _Visitor) -> None:
+        """Take what a connection has to say; whatever is wrong with it closes this connection, and no other."""
+        if visitor.connection.fileno() < 0:  # hung up on since it was seen to have something
+            return
         try:
-            data = connection.recv(READ_BYTES)
-            if not owner and decoder.num_waiting + len(data) > MOST_HELLO_BYTES:
-                raise ValueError("whoever this is has not said who it is")
-            messages = decoder.feed(data)
-        except (OSError, ValueError):
-            data, messages = b"", []
-        for message in messages:
-            if owner:
-                self._hear(owner[0], message)
-            elif not self._admit(connection, message, owner):
-                data = b""
+            if not visitor.greeted:
+                self._read_greeting(visitor)
+                return
+            data = visitor.connection.recv(READ_BYTES)
+            for message in visitor.decoder.feed(data):
+                if visitor.peer is None:
+                    self._admit(visitor, message)
+                else:
+                    self._hear(visitor.peer, message)
+        except (OSError, ValueError, TypeError):
+            data = b""
         if not data:
-            self._selector.unregister(connection)
-            connection.close()
-            if owner and owner[0].connection is connection:
-                owner[0].connection = None
-                if self._end is None or owner[0].acknowledged < self._end:
-                    self._lose(owner[0], "went away: its process ended, or it gave up")
+            self._hang_up(visitor)
 
-    def _admit(self, connection: socket.socket, message: Message, owner: list[Peer]) -> bool:
-        try:
-            token, key = str(message.get("token", "")).encode(), tuple(message.get("receiver", ()))
-            peer = self._peers.get(key)
-        except (AttributeError, TypeError):  # no hello of ours
-            return False
-        if peer is None or peer.connection is not None or not hmac.compare_digest(token, self.address.token.encode()):
-            return False
-        peer.connection, peer.hello = connection, message
-        owner.append(peer)
-        return True
+    def _read_greeting(self, visitor: _Visitor) -> None:
+        data = visitor.connection.recv(GREETING_BYTES - len(visitor.greeting))
+        visitor.greeting += data
+        if not data or not self._doorkeeper.may_become_greeting(visitor.greeting):
+            self._hang_up(visitor)
+        elif len(visitor.greeting) == GREETING_BYTES:
+            answer = self._doorkeeper.answer(visitor.greeting)
+            if answer is None:
+                self._hang_up(visitor)
+            else:
+                visitor.connection.sendall(answer)
+                visitor.greeted = True
+
+    def _admit(self, visitor: _Visitor, message: Message) -> None:
+        """Raises ValueError or TypeError if it is no receiver that is still expected."""
+        peer = self._peers.get(tuple(message.get("receiver", ())))
+        if peer is None or peer.connection is not None:
+            raise ValueError("no receiver that is waited for")
+        peer.connection, peer.hello, visitor.peer = visitor.connection, message, peer
+        self._strangers.remove(visitor)
+
+    def _hang_up(self, visitor: _Visitor) -> None:
+        self._selector.unregister(visitor.connection)
+        visitor.connection.close()
+        if visitor in self._strangers:
+            self._strangers.remove(visitor)
+        peer = visitor.peer
+        if peer is not None and peer.connection is visitor.connection:
+            peer.connection = None
+            if self._end is None or peer.acknowledged < self._end:
+                self._lose(peer, "went away: its process ended, or it gave up")
 
     def _hear(self, peer: Peer, message: Message) -> None:
         if "acknowledged" in message:

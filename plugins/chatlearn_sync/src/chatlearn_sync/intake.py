@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.hosting.engine_side.greeting import ANSWER_BYTES, Caller
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
 from chatlearn_sync.messages import READ_BYTES, ControlOffer, Decoder, Message, encode, error_text, hello_of
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
@@ -25,6 +26,9 @@ class Source:
     offer: ControlOffer
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    caller: Caller
+    known: bool = False
+    """Whether the other end has proved that it is the sender; nothing that it says is read before."""
     decoder: Decoder = field(default_factory=Decoder)
     waiting: list[Message] = field(default_factory=list)
     ended: bool = False
@@ -109,8 +113,9 @@ class Intake(ABC):
                 f"{self.where}: sender {describe_endpoint(offer.sender)} cannot be reached at {place}: "
                 f"{str(error) or 'no answer in time'}. Its process has ended, or the hosts do not see each other"
             ) from error
-        source = Source(offer, reader, writer)
-        source.say(hello_of(self.endpoint, address, **self.hello()))
+        source = Source(offer, reader, writer, Caller(address.token))
+        writer.write(source.caller.greeting)
+        source.say(hello_of(self.endpoint, **self.hello()))
         return source
 
     async def _follow(self, source: Source) -> None:
@@ -137,13 +142,14 @@ class Intake(ABC):
             try:
                 # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the result.
                 async with asyncio.timeout(self.plan.timeout_s):
+                    await self._require_sender(source)
                     data = await source.reader.read(READ_BYTES)
             except TimeoutError as error:
                 raise BackendTimeoutError(
                     f"{self.where}: waited {self.plan.timeout_s:g} s (weight_sync.timeout_s) for sender ranks "
                     f"{self._waited_for()} of role {source.sender.role!r}, which sent nothing"
                 ) from error
-            except OSError:
+            except (OSError, asyncio.IncompleteReadError):
                 data = b""
             if not data:
                 raise WeightSyncError(
@@ -151,6 +157,14 @@ class Intake(ABC):
                 )
             source.waiting += source.decoder.feed(data)
         return source.waiting.pop(0)
+
+    async def _require_sender(self, source: Source) -> None:
+        if not source.known and not source.caller.accepts(await source.reader.readexactly(ANSWER_BYTES)):
+            raise WeightSyncError(
+                f"{self.where}: what listens at {source.offer.address.host} is not sender"
+                f" {describe_endpoint(source.sender)}: it does not know the secret of this sync"
+            )
+        source.known = True
 
     async def _require_alive(self, source: Source, error: Exception) -> None:
         """A bucket that broke off is most often the doing of its sender, which may have said why."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chatlearn_core.types import Endpoint
@@ -18,13 +18,13 @@ MOST_TEXT = 20_000
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """Where a sender listens, and the secret that lets a receiver in."""
+    """Where a sender listens, and the secret by which the ends know each other (``hosting.engine_side.greeting``)."""
 
     family: Literal["unix", "tcp"]
     host: str
     """``unix``: a name in Linux's abstract name space, which leaves no file. ``tcp``: a host name or address."""
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,22 +48,31 @@ class Decoder:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    @property
-    def num_waiting(self) -> int:
-        """Bytes of a message that is not complete."""
-        return len(self._bytes)
-
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now."""
+        """The messages that are complete now.
+
+        Raises:
+            ValueError: one is no JSON object.
+        """
         self._bytes += data
         messages: list[Message] = []
         while len(self._bytes) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes)
             if len(self._bytes) < LENGTH.size + length:
                 break
-            messages.append(json.loads(self._bytes[LENGTH.size : LENGTH.size + length]))
+            messages.append(_parsed(self._bytes[LENGTH.size : LENGTH.size + length]))
             del self._bytes[: LENGTH.size + length]
         return messages
+
+
+def _parsed(content: bytes | bytearray) -> Message:
+    try:
+        message = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("a message of the control path is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"a message of the control path is a {type(message).__name__}, not an object")
+    return message
 
 
 def error_text(error: BaseException) -> str:
@@ -71,9 +80,9 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MOST_TEXT]
 
 
-def hello_of(endpoint: Endpoint, address: Address, **facts: Any) -> Message:
-    """What a receiver says first."""
-    return {"token": address.token, "receiver": list(key_of(endpoint)), **facts}
+def hello_of(endpoint: Endpoint, **facts: Any) -> Message:
+    """The first message of a receiver, after its greeting."""
+    return {"receiver": list(key_of(endpoint)), **facts}
 
 
 def key_of(endpoint: Endpoint) -> tuple[str, int, int]:
