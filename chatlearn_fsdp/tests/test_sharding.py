@@ -1,5 +1,6 @@
 """Starts, streams, checkpoints and errors of several ranks on gloo."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_core.testing.listeners import listeners
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import box_of_rows, mesh_sizes
 from chatlearn_fsdp.trainer import FSDPTrainer
@@ -151,7 +153,10 @@ def test_a_rendezvous_by_tcp_with_all_ranks_there(model_path, make_batch, policy
         context = RoleContext("trainer", ModelSource(model_path, model_path), rendezvous=address, trainable=True)
         trainer = FSDPTrainer(FSDPOptions(cpu_offload=True), context)
         trainer.setup()
+        listening = listeners([os.getpid()])
     try:
+        assert all(one.is_local for one in listening), "the ranks of one host meet on loopback"
+        assert port.number in {one.port for one in listening}
         assert trainer.update(make_batch(), policy_loss)["grad_norm"].value > 0
     finally:
         trainer.close()

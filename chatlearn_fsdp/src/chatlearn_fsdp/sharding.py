@@ -13,6 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.hosting.engine_side.private_store import PrivateStore
+from chatlearn_core.hosting.rendezvous import group_interfaces, make_default_group
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import Box
 from chatlearn_fsdp.options import FSDPOptions
@@ -29,6 +31,8 @@ class RankGroup:
     data_parallel_rank: int
     data_parallel_size: int
     owns_process_group: bool
+    store: PrivateStore | None = None
+    """Where the ranks met; the process group goes on using it."""
 
     @property
     def size(self) -> int:
@@ -53,6 +57,9 @@ class RankGroup:
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_process_group = False
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
 
 
 def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, int]:
@@ -83,31 +90,48 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
         ConfigError: the sizes do not multiply to the number of ranks.
         BackendError: no rendezvous, another process group is in the way, or a rank did not come.
     """
-    replicate, shard, ulysses = mesh_sizes(options, context)
-    device = torch.device(context.device)
-    owns = not dist.is_initialized()
-    if owns:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        where: dict[str, object] = {"init_method": context.rendezvous}
-        if context.rendezvous is None:
-            if context.world_size > 1:
-                raise BackendError(
-                    f"role {context.role!r} rank {context.rank} of {context.world_size} got no rendezvous; the runtime"
-                    " must give every rank the same tcp://host:port"
-                )
-            where = {"store": HashStore()}
-        try:
-            dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, **where)  # type: ignore[arg-type]  # one of two argument sets
-        except (RuntimeError, ValueError) as error:
+    sizes = mesh_sizes(options, context)
+    with group_interfaces(context.rendezvous):
+        store: PrivateStore | None = None
+        owns = not dist.is_initialized()
+        if owns:
+            store = _make_process_group(context)
+        elif dist.get_world_size() != context.world_size or dist.get_rank() != context.rank:
             raise BackendError(
-                f"role {context.role!r} rank {context.rank} of {context.world_size} could not meet the others at"
-                f" {context.rendezvous}: {error}"
-            ) from error
-    elif dist.get_world_size() != context.world_size or dist.get_rank() != context.rank:
-        raise BackendError(
-            f"role {context.role!r} is rank {context.rank} of {context.world_size}, but this process already belongs to"
-            f" a process group as rank {dist.get_rank()} of {dist.get_world_size()}"
+                f"role {context.role!r} is rank {context.rank} of {context.world_size}, but this process already"
+                f" belongs to a process group as rank {dist.get_rank()} of {dist.get_world_size()}"
+            )
+        return _make_meshes(context, sizes, owns_process_group=owns, store=store)
+
+
+def _make_process_group(context: RoleContext) -> PrivateStore | None:
+    """Returns the store of the ranks, if they need one."""
+    backend = "cpu:gloo,cuda:nccl" if torch.device(context.device).type == "cuda" else "gloo"
+    if context.rendezvous is None:
+        if context.world_size > 1:
+            raise BackendError(
+                f"role {context.role!r} rank {context.rank} of {context.world_size} got no rendezvous; the runtime"
+                " must give every rank the same tcp://host:port"
+            )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return None
+    try:
+        return make_default_group(
+            backend,
+            context.rendezvous,
+            rank=context.rank,
+            world_size=context.world_size,
+            secret=context.rendezvous_secret,
         )
+    except BackendError as error:
+        raise BackendError(f"role {context.role!r}: {error}") from error
+
+
+def _make_meshes(
+    context: RoleContext, sizes: tuple[int, int, int], *, owns_process_group: bool, store: PrivateStore | None
+) -> RankGroup:
+    replicate, shard, ulysses = sizes
+    device = torch.device(context.device)
     if replicate > 1:
         mesh = init_device_mesh(device.type, (replicate, shard * ulysses), mesh_dim_names=("replicate", "shard"))
     else:
@@ -116,7 +140,7 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
     if ulysses > 1:
         slices = init_device_mesh(device.type, (replicate * shard, ulysses), mesh_dim_names=("slice", "ulysses"))
         rows = UlyssesGroup(slices.get_group("ulysses"))
-    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, owns)
+    return RankGroup(mesh, rows, context.rank // ulysses, replicate * shard, owns_process_group, store)
 
 
 def shard_model(

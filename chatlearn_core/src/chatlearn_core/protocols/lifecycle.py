@@ -45,7 +45,9 @@ class RoleContext:
     total_updates: int | None = None
     """Optimizer steps the whole run will make, for schedules; None if open."""
     rendezvous: str | None = None
-    """``tcp://host:port`` for the ranks of this replica, where there are several."""
+    """``tcp://host:port`` for the ranks of this replica, where there are several: see ``hosting.rendezvous.meet``."""
+    rendezvous_secret: str | None = field(default=None, repr=False)
+    """What the ranks know each other by at the rendezvous; None where it is on loopback."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     """Engine-native arguments, passed through verbatim after the backend checked them."""
 

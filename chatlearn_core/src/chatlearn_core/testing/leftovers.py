@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -106,12 +107,12 @@ def session_members(session: int) -> list[str]:
 
 def command(pid: int) -> str:
     """Its command line; empty once it has ended."""
-    return _read(pid, "cmdline").replace("\0", " ").strip()
+    return read_proc(pid, "cmdline").replace("\0", " ").strip()
 
 
 def environment(pid: int) -> dict[str, str]:
     """The environment that it was started with; empty if it may not be read."""
-    pairs = (entry.partition("=") for entry in _read(pid, "environ").split("\0"))
+    pairs = (entry.partition("=") for entry in read_proc(pid, "environ").split("\0"))
     return {name: value for name, separator, value in pairs if separator}
 
 
@@ -131,17 +132,17 @@ def shared_memory() -> frozenset[str]:
 def unheld(names: frozenset[str], besides: int | None = None) -> set[str]:
     """Those that no living process, ``besides`` left out, has open or mapped: nobody will remove them."""
     others = [pid for pid in processes() if pid != besides] if names else []
-    held = mapped_files(others).union(*map(_open_files, others))
+    held = mapped_files(others).union(*map(open_files, others))
     return {name for name in names if str(SHARED_MEMORY / name) not in held}
 
 
 def listening_ports(pid: int | None = None) -> frozenset[int]:
     """TCP ports that a process (this one) listens on."""
     own = os.getpid() if pid is None else pid
-    inodes = {name[8:-1] for name in _open_files(own) if name.startswith("socket:[")}
+    inodes = {name[8:-1] for name in open_files(own) if name.startswith("socket:[")}
     ports = set()
     for table in ("net/tcp", "net/tcp6"):
-        for line in _read(own, table).splitlines()[1:]:
+        for line in read_proc(own, table).splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENS and fields[9] in inodes:
                 ports.add(int(fields[1].rpartition(":")[2], 16))
@@ -150,20 +151,23 @@ def listening_ports(pid: int | None = None) -> frozenset[int]:
 
 def _stat(pid: int) -> list[str]:
     """State, parent, process group, session, ...; empty once it has ended."""
-    return _read(pid, "stat").rpartition(")")[2].split()
+    return read_proc(pid, "stat").rpartition(")")[2].split()
 
 
-def _open_files(pid: int) -> list[str]:
+def open_files(pid: int) -> list[str]:
+    """What its file descriptors stand for; empty once it has ended."""
     names = []
     try:
         for link in (_PROC / str(pid) / "fd").iterdir():
-            names.append(str(link.readlink()))
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                names.append(str(link.readlink()))
     except OSError:
         pass  # it ended, or belongs to somebody else
     return names
 
 
-def _read(pid: int, name: str) -> str:
+def read_proc(pid: int, name: str) -> str:
+    """A file of its directory in ``/proc``; empty once it has ended."""
     try:
         return (_PROC / str(pid) / name).read_text(errors="replace")
     except OSError:

@@ -122,7 +122,7 @@ class GroupRendezvous:
     """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender.
 
     The sender holds the TCP store at ``address``; keys are those of a ``torch.distributed`` group of that name, so that
-    ``hosting.engine_side.groups.join`` meets it, and an engine's own ``init_custom_process_group`` does, too.
+    ``hosting.engine_side.groups.join`` meets it; without a secret, an engine's own ``init_custom_process_group`` does.
     """
 
     name: str
@@ -134,6 +134,8 @@ class GroupRendezvous:
     first_rank: int
     """This replica's processes take the ranks from here on, as many as its loader's ``num_group_ranks``."""
     timeout_s: float
+    secret: str | None = field(default=None, repr=False)
+    """What lets a process in to a store that others than this host reach."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -55,6 +55,7 @@ class GroupRequest(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is unt
     world_size: int = 0
     first_rank: int = 0
     timeout_s: float = 0.0
+    secret: str | None = field(default=None, repr=False)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -40,8 +41,8 @@ class RayTrainerGroup:
         """Let the ranks meet and set up their trainers."""
         self.workers = list(workers)
         self._broken = None
-        rendezvous = await self.workers[0].call("find_rendezvous") if len(self.workers) > 1 else None
-        facts = await all_or_first_error([worker.call("setup", rendezvous) for worker in self.workers])
+        rendezvous, secret = await self._rendezvous() if len(self.workers) > 1 else (None, None)
+        facts = await all_or_first_error([worker.call("setup", rendezvous, secret) for worker in self.workers])
         for worker, fact in zip(self.workers, facts, strict=True):
             worker.facts = fact
         self._slices = [fact.data_parallel_rank for fact in facts]
@@ -51,6 +52,13 @@ class RayTrainerGroup:
                 f"role {self.name!r}: the ranks disagree on how a batch is split: data-parallel sizes {sorted(sizes)}, "
                 f"ranks {self._slices}. This is a fault of the trainer backend"
             )
+
+    async def _rendezvous(self) -> tuple[str, str | None]:
+        """Where the ranks meet: on loopback if one node has them all, else behind a secret that they alone know."""
+        networks = await all_or_first_error([worker.call("network") for worker in self.workers])
+        on_loopback = len(set(networks)) == 1
+        rendezvous = await self.workers[0].call("find_rendezvous", on_loopback)
+        return rendezvous, None if on_loopback else secrets.token_hex(32)
 
     @property
     def is_broken(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from chatlearn_core.hosting.engine_side.private_store import LOOPBACK
 from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
@@ -41,17 +42,22 @@ class TrainerWorker(Worker):
         assert self._trainer is not None, "setup comes first"
         return self._trainer
 
-    async def find_rendezvous(self) -> str:
+    async def network(self) -> str:
+        """Names the loopback interface that this process sees: those that see the same reach each other on it."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+    async def find_rendezvous(self, on_loopback: bool) -> str:
         """``tcp://host:port`` on this node, for all ranks to meet at; the port is kept free until ``setup`` ends."""
         self._release_port()
         self._port = ReservedPort()
-        address = node_address()
+        address = LOOPBACK if on_loopback else node_address()
         return f"tcp://[{address}]:{self._port.number}" if ":" in address else f"tcp://{address}:{self._port.number}"
 
-    async def setup(self, rendezvous: str | None) -> WorkerFacts:
-        """Build the trainer and meet the other ranks."""
+    async def setup(self, rendezvous: str | None, secret: str | None) -> WorkerFacts:
+        """Build the trainer and meet the other ranks, which know the same secret."""
         assert self.spec.plugin is not None
-        self.context = replace(self.context, rendezvous=rendezvous)
+        self.context = replace(self.context, rendezvous=rendezvous, rendezvous_secret=secret)
         self._trainer = self.build(self.spec.plugin)
         try:
             await self.set_up(self.trainer.setup)

@@ -18,19 +18,19 @@ from datetime import timedelta
 from typing import Literal
 
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.hosting.engine_side.groups import SenderGroup
+from chatlearn_core.hosting.engine_side.private_store import LOOPBACK, PrivateStore, open_store
 from chatlearn_core.protocols import Trainer
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
-from chatlearn_sync.addresses import bound_socket, listening_host
+from chatlearn_sync.addresses import listening_host
 from chatlearn_sync.arrival import GLANCE_S, Arrival
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
 from chatlearn_sync.gpus import shared_gpu, visible_gpus
 from chatlearn_sync.hub import Hub
-from chatlearn_sync.messages import Message
+from chatlearn_sync.messages import Message, store_secret
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import BroadcastOptions
 from chatlearn_sync.stream import (
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 NAME = "broadcast"
 Backend = Literal["gloo", "nccl"]
-LOOPBACK = "127.0.0.1"
 ALONE_BYTES = 4 << 20
 """A tensor of this size travels alone, out of its own memory: packing it with others would cost more."""
 LAST_BUCKET_S = 1.0
@@ -64,7 +63,7 @@ class Membership:
     """A group that stands, and who is in it."""
 
     group: SenderGroup
-    store: TCPStore
+    store: PrivateStore
     receivers: tuple[Endpoint, ...]
     terms: tuple[str, str]
     """Channel and backend."""
@@ -216,23 +215,17 @@ class BroadcastSender:
         self._leave()
         limit = timedelta(seconds=plan.timeout_s)
         host = hub.address.host if hub.address.family == "tcp" else LOOPBACK
-        listener = bound_socket(host)  # a store that is given no socket listens on every interface
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=limit,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            store = open_store(host, 0, store_secret(hub.address), limit)
+        except OSError as error:
+            raise WeightSyncError(f"{where}: cannot listen at {host!r}: {error}") from error
         name = f"chatlearn-{self._endpoint.role}-{self._endpoint.rank}-{secrets.token_hex(6)}"
         world_size = 1 + sum(int(peer.hello["ranks"]) for peer in peers)
         first_rank = 1
         for peer in peers:
             rendezvous: Message = {
                 "join": name,
-                "address": f"{host}:{port}",
+                "address": f"{host}:{store.port}",
                 "backend": backend,
                 "world_size": world_size,
                 "first_rank": first_rank,
@@ -240,8 +233,11 @@ class BroadcastSender:
             hub.say_to(peer, rendezvous)
             first_rank += int(peer.hello["ranks"])
         try:
-            group = SenderGroup(store, name, backend, world_size, 0, plan.timeout_s)
+            group = SenderGroup(
+                store.store, name, backend, world_size, 0, plan.timeout_s, host=host, on_close=store.close
+            )
         except RuntimeError as error:
+            store.close()
             hub.check()
             raise BackendTimeoutError(
                 f"{where}: its process group of {world_size} did not form within {plan.timeout_s:g} s "

@@ -19,7 +19,7 @@ from chatlearn_sync.checksum import load_and_verify
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
 from chatlearn_sync.gpus import visible_gpus
 from chatlearn_sync.intake import Intake, Source, offers_of
-from chatlearn_sync.messages import ControlOffer, Message, error_text
+from chatlearn_sync.messages import ControlOffer, Message, error_text, store_secret
 from chatlearn_sync.options import BroadcastOptions
 from chatlearn_sync.stream import describe_endpoint
 
@@ -143,9 +143,10 @@ class _FlatIntake(Intake):
         rank = source.sender.rank
         if rank in self._groups:
             self._groups.pop(rank).close()
-        arguments = (message["address"], message["join"], message["backend"], message["world_size"])
+        group = (message["address"], message["join"], message["backend"], message["world_size"], message["first_rank"])
+        secret = store_secret(source.offer.address)
         try:
-            self._groups[rank] = await asyncio.to_thread(join, *arguments, message["first_rank"], self.plan.timeout_s)
+            self._groups[rank] = await asyncio.to_thread(join, *group, self.plan.timeout_s, secret)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self.where}: cannot join the process group of sender {describe_endpoint(source.sender)} at "
@@ -241,6 +242,7 @@ class _EngineIntake(Intake):
                 message["world_size"],
                 message["first_rank"],
                 self.plan.timeout_s,
+                store_secret(source.offer.address),
             )
             await self._loader.join_group(rendezvous)
             self._joined[rank] = rendezvous.name

@@ -27,6 +27,11 @@ class Address:
     token: str = field(repr=False)
 
 
+def store_secret(address: Address) -> str | None:
+    """What guards the store of a sender's process group: nothing where it is on loopback."""
+    return address.token if address.family == "tcp" else None
+
+
 @dataclass(slots=True, frozen=True)
 class ControlOffer:
     """What a sender with a control path offers: where it listens. All else is said there."""

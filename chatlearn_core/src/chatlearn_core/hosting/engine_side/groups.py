@@ -7,15 +7,16 @@ own use (SGLang's ``init_weights_update_group``, and ``init_custom_process_group
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from .checksums import require_intact
+from .private_store import LOOPBACK, address_towards, join_store
 
 Specs = Sequence[tuple[str, str, Sequence[int]]]
 """(name, dtype, shape) of the tensors of one broadcast, in order."""
@@ -27,8 +28,23 @@ FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 class SenderGroup:
     """One process's membership in a group. Rank 0 sends."""
 
-    def __init__(self, store: Store, name: str, backend: str, world_size: int, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        backend: str,
+        world_size: int,
+        rank: int,
+        timeout_s: float,
+        *,
+        host: str = LOOPBACK,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         """Meet the others; returns when all are there.
+
+        Args:
+            host: an address of this host, at which gloo listens, and at no other; NCCL chooses for itself.
+            on_close: called once the group is left.
 
         Raises:
             RuntimeError: they did not come in time.
@@ -37,11 +53,16 @@ class SenderGroup:
         nested = PrefixStore(f"{name}/", PrefixStore(name, store))
         keys = PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
         self.name = name
+        self._on_close = on_close
         self.says_when_over = backend == "gloo"
         """Whether the future of a broadcast is done when it has arrived. NCCL's is as soon as it is in its stream."""
         self._group: Any
         if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(keys, rank, world_size, timeout=limit)
+            gloo: Any = dist.ProcessGroupGloo
+            settings = gloo._Options()
+            settings._devices = [gloo.create_device(hostname=host)]
+            settings._timeout = limit
+            self._group = gloo(keys, rank, world_size, settings)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
@@ -62,22 +83,35 @@ class SenderGroup:
     def close(self) -> None:
         """Leave. What still runs in the group fails."""
         group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
+        if group is None:
+            return
+        try:
+            if hasattr(group, "abort"):
+                group.abort()
+        finally:
+            self._on_close()
 
 
-def join(address: str, name: str, backend: str, world_size: int, rank: int, timeout_s: float) -> SenderGroup:
+def join(
+    address: str, name: str, backend: str, world_size: int, rank: int, timeout_s: float, secret: str | None = None
+) -> SenderGroup:
     """Join a group as a receiver.
 
     Args:
         address: ``host:port`` of the sender's store.
+        secret: that of the store, if it has one.
 
     Raises:
         RuntimeError: the sender or another receiver did not come in time.
     """
     host, _, port = address.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return SenderGroup(store, name, backend, world_size, rank, timeout_s)
+    met = join_store(host, int(port), secret, timedelta(seconds=timeout_s))
+    try:
+        own_address = address_towards(host, int(port))
+        return SenderGroup(met.store, name, backend, world_size, rank, timeout_s, host=own_address, on_close=met.close)
+    except BaseException:
+        met.close()
+        raise
 
 
 class JoinedGroups:
@@ -102,7 +136,8 @@ class JoinedGroups:
         if name not in self._groups:
             first_rank, world_size = rendezvous["first_rank"], rendezvous["world_size"]
             address, timeout_s = rendezvous["address"], rendezvous["timeout_s"]
-            self._groups[name] = join(address, name, backend, world_size, first_rank + rank, timeout_s), backend
+            rank, secret = first_rank + rank, rendezvous.get("secret")
+            self._groups[name] = join(address, name, backend, world_size, rank, timeout_s, secret), backend
 
     def receive(self, content: Mapping[str, Any], device: torch.device | str) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the sender's next broadcast; valid until the one after it. Those without a name are left out.

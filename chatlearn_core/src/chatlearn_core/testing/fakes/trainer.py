@@ -15,6 +15,8 @@ from torch import Tensor
 
 from chatlearn_core.batching import micro_batches
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError
+from chatlearn_core.hosting.engine_side.private_store import PrivateStore
+from chatlearn_core.hosting.rendezvous import make_default_group
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import Loss, LossOutput, MemoryPart, RoleContext
 from chatlearn_core.testing.fakes.bigram import (
@@ -59,16 +61,19 @@ class FakeTrainer:
         self._manifest = WeightManifest({})
         self._away: dict[MemoryPart, dict[str, Tensor]] = {}
         """Tensors of offloaded parts; empty ones are in their place."""
+        self._store: PrivateStore | None = None
         self._ready = False
 
     def setup(self) -> None:
         tensors = read_bigram_tensors(self._directory)
         if self.context.world_size > 1:
-            dist.init_process_group(
+            assert self.context.rendezvous is not None, "the runtime gives several ranks one"
+            self._store = make_default_group(
                 "gloo",
-                init_method=self.context.rendezvous,
+                self.context.rendezvous,
                 rank=self.context.rank,
                 world_size=self.context.world_size,
+                secret=self.context.rendezvous_secret,
             )
         self._manifest = bigram_manifest(tensors)
         self._weights = self._own_rows(tensors)
@@ -98,6 +103,8 @@ class FakeTrainer:
     def close(self) -> None:
         if self._ready and self.context.world_size > 1:
             dist.destroy_process_group()
+            if self._store is not None:
+                self._store.close()
         self._ready = False
         self._weights, self._momentum = {}, {}
 
