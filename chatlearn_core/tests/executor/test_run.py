@@ -18,6 +18,7 @@ from chatlearn_core.exceptions import (
     BackendTimeoutError,
     CheckpointError,
     ConfigError,
+    PluginError,
     TrainerLostError,
     WorkerPlace,
 )
@@ -330,6 +331,18 @@ async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> N
     text = (trained.run_dir / "failure.md").read_text()
     assert "failed while starting, before the first step" in text
     assert "| call | setup |" in text
+
+
+async def test_sys_exit_is_a_failure_and_no_interruption(training: Training) -> None:
+    trained = training("a")
+
+    async def start(role_is_up: Any = None) -> None:
+        raise SystemExit(3)
+
+    trained.runtime.start = start  # type: ignore[method-assign]  # what a plugin may do
+    with pytest.raises(PluginError, match=r"(?s)tried to end the process: SystemExit\(3\).*test_run\.py, line"):
+        await trained.run.train()
+    assert "SystemExit(3)" in (trained.run_dir / "failure.md").read_text()
 
 
 async def test_a_trainer_lost_while_it_saves_or_exports_saves_or_exports_again(training: Training) -> None:

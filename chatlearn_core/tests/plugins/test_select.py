@@ -156,10 +156,25 @@ def test_the_engine_is_looked_up_where_the_backend_will_run() -> None:
 
 
 def test_loading_what_a_record_names() -> None:
-    import json
-
     registry = PluginRegistry((generator("acme", "acme-a", factory="json:dumps"),))
-    assert registry.load_factory(registry.select("generator", "acme")) is json.dumps
+    assert registry.load_factory(registry.select("generator", "acme"))([1], indent=None) == "[1]"
+
+
+def test_a_constructor_that_calls_sys_exit_is_a_failed_plugin() -> None:
+    registry = PluginRegistry((generator("acme", "acme-a", factory="sys:exit"),))
+    build = registry.load_factory(registry.select("generator", "acme"))
+    with pytest.raises(PluginError, match=r"(?s)'acme' \(acme-a 0\.1\.0\) tried to end the process.*SystemExit\(3\)"):
+        build(3)
+
+
+def test_ctrl_c_in_a_constructor_stays_what_it_is(monkeypatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("json.dumps", interrupted)
+    registry = PluginRegistry((generator("acme", "acme-a", factory="json:dumps"),))
+    with pytest.raises(KeyboardInterrupt):
+        registry.load_factory(registry.select("generator", "acme"))()
 
 
 @pytest.mark.parametrize(

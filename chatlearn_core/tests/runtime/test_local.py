@@ -105,7 +105,7 @@ class Scene:
         if "trainer" in roles and "generator" in roles:
             record = WeightSyncSpec(name="none", sender="f:S", receiver="f:R", options="f:O")
             syncs = (WeightSyncPlan("trainer", "generator", record, Options(), "test", "barrier", 1 << 20, 30.0),)
-        registry: Any = SimpleNamespace(load_factory=self.load_factory)
+        registry: Any = SimpleNamespace(load_factory=self.load_factory, origin=lambda record: "acme 1.0")
         plans = {name: role_plan(name, **settings) for name, settings in roles.items()}
         self.plan = RunPlan(registry, plans, syncs, tmp_path, seed=5, total_updates=10)
         self.runtime = LocalRuntime(LocalRuntimeOptions(), self.plan)

@@ -33,13 +33,16 @@ class FakeSender:
     def __init__(self, events: list[str]) -> None:
         self.events = events
         self.fail_in = ""
+        self.offers: Any = None
         self.block: threading.Event | None = None
 
     def offer(self, plan: SyncPlan) -> SyncOffer:
         self.events.append("offer")
         if self.fail_in == "offer":
             raise OSError("no shared memory")
-        return SyncOffer(0, plan.sync_id)
+        if self.fail_in == "exit":
+            raise SystemExit(3)
+        return self.offers if self.offers is not None else SyncOffer(0, plan.sync_id)
 
     def send(self, plan: SyncPlan, trainer: Any) -> int:
         self.events.append("send")
@@ -64,6 +67,7 @@ class FakeReceiver:
     def __init__(self, events: list[str]) -> None:
         self.events = events
         self.behaviour = "take"
+        self.returns: Any = 24
 
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: Any) -> int:
         self.events.append(f"receive {loader.name}")
@@ -71,7 +75,9 @@ class FakeReceiver:
             raise WeightSyncError("checksum of w is wrong")
         if self.behaviour == "wait":
             await asyncio.Event().wait()
-        return 24
+        if self.behaviour == "exit":
+            raise SystemExit(3)
+        return self.returns
 
     def close(self) -> None:
         self.events.append("close receiver")
@@ -118,7 +124,8 @@ class Scene:
                 (lambda options, endpoint: self.sender)
                 if attribute == "sender"
                 else (lambda options, endpoint: FakeReceiver(self.events))
-            )
+            ),
+            origin=lambda record: "acme-sync 1.2",
         )
         plan = WeightSyncPlan(
             trainer="trainer",
@@ -251,6 +258,50 @@ async def test_a_sender_that_fails_ends_the_wait_of_every_receiver(scene: Scene,
         assert receipt.error.startswith("the sender failed: ")
         assert loader.failure == receipt.error
     assert scene.events[-1] == "release"
+
+
+@pytest.mark.parametrize("offer", ["a path", {"path": "/x"}, (0, "x"), SyncOffer(1, "x"), SyncOffer("0", "x")])
+async def test_an_offer_of_a_wrong_type_ends_the_sync_at_once_and_names_the_plugin(scene: Scene, offer: Any) -> None:
+    scene.sender.offers = offer
+    for receiver in scene.receivers:
+        receiver.behaviour = "wait"
+    receipts = await scene.sync()
+    assert [receipt.state for receipt in receipts] == ["dead", "dead"]
+    for receipt in receipts:
+        assert "weight sync 'fake' (acme-sync 1.2): offer() of its sender" in (receipt.error or "")
+    assert "receive a" not in scene.events, "nobody waits for what it does not offer"
+
+
+@pytest.mark.parametrize("returned", [None, "24", 2.5, -1, True])
+async def test_a_receiver_that_returns_no_number_is_named(scene: Scene, returned: Any) -> None:
+    scene.receivers[0].returns = returned
+    dead, serving = await scene.sync()
+    assert (dead.state, serving.state) == ("dead", "serving")
+    assert "weight sync 'fake' (acme-sync 1.2): receive() of its receiver returned" in (dead.error or "")
+
+
+@pytest.mark.parametrize("end", ["offer", "receive"])
+async def test_an_end_that_calls_sys_exit_has_failed(scene: Scene, end: str) -> None:
+    if end == "offer":
+        scene.sender.fail_in = "exit"
+    else:
+        scene.receivers[0].behaviour = scene.receivers[1].behaviour = "exit"
+    receipts = await scene.sync()
+    assert [receipt.state for receipt in receipts] == ["dead", "dead"]
+    assert "SystemExit" in (receipts[0].error or "")
+
+
+async def test_a_sender_that_nobody_listens_to_is_ended(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait out ``timeout_s`` for receivers that are dead."""
+    monkeypatch.setattr("chatlearn_core.runtime.weight_transfer._NOTICE_S", 0.01)
+    scene = make_scene(timeout_s=1e6)
+    scene.sender.block = threading.Event()
+    for receiver in scene.receivers:
+        receiver.behaviour = "fail"
+    receipts = await scene.sync()
+    assert [receipt.error for receipt in receipts] == ["WeightSyncError: checksum of w is wrong"] * 2
 
 
 async def test_a_receivers_own_failure_is_kept_when_the_sender_fails_too(scene: Scene) -> None:

@@ -143,7 +143,9 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         Interrupted: stopped on request.
+        PluginError: nobody asked; something called ``sys.exit`` in a place where that ends the event loop.
     """
+    requested = False
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
@@ -152,6 +154,8 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         # Not loop.add_signal_handler: a plugin that blocks the event loop would keep it from seeing any signal, and
         # nothing but SIGKILL would help. This handler runs even then, and the second signal needs no handler at all.
         def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal requested
+            requested = True
             for handled in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(handled, signal.SIG_DFL)
             os.write(sys.stderr.fileno(), b"\nstopping; once more ends the process at once\n")
@@ -162,6 +166,13 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         try:
             return await task
         except asyncio.CancelledError:
+            if not requested:
+                raise
             raise Interrupted("stopped on request") from None
 
-    return asyncio.run(supervised())
+    try:
+        return asyncio.run(supervised())
+    except SystemExit as error:
+        from chatlearn_core.plugins.exits import exit_called
+
+        raise exit_called(error) from error

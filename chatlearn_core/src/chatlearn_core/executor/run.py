@@ -38,6 +38,7 @@ from chatlearn_core.executor.saving import Saver
 from chatlearn_core.executor.sharing import Use, sync_uses
 from chatlearn_core.flow import to_svg
 from chatlearn_core.metrics import RunDirectory, Timers
+from chatlearn_core.plugins.exits import exit_called
 from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.types import Metrics, merge_metrics
 
@@ -119,6 +120,10 @@ class Run:
             except Exception as error:
                 await self.ending.failed(self.state, error)
                 raise
+            except SystemExit as error:
+                failure = exit_called(error, self.assembly.registry)
+                await self.ending.failed(self.state, failure)
+                raise failure from error
             finally:
                 await self._close()
 

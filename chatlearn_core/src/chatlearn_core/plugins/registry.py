@@ -148,10 +148,12 @@ class PluginRegistry:
     def load_factory(self, record: PluginRecord, attribute: str = "factory") -> Callable[..., Any]:
         """Import a record's code: ``factory``, or a transport's ``sender`` and ``receiver``, or a command's ``app``.
 
+        What is returned raises PluginError where the code calls ``sys.exit``.
+
         Raises:
             PluginError: the import fails or gives nothing that can be called; names plugin, version and cause.
         """
-        return select.load_callable(record, attribute, self.origin(record))
+        return select.load_factory(record, attribute, self.origin(record))
 
     def load_options(self, record: PluginRecord) -> type[BaseModel]:
         """Import the pydantic model of a record's options.

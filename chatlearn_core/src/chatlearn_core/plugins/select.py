@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,28 @@ def load_callable(record: PluginRecord, attribute: str, origin: str) -> Callable
         )
     target: Callable[..., Any] = loaded
     return target
+
+
+def load_factory(record: PluginRecord, attribute: str, origin: str) -> Callable[..., Any]:
+    """Like ``load_callable``; where what was imported calls ``sys.exit``, that is a failure of the plugin.
+
+    Raises:
+        PluginError: as ``load_callable``.
+    """
+    target = load_callable(record, attribute, origin)
+
+    @functools.wraps(target, updated=())
+    def build(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return target(*args, **kwargs)
+        except SystemExit as error:
+            raise PluginError(
+                f"The {KIND_TITLES[record.kind]} {record.name!r} ({origin}) tried to end the process.\n"
+                f"  {attribute} = {getattr(record, attribute)!r} raised SystemExit({error.code!r})\n"
+                f"  Repair {origin.split(' ')[0]}, or choose another {KIND_TITLES[record.kind]}."
+            ) from error
+
+    return build
 
 
 def load_model(record: PluginRecord, origin: str) -> type[BaseModel]:

@@ -11,16 +11,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError, WorkerPlace
+from chatlearn_core.exceptions import BackendTimeoutError, PluginError, WeightSyncError, WorkerPlace
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Generator, Trainer, WeightReceiver, WeightSender
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.sync_answers import checked_num_bytes, checked_offer
 from chatlearn_core.runtime.sync_planner import SyncPlanner
 from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
 
 _GRACE_S = 5.0
 """The transport's own timeout speaks first: it knows whom it waits for."""
+_NOTICE_S = 2.0
+"""How long a sender may take to notice that every receiver has failed."""
 
 Replicas = Sequence[tuple[int, Generator]]
 Loading = Callable[[Sequence[int]], AbstractContextManager[None]]
@@ -42,6 +45,7 @@ class WeightTransfer:
         loading: Loading = lambda indices: nullcontext(),
     ) -> None:
         self.plan = plan
+        self._transport = f"weight sync {plan.record.name!r} ({registry.origin(plan.record)})"
         self._loading = loading
         self.planner = SyncPlanner(plan, workspace)
         self._sender_endpoint = _endpoint(plan.trainer, 0)
@@ -132,13 +136,13 @@ class WeightTransfer:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
         start = time.perf_counter()
         try:
-            offer = self.sender.offer(plan)
+            offer = self._offer(plan)
         except Exception as error:
             return await self._sender_failed(plan, replicas, error)
         sending = asyncio.create_task(self._send(plan, trainer, lane))
         receiving = [asyncio.create_task(self._receive(plan, [offer], i, r, start)) for i, r in replicas]
         try:
-            await asyncio.wait([sending, *receiving], return_when=asyncio.FIRST_EXCEPTION)
+            await self._all_over(plan, sending, receiving)
         except asyncio.CancelledError:
             sending.cancel()  # its thread ends when the sender is released
             raise
@@ -154,6 +158,31 @@ class WeightTransfer:
             return [failed_before.get(receipt.replica, receipt) for receipt in lost]
         return receipts
 
+    def _offer(self, plan: SyncPlan) -> SyncOffer:
+        try:
+            offer = self.sender.offer(plan)
+        except SystemExit as error:
+            raise PluginError(
+                f"{self._transport}: offer() of its sender tried to end the process: {error!r}"
+            ) from error
+        return checked_offer(offer, self._transport, self._sender_endpoint.rank)
+
+    async def _all_over(
+        self, plan: SyncPlan, sending: asyncio.Task[None], receiving: Sequence[asyncio.Task[SyncReceipt]]
+    ) -> None:
+        """Wait for the sender and the receivers, until one raises. A sender without a receiver is ended."""
+        tasks = {sending, *receiving}
+        while waiting := [task for task in tasks if not task.done()]:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.cancelled() or task.exception() is not None for task in done):
+                return
+            if not sending.done() and all(task.done() and task.result().state == "dead" for task in receiving):
+                await asyncio.wait([sending], timeout=_NOTICE_S)  # most notice it themselves, and say more
+                if not sending.done():
+                    self.sender.release(plan)
+                    await asyncio.wait([sending], timeout=_NOTICE_S)
+                return
+
     async def _send_ahead(
         self, trainer: Trainer, lane: Lane, replicas: dict[int, Generator], turns: list[list[int]], policy_version: int
     ) -> list[SyncReceipt]:
@@ -166,7 +195,7 @@ class WeightTransfer:
         receipts: list[SyncReceipt] = []
         try:
             try:
-                offer = self.sender.offer(plan)
+                offer = self._offer(plan)
                 await self._send(plan, trainer, lane)
             except Exception as error:
                 raise WeightSyncError(
@@ -200,9 +229,10 @@ class WeightTransfer:
     ) -> SyncReceipt:
         try:
             async with asyncio.timeout(plan.timeout_s + _GRACE_S):
-                num_bytes = await self.receivers[index].receive(plan, offers, replica.loader)
+                received = await self.receivers[index].receive(plan, offers, replica.loader)
+                num_bytes = checked_num_bytes(received, self._transport)
                 version = await replica.loader.finish()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would end the event loop
             reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
             await replica.loader.fail(reason)
             text = f"{type(error).__name__}: {reason}"

@@ -61,7 +61,9 @@ class Stand:
             max_restarts=0,
         )
         ends = {"sender": FakeSender, "receiver": FakeReceiver}
-        registry: Any = SimpleNamespace(load_factory=lambda record, attribute: ends[attribute])
+        registry: Any = SimpleNamespace(
+            load_factory=lambda record, attribute: ends[attribute], origin=lambda record: "acme 1.0"
+        )
         record = WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O")
         plan = WeightSyncPlan(
             "trainer", "generator", record, FakeOptions(), "test", fleet_rule, 1 << 20, 30.0, max_loading=max_loading

@@ -11,6 +11,7 @@ from chatlearn_core.exceptions import TrainerLostError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, PauseMode, WeightReceiver
 from chatlearn_core.runtime.moving import move
+from chatlearn_core.runtime.sync_answers import checked_num_bytes
 from chatlearn_core.types import (
     Completion,
     Endpoint,
@@ -50,6 +51,8 @@ class GeneratorWorker(Worker):
         super().__init__(spec)
         self._generator: Generator | None = None
         self._receivers: dict[str, WeightReceiver] = {}
+        self._transports: dict[str, str] = {}
+        """Names the plugin of each receiver, for messages."""
         self._running: set[asyncio.Task[None]] = set()
         self._ended: list[tuple[int, GenerateRequest, Completion | Failure]] = []
         self._news = asyncio.Event()
@@ -140,6 +143,7 @@ class GeneratorWorker(Worker):
         record, options = plugin.find(self.registry, self.spec.driver_host)
         assert isinstance(record, WeightSyncSpec)
         self._receivers[key] = self.registry.load_factory(record, "receiver")(options, self.endpoint())
+        self._transports[key] = f"weight sync {record.name!r} ({self.registry.origin(record)})"
         return self.endpoint()
 
     async def begin(self, plan: SyncPlan) -> None:
@@ -151,11 +155,12 @@ class GeneratorWorker(Worker):
         loader, start = self.generator.loader, time.perf_counter()
         try:
             async with asyncio.timeout(plan.timeout_s + GRACE_S):
-                num_bytes = await self._receivers[key].receive(plan, offers, loader)
+                received = await self._receivers[key].receive(plan, offers, loader)
+            num_bytes = checked_num_bytes(received, self._transports[key])
             version = await loader.finish()
             if version != plan.policy_version:
                 raise WeightSyncError(f"it confirmed version {version} where {plan.policy_version} was sent")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
             await loader.fail(reason)
             text = f"{type(error).__name__}: {reason}"

@@ -11,6 +11,7 @@ from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
 from chatlearn_core.runtime.moving import move
+from chatlearn_core.runtime.sync_answers import checked_offer
 from chatlearn_core.types import (
     Endpoint,
     Metrics,
@@ -35,6 +36,8 @@ class TrainerWorker(Worker):
         super().__init__(spec)
         self._trainer: Trainer | None = None
         self._senders: dict[str, WeightSender] = {}
+        self._transports: dict[str, str] = {}
+        """Names the plugin of each sender, for messages."""
         self._port: ReservedPort | None = None
 
     @property
@@ -106,10 +109,11 @@ class TrainerWorker(Worker):
         record, options = plugin.find(self.registry, self.spec.driver_host)
         assert isinstance(record, WeightSyncSpec)
         self._senders[key] = self.registry.load_factory(record, "sender")(options, self.endpoint())
+        self._transports[key] = f"weight sync {record.name!r} ({self.registry.origin(record)})"
         return self.endpoint()
 
     async def offer(self, key: str, plan: SyncPlan) -> SyncOffer:
-        return self._senders[key].offer(plan)
+        return checked_offer(self._senders[key].offer(plan), self._transports[key], self.context.rank)
 
     async def send(self, key: str, plan: SyncPlan) -> int:
         """Bytes sent."""

@@ -19,6 +19,9 @@ from chatlearn_ray.trainer_group import RayTrainerGroup
 from chatlearn_ray.worker import GRACE_S
 from chatlearn_ray.worker_spec import PluginChoice
 
+NOTICE_S = 2.0
+"""How long senders may take to notice that every receiver has failed; then they are told to stop."""
+
 
 class RayWeightTransfer:
     """The transport between one trainer and one generator role: a sender in every rank, a receiver in every replica.
@@ -195,6 +198,10 @@ class RayWeightTransfer:
             await asyncio.wait([sending, *receiving.values()], return_when=asyncio.FIRST_EXCEPTION)
             if not (sending.done() and sending.exception() is not None):
                 await asyncio.wait(receiving.values())
+                if all(task.result().state == "dead" for task in receiving.values()):
+                    await asyncio.wait([sending], timeout=NOTICE_S)  # most notice it themselves, and say more
+                    if not sending.done():
+                        await self._release(shared)
                 await asyncio.wait([sending])
         finally:
             for task in (sending, *receiving.values()):
