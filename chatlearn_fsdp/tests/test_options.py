@@ -44,3 +44,11 @@ def test_the_record_names_options_that_exist() -> None:
     [record] = chatlearn_trainers()
     assert set(record.layout_options) <= FSDPOptions.model_fields.keys()
     assert set(record.node_options) <= set(record.layout_options)
+
+
+@pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"dp_replicate": 8}])
+def test_sizes_that_do_not_divide_the_ranks_are_refused_where_the_ranks_are_known(options: dict[str, int]) -> None:
+    FSDPOptions.model_validate(options)
+    FSDPOptions.model_validate(options, context={"ranks": 3 * 8 if "dp_shard" not in options else 3})
+    with pytest.raises(ValidationError, match=r"make .*, and the role has ranks: 4"):
+        FSDPOptions.model_validate(options, context={"ranks": 4})

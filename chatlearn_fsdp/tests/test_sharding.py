@@ -196,7 +196,7 @@ def test_sizes_are_filled_in(options, world_size, sizes) -> None:
 
 @pytest.mark.parametrize("options", [{"ulysses": 3}, {"dp_shard": 2}, {"dp_replicate": 16}])
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(options) -> None:
-    with pytest.raises(ConfigError, match=r"has 8 ranks, and roles\.trainer\.options has dp_replicate"):
+    with pytest.raises(ConfigError, match=r"roles\.trainer\.options: dp_replicate .* and the role has ranks: 8"):
         mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=8))
 
 

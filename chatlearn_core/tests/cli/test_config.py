@@ -35,6 +35,20 @@ class Options(BaseModel, extra="forbid"):
     @property
     def warnings(self):
         return [("lr", "nothing learns at this rate")] if self.lr == 0 else []
+
+
+class Sft:
+    input, group_size = "demonstrations", 1
+
+    def __init__(self, options, context): ...
+
+    def flow(self, examples, m):
+        return examples
+
+    def losses(self):
+        from chatlearn_core.types import OutputRequest
+
+        return {"trainer": type("Loss", (), {"needs": OutputRequest(frozenset({"logprobs"}))})}
 """
 CONFIG = """\
 model: {path: models/tiny}
@@ -133,3 +147,23 @@ def test_validate_tells_warnings_and_still_succeeds(config: Path) -> None:
     assert result.stderr.count("warning: ") == 1
     assert "roles.trainer.options.lr: nothing learns at this rate (got 0.0)" in result.stderr
     assert "is valid" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("roles.trainer.device=gpu:0", "roles.trainer.device is 'gpu:0', which torch does not know"),
+        (
+            "roles.critic={kind: trainer, backend: acme}",
+            "roles.critic is defined, but the flow of algorithm 'acme_sft'",
+        ),
+        (
+            "roles.trainer.trainable=false",
+            "roles.trainer.trainable is false, but algorithm 'acme_sft' trains this role",
+        ),
+    ],
+)
+def test_validate_tells_what_a_run_would_find_in_the_flow(config: Path, override: str, problem: str) -> None:
+    result = runner.invoke(app, ["validate", str(config), override])
+    assert result.exit_code == 2
+    assert problem in result.stderr

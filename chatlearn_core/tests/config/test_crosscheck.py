@@ -5,7 +5,9 @@ import pytest
 from chatlearn_core.config.crosscheck import RULES
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
+from chatlearn_core.config.rules.paths import PATH_RULES
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
+from chatlearn_core.config.rules.sizes import SIZE_RULES
 from chatlearn_core.plugins.registry import PluginRegistry
 
 # rule name -> (overrides, whole message without heading and without "override ...: " marks)
@@ -120,9 +122,31 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    roles.trainer.backend = 'fsdp' (<text>:11)\n    choose one of these or another trainer",
         ),
         (
-            ["roles.trainer.ranks=3"],
+            ["roles.trainer.ranks=3", "runtime.backend=cluster"],
             "roles.trainer.ranks: trainer 'fsdp' runs in at most 2 rank(s) (got 3)\n"
             "    roles.trainer.backend = 'fsdp' (<text>:11)\n    set ranks to 2, or choose another trainer",
+        ),
+    ],
+    "local_hosts_one_rank": [
+        (
+            ["roles.generator.ranks=2"],
+            "roles.generator.ranks: the runtime 'local' hosts one rank a role, in this process (got 2)\n"
+            "    runtime.backend = 'local' (default)\n"
+            "    set ranks to 1, or choose a distributed runtime (chatlearn plugins list)",
+        ),
+    ],
+    "evaluation_has_roles": [
+        (
+            ["algorithm.name=sft", "~roles.reward", "data.eval=[{path: held.jsonl}]"],
+            "roles.reward: evaluation needs a role 'reward' of kind reward\n"
+            "    data.eval = ['held.jsonl'] (MARK)\n"
+            "    add roles.reward with kind: reward, or remove data.eval",
+        ),
+        (
+            ["algorithm.name=sft", "roles.reward={kind: trainer, backend: fsdp}", "data.eval=[{path: held.jsonl}]"],
+            "roles.reward.kind: evaluation needs a reward as 'reward' (got 'trainer')\n"
+            "    data.eval = ['held.jsonl'] (MARK)\n"
+            "    set kind: reward, or remove data.eval",
         ),
     ],
     "algorithm_roles": [
@@ -274,7 +298,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
 
 
 def test_every_rule_has_a_case() -> None:
-    elsewhere = {rule.__name__ for rule in ROLLOUT_RULES}  # rules/test_rollout.py
+    elsewhere = {rule.__name__ for rule in (*ROLLOUT_RULES, *PATH_RULES, *SIZE_RULES)}  # rules/test_*.py
     assert {rule.__name__ for rule in RULES} - elsewhere == set(CASES)
 
 
@@ -297,9 +321,9 @@ def test_rule(overrides: list[str], expected: str, valid: str, registry: PluginR
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["roles.trainer.ranks=2"],
+        ["roles.trainer.ranks=2", "runtime.backend=cluster"],
         ["roles.critic={kind: trainer, backend: fsdp, head: value}"],
-        ["roles.generator.replicas=2", "roles.generator.ranks=2", "roles.generator.engine={a: 1}"],
+        ["roles.generator.replicas=2", "roles.generator.engine={a: 1}"],
         ["roles.reward.replicas=4", "runtime.backend=cluster"],
         ["roles.trainer.device=cpu", "weight_sync.fleet_rule=barrier"],
         ["data.eval=[{path: e}]", "eval.samples_per_prompt=4", "eval.sampling={temperature: 0.1}"],

@@ -138,3 +138,9 @@ def test_wrong_overrides(override: str, expected: str) -> None:
 
 def test_wrong_overrides_are_collected() -> None:
     assert len(overridden("a", "b.c.d", "a.b=2", "~x").problems) == 3
+
+
+def test_a_key_of_thousands_of_parts_is_refused() -> None:
+    text = message(".".join(["a"] * 3000) + "=1")
+    assert "(top level): the key has 3000 parts; a configuration is at most 64 levels deep" in text
+    assert len(text) < 500

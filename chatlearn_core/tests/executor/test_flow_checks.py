@@ -87,6 +87,11 @@ def test_roles_that_fit() -> None:
     [
         ({"trainer": {"trainable": False}}, r"roles\.trainer\.trainable is false, but algorithm 'any' trains"),
         ({"critic": {"trainable": True}}, r"roles\.critic\.trainable is true, but algorithm 'any' has no loss for it"),
+        (
+            {"judge": {"kind": "reward", "backend": "math"}},
+            r"roles\.judge is defined, but the flow.*Remove the role.*several rewards are the parts of one role",
+        ),
+        ({"spare": {"kind": "generator", "backend": "transformers"}}, r"roles\.spare is defined, but the flow"),
         ({"trainer": {"head": "value"}}, r"roles\.trainer\.head is 'value', but the output 'entropy'.*Set it to lm"),
         (
             {"critic": {"head": "lm"}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -71,7 +71,9 @@ class FSDPOptions(BaseModel):
         "auto", description="Mixtures: one grouped matmul, or a loop over experts; auto groups where torch can."
     )
     lora: LoraOptions | None = Field(None, description="Adapters to train; null trains the weights.")
-    num_threads: int | None = Field(None, ge=1, description="torch's intra-op threads; null leaves torch's choice.")
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="torch's intra-op threads; null leaves torch's choice."
+    )
 
     @property
     def payloads(self) -> frozenset[str]:
@@ -86,6 +88,28 @@ class FSDPOptions(BaseModel):
                 f" {self.attention!r}; set attention: varlen, or ulysses: 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _ranks_are_divided(self, info: ValidationInfo) -> FSDPOptions:
+        ranks = (info.context or {}).get("ranks")
+        if ranks is not None:
+            self.mesh_sizes(ranks)
+        return self
+
+    def mesh_sizes(self, ranks: int) -> tuple[int, int, int]:
+        """``dp_replicate``, ``dp_shard`` and ``ulysses`` with null filled in.
+
+        Raises:
+            ValueError: they do not multiply to the number of ranks.
+        """
+        fixed = self.dp_replicate * self.ulysses
+        shard = self.dp_shard if self.dp_shard is not None else max(1, ranks // fixed)
+        if fixed * shard != ranks:
+            raise ValueError(
+                f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard or 'null'} x ulysses {self.ulysses} make"
+                f" {fixed * shard}, and the role has ranks: {ranks}; the product must be the number of ranks"
+            )
+        return self.dp_replicate, shard, self.ulysses
 
     @model_validator(mode="after")
     def _dtypes_agree(self) -> FSDPOptions:

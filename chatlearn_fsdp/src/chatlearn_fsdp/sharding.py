@@ -68,17 +68,10 @@ def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, in
     Raises:
         ConfigError: they do not multiply to the number of ranks.
     """
-    fixed = options.dp_replicate * options.ulysses
-    shard = options.dp_shard if options.dp_shard is not None else max(1, context.world_size // fixed)
-    if fixed * shard != context.world_size:
-        product = (
-            f"dp_replicate {options.dp_replicate} x dp_shard {options.dp_shard or 'null'} x ulysses {options.ulysses}"
-        )
-        raise ConfigError(
-            f"role {context.role!r} has {context.world_size} ranks, and roles.{context.role}.options has {product},"
-            f" which makes {fixed * shard}; the product must be the number of ranks."
-        )
-    return options.dp_replicate, shard, options.ulysses
+    try:
+        return options.mesh_sizes(context.world_size)
+    except ValueError as error:
+        raise ConfigError(f"roles.{context.role}.options: {error}") from error
 
 
 def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:

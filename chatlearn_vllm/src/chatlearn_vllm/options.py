@@ -43,7 +43,7 @@ class VLLMGeneratorOptions(BaseModel):
         256, ge=1, description="Shared memory through which tensors reach an engine in another process, MiB."
     )
     num_threads: int | None = Field(
-        None, ge=1, description="torch's CPU threads in the engine's process; left alone by default."
+        None, ge=1, le=1024, description="torch's CPU threads in the engine's process; left alone by default."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "error", description="What of vLLM's own log is passed on; errors of ours quote its last lines anyway."

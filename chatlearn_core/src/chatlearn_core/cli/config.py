@@ -42,6 +42,7 @@ def show(
 def validate(file: File, overrides: Overrides = None) -> None:
     """Check the configuration and tell every problem; exit code 2 if there is one. Warnings do not count."""
     loaded = _load(file, overrides)
+    _check_flow(loaded)
     for warning in loaded.warnings:
         typer.echo(f"warning: {warning}", err=True)
     plugins = ", ".join(f"{key}: {choice.record.name}" for key, choice in loaded.choices.items())
@@ -79,4 +80,16 @@ def _load(file: Path, overrides: list[str] | None) -> LoadedConfig:
         return load_config(file, overrides or ())
     except ChatLearnError as error:
         typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_INVALID) from error
+
+
+def _check_flow(loaded: LoadedConfig) -> None:
+    """What a run finds out before it opens a model or data, found out the same way."""
+    from chatlearn_core.executor.assembly import assemble_flow  # loads torch
+    from chatlearn_core.plugins.loader import discover_plugins
+
+    try:
+        assemble_flow(loaded, discover_plugins())
+    except ChatLearnError as error:
+        typer.echo(f"{loaded.source}: {error}", err=True)
         raise typer.Exit(EXIT_INVALID) from error

@@ -79,9 +79,10 @@ def evaluate(
 ) -> None:
     """Evaluate a model on a configuration's eval datasets, without training."""
     from chatlearn_core.executor.evaluation import evaluate_model
+    from chatlearn_core.executor.planning import run_directory
 
     loaded = _load(config, overrides, strict_plugins)
-    trained = Path(loaded.config.output_dir) / "model"
+    trained = run_directory(loaded.config) / "model"
     path = model or (str(trained) if trained.is_dir() else loaded.config.model.path)
     if path != loaded.config.model.path:
         loaded = _load(config, [*(overrides or []), f"model.path={path}"], strict_plugins)

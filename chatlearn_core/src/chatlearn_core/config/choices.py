@@ -20,6 +20,8 @@ from chatlearn_core.plugins.requirements import installed_where
 
 ROLES = "roles"
 """Key of the validation context of every options model: the names of all roles of the configuration."""
+RANKS = "ranks"
+"""Key of the same for the options of a role: how many ranks a replica has."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,6 +43,8 @@ class Slot:
     """``backend``, ``name`` or ``format``."""
     name: str
     options: Mapping[str, Any]
+    ranks: int | None = None
+    """Of a role, where it has a number of them."""
 
     @property
     def key(self) -> str:
@@ -91,7 +95,8 @@ def _slot(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str |
     name = section.get(name_key, section.get(_misspelled(path, section, name_key), default))
     options = section.get("options", {})
     if isinstance(name, str) and name and name != "auto" and isinstance(options, Mapping):
-        yield Slot(path, kind, name_key, name, options)
+        ranks = section.get("ranks", 1) if kind in ("trainer", "generator") else None
+        yield Slot(path, kind, name_key, name, options, ranks if type(ranks) is int else None)
 
 
 def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str | None:
@@ -119,7 +124,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
     """Select every plugin that resolved values name and validate its options."""
     choices = Choices()
     roles = values.get("roles")
-    context = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset()}
+    names = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset()}
     for slot in slots(values):
         try:
             record = _select(slot, registry, where=f"{marks.locate(slot.name_path)}, {show_path(slot.name_path)}")
@@ -129,6 +134,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
             continue
         choices.records[slot.key] = record
         choices.models[slot.path] = model
+        context = names if slot.ranks is None else {**names, RANKS: slot.ranks}
         options, found = validate_options(model, slot.options, (*slot.path, "options"), record, context)
         choices.problems.extend(found)
         if options is not None:

@@ -9,13 +9,23 @@ from __future__ import annotations
 from chatlearn_core.config.problems import Problem
 from chatlearn_core.config.rules.cautions import CAUTION_RULES
 from chatlearn_core.config.rules.checked import Checked, Rule
+from chatlearn_core.config.rules.paths import PATH_RULES
 from chatlearn_core.config.rules.roles import ROLE_RULES
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.config.rules.sampling import SAMPLING_RULES
 from chatlearn_core.config.rules.settings import SETTING_RULES
+from chatlearn_core.config.rules.sizes import SIZE_RULES
 from chatlearn_core.config.rules.weight_sync import WEIGHT_SYNC_RULES
 
-RULES: tuple[Rule, ...] = (*SETTING_RULES, *ROLE_RULES, *WEIGHT_SYNC_RULES, *SAMPLING_RULES, *ROLLOUT_RULES)
+RULES: tuple[Rule, ...] = (
+    *SETTING_RULES,
+    *PATH_RULES,
+    *SIZE_RULES,
+    *ROLE_RULES,
+    *WEIGHT_SYNC_RULES,
+    *SAMPLING_RULES,
+    *ROLLOUT_RULES,
+)
 """All rules, in the order in which they are applied."""
 
 

@@ -25,7 +25,7 @@ from chatlearn_core.exceptions import ConfigError
 
 _MAX_NODES = 100_000
 """Values after aliases are expanded; more is a bomb, not a configuration."""
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 _MAX_INT = 2**63
 """Integers beyond 64 bits mean nothing to any setting and break JSON readers."""
 
@@ -151,7 +151,7 @@ def compose(text: str, source: str) -> yaml.Node | None:
             context += f" (begun in line {error.context_mark.line + 1})"
         raise ConfigError(f"{place}: not valid YAML:{context} {error.problem or ''}".rstrip()) from error
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply; at most {_MAX_DEPTH} levels are read") from None
+        raise ConfigError(f"{source}: nested too deeply; at most {MAX_DEPTH} levels are read") from None
     except (ValueError, OverflowError) as error:  # an escape that is no character
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
@@ -173,8 +173,8 @@ class NodeReader:
         self._count += 1
         if self._count > _MAX_NODES:
             raise ConfigError(f"{mark}: {show_path(path)}: more than {_MAX_NODES} values once aliases are expanded")
-        if len(path) > _MAX_DEPTH:
-            raise ConfigError(f"{mark}: nested too deeply; at most {_MAX_DEPTH} levels are read")
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{mark}: nested too deeply; at most {MAX_DEPTH} levels are read")
         if id(node) in self._open:
             raise ConfigError(f"{mark}: {show_path(path)}: an alias that contains itself")
         self.marks.by_path[path] = mark

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,6 +19,7 @@ from omegaconf.errors import (
 )
 from pydantic import BaseModel
 
+from chatlearn_core.config.expansion import too_large
 from chatlearn_core.config.fields import model_at
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
@@ -32,8 +33,8 @@ def resolve(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem], l
     Returns:
         The resolved values, without the keys that could not be resolved; a problem for each of those; their paths.
     """
-    problems: list[Problem] = []
-    usable = _without_malformed(values, (), problems)
+    problems: list[Problem] = list(too_large(values))
+    usable = _without_malformed(values, (), problems, frozenset(problem.path for problem in problems))
     context = OmegaConf.create(_with_defaults(usable, RunConfig))
     # An unset top-level setting whose default interpolates (output_dir) is resolved like one that is written.
     wanted = {**_interpolated_defaults(), **usable}
@@ -49,13 +50,15 @@ def _interpolated_defaults() -> dict[str, str]:
     }
 
 
-def _without_malformed(value: Any, path: KeyPath, problems: list[Problem]) -> Any:
+def _without_malformed(value: Any, path: KeyPath, problems: list[Problem], too_large: Collection[KeyPath]) -> Any:
     """A copy without the strings that OmegaConf cannot parse, which would make it refuse everything else."""
+    if path in too_large:
+        return _DROP
     if isinstance(value, dict):
-        kept = {key: _without_malformed(child, (*path, key), problems) for key, child in value.items()}
+        kept = {key: _without_malformed(child, (*path, key), problems, too_large) for key, child in value.items()}
         return {key: child for key, child in kept.items() if child is not _DROP}
     if isinstance(value, list):
-        items = [_without_malformed(child, (*path, index), problems) for index, child in enumerate(value)]
+        items = [_without_malformed(child, (*path, index), problems, too_large) for index, child in enumerate(value)]
         return [None if item is _DROP else item for item in items]
     if isinstance(value, str) and "${" in value:
         try:

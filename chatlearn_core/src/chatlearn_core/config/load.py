@@ -32,6 +32,7 @@ from chatlearn_core.config.problems import (
     unknown_key,
 )
 from chatlearn_core.config.rules.checked import Checked
+from chatlearn_core.config.unusable import unusable_values
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -94,6 +95,9 @@ def load_config(
     resolved, unresolved, tainted = resolve(document.values)
     problems = [*document.problems, *unresolved]
     tainted += document.unreadable
+    unusable = [problem for problem in unusable_values(resolved) if not _is_tainted(problem, tainted)]
+    problems += unusable
+    tainted += [problem.path for problem in unusable]
 
     config, invalid = _validate(resolved, tainted)
     registry = discover_plugins() if registry is None else registry

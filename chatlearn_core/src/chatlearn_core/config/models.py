@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""At most 31 years, which every timer of the standard library takes."""
+Copies = Annotated[int, Field(ge=1, le=65536)]
+"""Ranks and replicas: each is a process or more."""
 
 
 class Section(BaseModel):
@@ -87,8 +90,8 @@ class RoleConfig(Section):
     head: Literal["lm", "value", "reward"] = "lm"
     trainable: bool | None = Field(None, description="By default true for the roles the algorithm gives a loss.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N; not for rewards.")
-    replicas: Positive = Field(1, description="Independent copies: of generators; of rewards, not on runtime local.")
-    ranks: Positive = Field(1, description="Ranks of one replica.")
+    replicas: Copies = Field(1, description="Independent copies: of generators; of rewards, not on runtime local.")
+    ranks: Copies = Field(1, description="Ranks of one replica.")
     options: dict[str, Any] = Field(default_factory=dict, description="The backend's options.")
     engine: dict[str, Any] = Field(
         default_factory=dict, description="Engine-native arguments, passed verbatim; not for rewards."
@@ -103,7 +106,7 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: NonNegative = 0
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
 
 class RolloutConfig(Section):
@@ -147,7 +150,7 @@ class WeightSyncConfig(Section):
         "barrier", description="barrier: all replicas change together. rolling: a few at a time, the others serve on."
     )
     max_loading: Positive = Field(1, description="Replicas that change their weights at a time, if rolling.")
-    bucket_mb: Positive = Field(256, description="Memory above the weights, MiB.")
+    bucket_mb: Annotated[int, Field(ge=1, le=1 << 20)] = Field(256, description="Memory above the weights, MiB.")
     timeout_s: Seconds = 600.0
 
 
@@ -184,7 +187,7 @@ class EvalConfig(Section):
     at_start: bool = True
     at_end: bool = True
     sampling: SamplingConfig | None = Field(None, description="Greedy with the rollout's length by default.")
-    samples_per_prompt: Positive = 1
+    samples_per_prompt: Copies = 1
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from chatlearn_core.config.document import Document, NodeReader, compose
+from chatlearn_core.config.document import MAX_DEPTH, Document, NodeReader, compose
 from chatlearn_core.config.problems import KeyPath, Mark, Marks, Problem, nearest, show_path, show_value
 from chatlearn_core.exceptions import ConfigError
 
@@ -40,7 +40,9 @@ class _OverrideError(Exception):
 def _split(key: str) -> KeyPath:
     parts = _BRACKET.sub(r".\1", key.strip()).split(".")
     if not all(parts):
-        raise _OverrideError((), f"{key!r} is no dotted key", "write key=value, such as train.steps=10")
+        raise _OverrideError((), f"{show_value(key)} is no dotted key", "write key=value, such as train.steps=10")
+    if len(parts) > MAX_DEPTH:
+        raise _OverrideError((), f"the key has {len(parts)} parts; a configuration is at most {MAX_DEPTH} levels deep")
     return tuple(parts)
 
 

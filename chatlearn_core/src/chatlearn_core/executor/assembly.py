@@ -11,7 +11,7 @@ from chatlearn_core.config.models import RunConfig, SamplingConfig
 from chatlearn_core.data import ExampleSet, build_dataset
 from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.executor.evaluator import evaluation_flow
-from chatlearn_core.executor.flow_checks import check_outputs, check_partial_rollouts, check_roles
+from chatlearn_core.executor.flow_checks import check_devices, check_outputs, check_partial_rollouts, check_roles
 from chatlearn_core.executor.ground_truths import ground_truth_check
 from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.planning import model_source, plan_run
@@ -51,6 +51,34 @@ class Assembly:
         return self.loaded.config
 
 
+@dataclass(slots=True, frozen=True)
+class FlowAssembly:
+    """What a configuration makes without a look at models and data."""
+
+    algorithm: Algorithm
+    graph: Graph
+    evaluation: Graph | None
+    plan: RunPlan
+
+
+def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembly:
+    """Build the algorithm, trace its flow, and plan the roles: all that ``chatlearn config validate`` can check.
+
+    Raises:
+        ConfigError, FlowError, PluginError: what does not fit, and where it was asked for.
+    """
+    config = loaded.config
+    algorithm = build_algorithm(loaded, registry)
+    graph = trace_flow(loaded, algorithm)
+    losses = algorithm.losses()
+    evaluation = trace(evaluation_flow, _kinds(config), name="evaluation") if config.data.eval else None
+    check_roles(config, graph, losses, evaluation)
+    check_outputs(loaded, graph, losses)
+    check_partial_rollouts(config, graph)
+    check_devices(config)
+    return FlowAssembly(algorithm, graph, evaluation, plan_run(loaded, registry, graph, evaluation, losses))
+
+
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     """Build what a run needs and check that the pieces fit; starts no engine and touches no device.
 
@@ -58,22 +86,16 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         ConfigError, FlowError, ModelError, DataError, PluginError: what does not fit, and where it was asked for.
     """
     config = loaded.config
+    flow = assemble_flow(loaded, registry)
     family = _model_family(registry)
     source = model_source(config.model, config.model)
     with _asked_for_by(f"{loaded.source}, model.path"):
         facts = family.facts(source)
     sampling = sampling_params(config.sampling)
     eval_sampling = sampling_params(config.eval.sampling) if config.eval.sampling else greedy(sampling)
-    algorithm = build_algorithm(loaded, registry)
-    graph = trace_flow(loaded, algorithm)
-    losses = algorithm.losses()
-    check_roles(config, graph, losses)
-    check_outputs(loaded, graph, losses)
-    check_partial_rollouts(config, graph)
-    evaluates = bool(config.data.eval)
-    evaluation = trace(evaluation_flow, _kinds(config), name="evaluation") if evaluates else None
+    evaluates = flow.evaluation is not None
     max_length = min(config.model.max_length or facts.max_length, facts.max_length)
-    room = max(sampling.max_tokens, eval_sampling.max_tokens) if algorithm.input == "prompts" or evaluates else 1
+    room = max(sampling.max_tokens, eval_sampling.max_tokens) if flow.algorithm.input == "prompts" or evaluates else 1
     if room >= max_length:
         raise ConfigError(
             f"{loaded.source}: sampling.max_tokens is {room}, but the longest sequence of the model is {max_length} "
@@ -87,19 +109,18 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         )
     with _asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
         tokenizer = family.load_tokenizer(source)
-    plan = plan_run(loaded, registry, graph, evaluation, losses)
     train_set = build_dataset(
         config.data,
         tokenizer,
         registry,
-        input=algorithm.input,
+        input=flow.algorithm.input,
         max_prompt_tokens=room_for_prompt,
         max_length=max_length,
         split="train",
-        check=ground_truth_check(graph, plan),
+        check=ground_truth_check(flow.graph, flow.plan),
     )
     eval_set = None
-    if evaluation is not None:
+    if flow.evaluation is not None:
         eval_set = build_dataset(
             config.data,
             tokenizer,
@@ -108,15 +129,15 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             max_prompt_tokens=room_for_prompt,
             max_length=max_length,
             split="eval",
-            check=ground_truth_check(evaluation, plan),
+            check=ground_truth_check(flow.evaluation, flow.plan),
         )
     return Assembly(
         loaded=loaded,
         registry=registry,
-        algorithm=algorithm,
-        graph=graph,
-        evaluation=evaluation,
-        plan=plan,
+        algorithm=flow.algorithm,
+        graph=flow.graph,
+        evaluation=flow.evaluation,
+        plan=flow.plan,
         train_set=train_set,
         eval_set=eval_set,
         sampling=sampling,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
@@ -14,7 +16,7 @@ from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputName
 
 
-def check_roles(config: RunConfig, graph: Graph, losses: Mapping[str, Loss]) -> None:
+def check_roles(config: RunConfig, graph: Graph, losses: Mapping[str, Loss], evaluation: Graph | None = None) -> None:
     """Every role is used by something, has the head that its calls and its loss need, and learns if it has a loss."""
     for learner in losses:
         if learner not in config.roles or config.roles[learner].kind != "trainer":
@@ -38,10 +40,11 @@ def check_roles(config: RunConfig, graph: Graph, losses: Mapping[str, Loss]) -> 
                 f"roles.{name}.trainable is true, but algorithm {config.algorithm.name!r} has no loss for it; it "
                 f"trains {', '.join(losses)}. Remove the setting or rename the role"
             )
-        if name not in graph.roles and name not in losses and role.kind == "trainer":
+        if name not in {*graph.roles, *losses, *(evaluation.roles if evaluation else ())}:
             raise ConfigError(
                 f"roles.{name} is defined, but the flow of algorithm {config.algorithm.name!r} never calls it. Remove "
                 "the role, or set the option that uses it"
+                + (" (several rewards are the parts of one role)" if role.kind == "reward" else "")
             )
 
 
@@ -85,3 +88,17 @@ def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
             f"rollout.partial is {config.rollout.partial!r}, but the flow of algorithm {config.algorithm.name!r} "
             "generates nothing. Set rollout.partial to none"
         )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Every device is one that torch knows; whether this machine has it is seen when the role starts."""
+    for name, role in config.roles.items():
+        if role.device in ("auto", "cpu", "cuda"):
+            continue
+        try:
+            torch.device(role.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"roles.{name}.device is {role.device!r}, which torch does not know: {str(error).splitlines()[0]}. "
+                "Set it to auto, cpu, cuda or cuda:N"
+            ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from chatlearn_core.config.load import LoadedConfig
-from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig
+from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, RunConfig
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.compatibility import choose_transport, placement_of, shared_channel
@@ -39,10 +39,15 @@ def plan_run(
         registry=registry,
         roles=roles,
         weight_syncs=tuple(_weight_syncs(loaded, registry, roles)),
-        run_dir=Path(config.output_dir),
+        run_dir=run_directory(config),
         seed=config.seed,
         total_updates=config.train.steps * config.train.epochs * config.train.mini_batches,
     )
+
+
+def run_directory(config: RunConfig) -> Path:
+    """``output_dir``, with ``~`` as the home directory."""
+    return Path(config.output_dir).expanduser()
 
 
 def model_source(model: ModelConfig, default: ModelConfig, head: str = "lm") -> ModelSource:

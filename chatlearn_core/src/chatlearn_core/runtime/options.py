@@ -15,6 +15,6 @@ class LocalRuntimeOptions(BaseModel):
     max_generator_restarts: Annotated[int, Field(ge=0)] = Field(
         2, description="How often in a run each dead generator replica is rebuilt before the run stops."
     )
-    num_threads: Annotated[int, Field(ge=1)] | None = Field(
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="Threads of torch's CPU operations; by default as many as there are cores."
     )

@@ -94,7 +94,7 @@ class RayRuntimeOptions(Part):
     environment: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of every worker; secrets as ${oc.env:NAME}."
     )
-    num_threads: Positive | None = Field(
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None,
         description="Threads of torch's CPU operations in every worker; OMP_NUM_THREADS or a worker's CPUs if null.",
     )

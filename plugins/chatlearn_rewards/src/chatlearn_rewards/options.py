@@ -17,10 +17,14 @@ class RewardOptions(BaseModel):
 class PoolOptions(RewardOptions):
     """Of every reward that runs in worker processes."""
 
-    timeout_s: float = Field(10.0, gt=0, description="Longest time one sample may take; its worker is then killed.")
-    num_workers: int | None = Field(None, ge=1, description="Worker processes; as many as CPUs, at most 4, by default.")
+    timeout_s: float = Field(
+        10.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
+    )
+    num_workers: int | None = Field(
+        None, ge=1, le=1024, description="Worker processes; as many as CPUs, at most 4, by default."
+    )
     worker_memory_mb: int | None = Field(
-        None, ge=256, description="Address space of one worker, MiB; no limit if null."
+        None, ge=256, le=1 << 30, description="Address space of one worker, MiB; no limit if null."
     )
 
 
@@ -45,7 +49,7 @@ class MathOptions(RuleOptions):
         description="Refuse lists of guesses, chains of unequal equations, negations, other units and digits side by "
         "side, which math-verify takes for equal; false grades as math-verify does.",
     )
-    worker_memory_mb: int | None = Field(4096, ge=256, description="Address space of one worker, MiB.")
+    worker_memory_mb: int | None = Field(4096, ge=256, le=1 << 30, description="Address space of one worker, MiB.")
 
 
 class Gsm8kOptions(RewardOptions):
@@ -66,7 +70,9 @@ class FormatOptions(RuleOptions):
     )
     matched: float = Field(1.0, description="Reward of a match.")
     unmatched: float = Field(0.0, description="Reward otherwise.")
-    timeout_s: float = Field(2.0, gt=0, description="Longest time one sample may take; its worker is then killed.")
+    timeout_s: float = Field(
+        2.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
+    )
 
     @field_validator("pattern")
     @classmethod

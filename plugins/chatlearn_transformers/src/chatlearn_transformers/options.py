@@ -41,5 +41,6 @@ class TransformersGeneratorOptions(BaseModel):
     num_threads: int | None = Field(
         None,
         ge=1,
+        le=1024,
         description="torch's CPU threads while generating, for the whole process; left alone by default.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from chatlearn_core.config.models import SamplingConfig
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import bases_of
@@ -46,4 +47,55 @@ def logprobs_compare(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name), rule, remedy=remedy, related=related)
 
 
-CAUTION_RULES: tuple[Rule, ...] = (options_are_meant, logprobs_compare)
+MANY_STOPS = 100
+"""Texts that end a completion: no model is known to need more."""
+
+
+def stop_texts_are_few(checked: Checked) -> Iterator[Problem]:
+    """Every stop text is looked for in every completion, at every token."""
+    sections: list[tuple[KeyPath, SamplingConfig | None]] = [
+        (("sampling",), checked.config.sampling),
+        (("eval", "sampling"), checked.config.eval.sampling),
+    ]
+    for section, sampling in sections:
+        if sampling is not None and len(sampling.stop) > MANY_STOPS:
+            rule = f"{len(sampling.stop)} texts are looked for at every token of every completion, which slows sampling"
+            yield Problem((*section, "stop"), rule, remedy="keep those that a completion may really end with")
+
+
+def datasets_differ(checked: Checked) -> Iterator[Problem]:
+    """No dataset is there twice: among those trained on, or trained and evaluated on."""
+    seen: dict[tuple[str, str | None, int | None], KeyPath] = {}
+    for split, datasets in (("train", checked.config.data.train), ("eval", checked.config.data.eval)):
+        for index, dataset in enumerate(datasets):
+            path: KeyPath = ("data", split, index, "path")
+            earlier = seen.setdefault((dataset.path, dataset.split, dataset.limit), path)
+            if earlier == path:
+                continue
+            if earlier[1] == split:
+                rule, remedy = "the same dataset twice", "give one of them the sum of their weights, or another split"
+            else:
+                rule, remedy = "is trained on, too: its score says little about other data", "hold other rows out"
+            yield Problem(path, rule, dataset.path, remedy, ((earlier, dataset.path),))
+
+
+def warm_up_ends(checked: Checked) -> Iterator[Problem]:
+    """The learning rate reaches its peak before the run is over."""
+    train = checked.config.train
+    updates = train.steps * train.epochs * train.mini_batches
+    for name, _ in checked.roles("trainer"):
+        choice = checked.choices.selected.get(f"roles.{name}")
+        warmup = getattr(choice.options, "warmup_steps", 0) if choice is not None else 0
+        if isinstance(warmup, int) and warmup >= updates:
+            rule = f"the run has {updates} optimizer steps, so the learning rate never reaches its peak"
+            path: KeyPath = ("roles", name, "options", "warmup_steps")
+            yield Problem(path, rule, warmup, "lower it, or train longer", ((("train", "steps"), train.steps),))
+
+
+CAUTION_RULES: tuple[Rule, ...] = (
+    options_are_meant,
+    logprobs_compare,
+    stop_texts_are_few,
+    datasets_differ,
+    warm_up_ends,
+)

@@ -128,11 +128,23 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name, "kind"), rule, role.kind, f"set kind: {kind}", algorithm)
 
 
+def local_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
+    """The runtime ``local`` is one process."""
+    backend = checked.config.runtime.backend
+    for name, role in checked.config.roles.items():
+        if backend == LOCAL and role.ranks > 1 and role.kind != "reward":
+            rule = f"the runtime '{LOCAL}' hosts one rank a role, in this process"
+            remedy = "set ranks to 1, or choose a distributed runtime (chatlearn plugins list)"
+            related: Related = ((("runtime", "backend"), backend),)
+            yield Problem(("roles", name, "ranks"), rule, role.ranks, remedy, related)
+
+
 ROLE_RULES: tuple[Rule, ...] = (
     role_names,
     backend_given,
     keys_of_other_kinds,
     reward_replicas_are_hosted,
     heads_and_ranks,
+    local_hosts_one_rank,
     algorithm_roles,
 )

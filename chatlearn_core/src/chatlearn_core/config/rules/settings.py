@@ -9,6 +9,9 @@ from chatlearn_core.config.models import ModelConfig
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 
+EVALUATION_ROLES = (("generator", "generator"), ("reward", "reward"))
+"""(name, kind) of the roles that ``executor.evaluator.evaluation_flow`` calls."""
+
 
 def nothing_is_empty(checked: Checked) -> Iterator[Problem]:
     """Names and paths hold something."""
@@ -67,6 +70,24 @@ def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
         yield Problem(("eval", "sampling"), rule, remedy=remedy, related=data)
 
 
+def evaluation_has_roles(checked: Checked) -> Iterator[Problem]:
+    """What evaluates is there: a generator that samples and a reward that judges, whatever the algorithm needs."""
+    config = checked.config
+    if not config.data.eval:
+        return
+    for name, kind in EVALUATION_ROLES:
+        role = config.roles.get(name)
+        data: Related = ((("data", "eval"), [dataset.path for dataset in config.data.eval]),)
+        if role is None:
+            rule = f"evaluation needs a role '{name}' of kind {kind}"
+            yield Problem(
+                ("roles", name), rule, remedy=f"add roles.{name} with kind: {kind}, or remove data.eval", related=data
+            )
+        elif role.kind != kind:
+            rule = f"evaluation needs a {kind} as '{name}'"
+            yield Problem(("roles", name, "kind"), rule, role.kind, f"set kind: {kind}, or remove data.eval", data)
+
+
 def best_metric_is_produced(checked: Checked) -> Iterator[Problem]:
     """Keeping the best checkpoints needs the metric they are ranked by."""
     config = checked.config
@@ -89,5 +110,6 @@ SETTING_RULES: tuple[Rule, ...] = (
     nothing_is_empty,
     auto_format_takes_no_options,
     evaluation_has_data,
+    evaluation_has_roles,
     best_metric_is_produced,
 )

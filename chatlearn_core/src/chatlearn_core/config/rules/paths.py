@@ -1,0 +1,55 @@
+"""Rules about paths: what no file system takes is told before a run looks there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from chatlearn_core.config.models import ModelConfig
+from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.config.rules.checked import Checked, Rule
+
+MAX_NAME_BYTES = 255
+"""Of one part of a path: the limit of the usual file systems."""
+MAX_PATH_BYTES = 4095
+"""Linux's PATH_MAX, without the NUL at its end."""
+ROOM_BELOW_BYTES = 512
+"""What a run needs for the paths of its own files below ``output_dir``."""
+
+
+def paths_can_exist(checked: Checked) -> Iterator[Problem]:
+    """Every path is one that a file can have, and its ``~user`` is somebody."""
+    for path, text in _paths(checked):
+        longest = MAX_PATH_BYTES - (ROOM_BELOW_BYTES if path == ("output_dir",) else 0)
+        try:
+            expanded = Path.cwd() / Path(text).expanduser()
+        except RuntimeError:
+            user = text.partition("/")[0]
+            rule = f"{user!r} stands for the home of a user that is not there"
+            yield Problem(path, rule, text, "write the directory out, or ./~name for a file of that name")
+            continue
+        longest_name = max(len(os.fsencode(part)) for part in expanded.parts)
+        if longest_name > MAX_NAME_BYTES:
+            rule = f"has a part of {longest_name} bytes; file systems take names of up to {MAX_NAME_BYTES}"
+            yield Problem(path, rule, text, "shorten it")
+        elif len(os.fsencode(expanded)) > longest:
+            rule = f"has {len(os.fsencode(expanded))} bytes; a path may have {longest}"
+            yield Problem(path, rule, text, "shorten it")
+
+
+def _paths(checked: Checked) -> Iterator[tuple[KeyPath, str]]:
+    config = checked.config
+    yield ("output_dir",), config.output_dir
+    models: list[tuple[KeyPath, ModelConfig]] = [(("model",), config.model)]
+    models += [(("roles", name, "model"), role.model) for name, role in config.roles.items() if role.model is not None]
+    for section, model in models:
+        yield (*section, "path"), model.path
+        if model.tokenizer is not None:
+            yield (*section, "tokenizer"), model.tokenizer
+    for split, datasets in (("train", config.data.train), ("eval", config.data.eval)):
+        for index, dataset in enumerate(datasets):
+            yield ("data", split, index, "path"), dataset.path
+
+
+PATH_RULES: tuple[Rule, ...] = (paths_can_exist,)

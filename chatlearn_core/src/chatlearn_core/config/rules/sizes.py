@@ -1,0 +1,43 @@
+"""Rules about sizes: how much a step may hold, and what is divided evenly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_core.config.rules.checked import Checked, Related, Rule
+
+MAX_SAMPLES = 1 << 20
+"""Samples of one step. All of them are in memory together; the largest published runs have a tenth of it."""
+_DEVICE = re.compile(r"auto|cpu|[a-z]+(:\d{1,4})?")
+
+
+def a_step_can_be_held(checked: Checked) -> Iterator[Problem]:
+    """The samples of a step fit into memory, and making them comes to an end."""
+    config = checked.config
+    algorithm = checked.choices.selected.get("algorithm")
+    group_size = getattr(algorithm.options, "group_size", 1) if algorithm is not None else 1
+    if not isinstance(group_size, int):
+        return
+    sizes: list[tuple[KeyPath, Any]] = [(("train", "prompts_per_step"), config.train.prompts_per_step)]
+    if config.rollout.in_flight_prompts is not None:
+        sizes.append((("rollout", "in_flight_prompts"), config.rollout.in_flight_prompts))
+    for path, prompts in sizes:
+        related: Related = ((("algorithm", "options", "group_size"), group_size),) if group_size > 1 else ()
+        if prompts * group_size > MAX_SAMPLES:
+            rule = f"makes {prompts * group_size} samples of one step; at most {MAX_SAMPLES} are held at a time"
+            yield Problem(path, rule, prompts, "lower it, and raise train.steps instead", related)
+
+
+def devices_are_named(checked: Checked) -> Iterator[Problem]:
+    """A device is auto, cpu, or an accelerator as torch writes it."""
+    for name, role in checked.config.roles.items():
+        if not _DEVICE.fullmatch(role.device) or role.device == "meta":
+            rule = "is no device"
+            remedy = "write auto, cpu, cuda or cuda:N (torch's name of another accelerator, if the backend knows it)"
+            yield Problem(("roles", name, "device"), rule, role.device, remedy)
+
+
+SIZE_RULES: tuple[Rule, ...] = (a_step_can_be_held, devices_are_named)

@@ -1,0 +1,31 @@
+"""Values that no setting can use, of whatever plugin: infinite numbers, NaN, and texts with a NUL character."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from chatlearn_core.config.problems import KeyPath, Problem
+
+
+def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
+    """A problem for each value at and below ``value`` that no setting can use.
+
+    JSON has no infinity and no NaN, comparisons with NaN are false, and a sum with either is one of them: what such a
+    number would do is found out in the middle of a run, if at all. A file name with NUL is refused by every system.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Problem(
+            path, "must be a finite number", value, "for 'no limit' leave the setting out, or see its default"
+        )
+    elif isinstance(value, str) and "\0" in value:
+        yield Problem(path, "must not hold a NUL character", value, "remove \\0")
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            if isinstance(key, str) and "\0" in key:
+                yield Problem((*path, key), "a key must not hold a NUL character", remedy="rename it")
+            yield from unusable_values(child, (*path, key))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from unusable_values(child, (*path, index))
