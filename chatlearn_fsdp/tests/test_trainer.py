@@ -18,6 +18,7 @@ from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.model_directory import load_causal_lm
+from chatlearn_hf.tiny import build_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -227,10 +228,18 @@ def test_export_loads_with_from_pretrained(make_trainer, make_batch, policy_loss
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
 
 
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def adapted_path(request, model_path, tmp_path_factory) -> str:
+    """GPT-2 keeps its weights transposed."""
+    if request.param == "qwen3":
+        return model_path
+    return str(build_tiny_model(tmp_path_factory.mktemp("models") / "gpt2", "gpt2", n_inner=128))
+
+
 def test_adapters_learn_and_leave_merged_while_weights_stay(
-    make_trainer, make_batch, policy_loss, weights_of, tmp_path
+    make_trainer, make_batch, policy_loss, weights_of, adapted_path, tmp_path
 ) -> None:
-    trainer = make_trainer(lora={"rank": 4, "alpha": 8.0})
+    trainer = make_trainer(path=adapted_path, lora={"rank": 4, "alpha": 8.0})
     frozen = {name: p.clone() for name, p in trainer._model.named_parameters() if not p.requires_grad}
     before = weights_of(trainer)
     for seed in range(2):
@@ -239,7 +248,9 @@ def test_adapters_learn_and_leave_merged_while_weights_stay(
     after = weights_of(trainer)
     assert list(after) == list(trainer.manifest().tensors)
     changed = {name for name in after if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in after if "_proj." in name}
+    assert changed == {name for name in after if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))}
+    rows = list(trainer.weights("boxes"))
+    assert all(torch.equal(shard.tensor, after[shard.name]) for shard in rows)
     trainer.export_model(tmp_path / "export")
     saved = load_file(tmp_path / "export" / "model.safetensors")
     assert saved.keys() == after.keys()
@@ -251,9 +262,9 @@ def test_adapters_learn_and_leave_merged_while_weights_stay(
 
 
 def test_an_adapter_streamed_alone_is_what_peft_loads(
-    make_trainer, make_batch, policy_loss, model_path, tmp_path
+    make_trainer, make_batch, policy_loss, adapted_path, tmp_path
 ) -> None:
-    trainer = make_trainer(lora={"rank": 4, "alpha": 8.0})
+    trainer = make_trainer(path=adapted_path, lora={"rank": 4, "alpha": 8.0})
     trainer.update(make_batch(), policy_loss)
     manifest = trainer.manifest("adapter")
     tensors = {shard.name: shard.tensor.contiguous() for shard in trainer.weights(payload="adapter")}
@@ -263,7 +274,7 @@ def test_an_adapter_streamed_alone_is_what_peft_loads(
     }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(dict(manifest.adapter)))
-    adapted = PeftModel.from_pretrained(load_causal_lm(model_path, attention="sdpa"), str(tmp_path)).eval()
+    adapted = PeftModel.from_pretrained(load_causal_lm(adapted_path, attention="sdpa"), str(tmp_path)).eval()
     batch = make_batch(2)
     with torch.no_grad():
         logprobs, _ = alone(adapted, batch, 0.7)

@@ -21,6 +21,7 @@ from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapt
 from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_directory, restore_buffers
 from chatlearn_hf.model_directory import wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
+from chatlearn_hf.training_noise import configured_noise
 from chatlearn_hf.ulysses import check_heads
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,36 @@ def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext,
         add_adapters(model, lora_settings(options.lora))
         if not context.trainable:
             model.requires_grad_(False)
+    if context.trainable:
+        _say_noise(model, options, context)
     if options.gradient_checkpointing and context.trainable:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PackedModel(model, source.head, options.logits_chunk_tokens)
+
+
+def _say_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
+    """Log the noise of the model's configuration that training leaves out, and that which it computes with."""
+    configured = [f"{name} {value:g}" for name, value in configured_noise(model.config).items()]
+    applied = configured if options.dropout else []
+    if options.lora is not None and options.lora.dropout:
+        applied = [*applied, f"lora.dropout {options.lora.dropout:g}"]
+    if context.rank != 0:
+        return
+    if configured and not options.dropout:
+        logger.warning(
+            "roles.%s trains without the noise that %s asks for in its config.json (%s); options.dropout: true applies"
+            " it",
+            context.role,
+            context.model.path if context.model is not None else "its model",
+            ", ".join(configured),
+        )
+    if applied:
+        logger.warning(
+            "roles.%s trains with noise (%s): an update computes other logprobs than were computed before it, so"
+            " importance ratios of an on-policy update are not 1",
+            context.role,
+            ", ".join(applied),
+        )
 
 
 def lora_settings(options: LoraOptions) -> LoraSettings:

@@ -16,9 +16,15 @@ class LoraOptions(BaseModel):
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="On what goes into an adapter, while training.")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="On what goes into an adapter, while training; importance ratios of an on-policy update are then"
+        " not 1.",
+    )
     target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
-        "all-linear", description="Endings of module names; all-linear takes every linear layer but the heads."
+        "all-linear", description="Endings of module names; all-linear takes every plain linear layer but the heads."
     )
 
 
@@ -55,6 +61,11 @@ class FSDPOptions(BaseModel):
     master_dtype: Dtype = Field("float32", description="What the optimizer holds.")
     attention: Literal["varlen", "sdpa", "eager"] = Field(
         "varlen", description="varlen computes nothing across packed sequences; the others build a [T, T] mask."
+    )
+    dropout: bool = Field(
+        False,
+        description="Train with the dropout and router noise that the model's config.json asks for. Off by default, so"
+        " that an update computes the logprobs that were computed before it.",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute each layer in the backward pass.")
     cpu_offload: bool = Field(False, description="Keep sharded weights, gradients and optimizer state in host memory.")

@@ -38,6 +38,7 @@ from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import LoraSettings
 from chatlearn_hf.packed_forward import PackedModel
+from chatlearn_hf.training_noise import start_training
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
 
@@ -173,7 +174,7 @@ class FSDPTrainer:
         """
         model = self._ready("weights", "gradients", "optimizer")
         optimizer = self._require_optimizer()
-        model.train()
+        start_training(model, noise=self.options.dropout)
         timer = PhaseTimer(self._device)
         cut = self._cut(batch)
         totals: list[Tensor] = []

@@ -41,7 +41,7 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
 
     Of several copies (HSDP, buffers) the first is streamed. A tensor that cannot be had as a view is gathered, and
     yielded whole by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered
-    for that.
+    for that (and its B, of a transposed weight).
     """
     state, adapter_of = base_state(model), adapters(model)
     for entry in layout.tensors:
@@ -54,7 +54,10 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
             continue
         local, start = local_rows(tensor)
         adapter = adapter_of.get(entry.key)
-        if adapter is not None:
+        if adapter is not None and adapter.transposed:
+            columns = whole(adapter.down)[:, start : start + local.shape[0]]
+            local = adapter.merge(local, columns, whole(adapter.up))
+        elif adapter is not None:
             local = adapter.merge(local, whole(adapter.down), local_rows(adapter.up)[0])
         if is_first_copy(tensor, rank):
             for held in held_rows(entry, local.contiguous(), start):

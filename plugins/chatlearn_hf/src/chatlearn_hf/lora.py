@@ -3,19 +3,32 @@
 Adapters are injected into the model in place, so the model stays a transformers model. Its tensors keep two sets of
 names: the live ones (``q_proj.base_layer.weight``, ``q_proj.lora_A.default.weight``) and those it had before, under
 which weights leave it with the adapters merged: W + (alpha / rank) B A.
+
+Adapters are for weights that a layer multiplies by and for nothing else: ``nn.Linear``, and GPT-2's ``Conv1D``, which
+keeps its weight transposed. Others are refused by name, because what leaves the model would not be what was trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import logging
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from chatlearn_core.exceptions import BackendError, ModelError
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 BASE_LAYER = ".base_layer"
@@ -29,7 +42,7 @@ class LoraSettings:
     alpha: float
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
-    """Endings of module names; ``all-linear``: every linear layer but the heads."""
+    """Endings of module names; ``all-linear``: every plain linear layer but the heads."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,10 +55,17 @@ class Adapter:
     """B, [out, rank]"""
     scale: float
     """alpha / rank"""
+    transposed: bool = False
+    """Whether the weight is [in, out]."""
 
     def merge(self, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """``weight`` + scale ``up`` ``down``, a new tensor; rows of ``weight`` and ``up`` correspond."""
-        return torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=self.scale)
+        """``weight`` + scale ``up`` ``down``, a new tensor.
+
+        ``weight`` may be some rows of the whole: then the same rows of ``up``, or of a transposed weight the same
+        columns of ``down``, are given.
+        """
+        left, right = (down.T, up.T) if self.transposed else (up, down)
+        return torch.addmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scale)
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -55,34 +75,27 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
 
     Raises:
         BackendError: peft is not installed.
-        ModelError: no module of the model matches, or a matching one is not a linear layer.
+        ModelError: a target matches no module, or one that an adapter cannot be merged into.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora import Linear
     except ImportError as error:
         raise BackendError(
             "adapters need peft, which is not installed here; install it with `pip install 'chatlearn-fsdp[lora]'`,"
             " or remove options.lora"
         ) from error
-    target = settings.target_modules
+    # peft would read "gate_proj" of a mixture as its fused experts; of a plain holder it adapts what is named.
+    holder = nn.Module()
+    holder.model = model
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft says int; it only divides it
         lora_dropout=settings.dropout,
-        target_modules=target if isinstance(target, str) else list(target),
-        exclude_modules=["score"] if hasattr(model, "score") else None,
+        target_modules=[f"model.{name}" for name in _target_names(model, settings.target_modules)],
     )
-    try:
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ModelError(f"no adapters for {type(model).__name__} with target_modules {target}: {error}") from error
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and type(module) is not Linear:
-            raise ModelError(
-                f"target_modules {target} matches {name} of {type(model).__name__}, which is a"
-                f" {type(module.get_base_layer()).__name__}; adapters are for linear layers only"
-            )
+    with warnings.catch_warnings():  # of layers with a transposed weight, which peft recognises by itself
+        warnings.filterwarnings("ignore", "fan_in_fan_out", UserWarning)
+        inject_adapter_in_model(config, holder, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         if name.startswith("score."):
             parameter.requires_grad_(True)
@@ -112,7 +125,8 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
         if hasattr(module, "lora_A"):
             layer: Any = module
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            found[f"{name}.weight"] = Adapter(down.detach(), up.detach(), float(layer.scaling[ADAPTER]))
+            transposed = isinstance(layer.get_base_layer(), Conv1D)
+            found[f"{name}.weight"] = Adapter(down.detach(), up.detach(), float(layer.scaling[ADAPTER]), transposed)
     return found
 
 
@@ -126,8 +140,14 @@ def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
 
 
 def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
-    """What peft's ``adapter_config.json`` says of these adapters, the modules named by their endings."""
-    endings = sorted({weight.removesuffix(".weight").rsplit(".", 1)[-1] for weight in adapters(model)})
+    """What peft's ``adapter_config.json`` says of these adapters. Modules are named by their endings, or in full where
+    other modules end so, too.
+    """
+    found = adapters(model)
+    adapted = {weight.removesuffix(".weight") for weight in found}
+    ends = {name.rsplit(".", 1)[-1] for name in adapted}
+    shared = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name not in adapted} & ends
+    targets = sorted({end if (end := name.rsplit(".", 1)[-1]) not in shared else name for name in adapted})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -135,9 +155,9 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, 
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": endings,
+        "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": bool(found) and all(adapter.transposed for adapter in found.values()),
         "inference_mode": True,
         "modules_to_save": None,
         "use_rslora": False,
@@ -161,3 +181,90 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if ".lora_A." in name or ".lora_B." in name or name.startswith("score.")
     }
+
+
+def _target_names(model: PreTrainedModel, target: tuple[str, ...] | str) -> list[str]:
+    """Names of the modules to adapt.
+
+    Raises:
+        ModelError: an ending matches no module, or one that an adapter cannot be merged into.
+    """
+    modules = dict(model.named_modules())
+    names_of = _names_by_parameter(model)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers does not annotate it
+    if isinstance(target, str):
+        linear = {
+            name: _problem(modules, name, names_of)
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear | Conv1D) and module is not head and name != "score"
+        }
+        left_out = {name.rsplit(".", 1)[-1] for name, problem in linear.items() if problem}
+        left_out |= {name.rsplit(".", 1)[-1] for name, weight in model.named_parameters() if weight.dim() == 3}
+        if left_out:
+            logger.warning(
+                "%s gets no adapters for %s: they are no plain linear layers, so that merging would not be exact",
+                type(model).__name__,
+                ", ".join(sorted(left_out)),
+            )
+        names = [name for name, problem in linear.items() if problem is None]
+        if not names:
+            raise ModelError(f"no adapters for {type(model).__name__}: target_modules {target} matches no linear layer")
+        return names
+    found: list[str] = []
+    for end in target:
+        matching = [name for name in modules if name == end or name.endswith(f".{end}")]
+        if not matching:
+            linear_ends = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
+            raise ModelError(
+                f"target_modules {end!r} matches no module of {type(model).__name__}; its linear layers are"
+                f" {', '.join(sorted(linear_ends))}. (Experts that a model keeps in one tensor are no modules and"
+                " cannot have adapters.)"
+            )
+        for name in matching:
+            problem = _problem(modules, name, names_of)
+            if problem is not None:
+                raise ModelError(
+                    f"target_modules {end!r} matches {name} of {type(model).__name__}, which {problem}. Leave it out of"
+                    " target_modules"
+                )
+        found += matching
+    return sorted(set(found))
+
+
+def _problem(modules: Mapping[str, nn.Module], name: str, names_of: Mapping[int, list[str]]) -> str | None:
+    """Why merging an adapter into this module's weight would give another model than the one that is trained."""
+    module = modules[name]
+    if not isinstance(module, nn.Linear | Conv1D):
+        return f"is a {type(module).__name__}; adapters are for linear layers only"
+    if type(module).forward not in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "parametrizations"):
+        return f"is a {type(module).__name__} and no plain linear layer: merged into its weight an adapter is another"
+    names = names_of[id(module.weight)]
+    if len(names) > 1:
+        return f"shares its weight ({' and '.join(names)}): merged into it an adapter changes the others, too"
+    parent, _, attribute = name.rpartition(".")
+    if _reads_weight(modules[parent], attribute):
+        return f"is not called: {type(modules[parent]).__name__} reads its weight, past an adapter"
+    return None
+
+
+def _reads_weight(parent: nn.Module, attribute: str) -> bool:
+    """Whether a module computes with the weight of its child instead of calling it, as its source shows."""
+    try:
+        source = _source(type(parent).__module__, type(parent).__qualname__)
+    except (OSError, TypeError, AttributeError):
+        return False
+    facts = "dtype|device|shape|size|dim|ndim|requires_grad"
+    return re.search(rf"self\.{attribute}\.weight\b(?!\.({facts})\b)", source) is not None
+
+
+@functools.cache
+def _source(module: str, name: str) -> str:
+    return inspect.getsource(getattr(sys.modules[module], name))
+
+
+def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """Names of every parameter by its identity; tied ones have several."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return names
