@@ -82,7 +82,13 @@ class PlainFormat:
         if row.get("kind") == "odd":
             raise DataError("odd rows are refused")
         return RawExample(
-            row["prompt"], row.get("completion"), row.get("answer"), row.get("source"), row.get("id"), dict(row)
+            row["prompt"],
+            row.get("completion"),
+            row.get("answer"),
+            row.get("source"),
+            row.get("id"),
+            dict(row),
+            imitates_prompt=row.get("imitates_prompt", False),
         )
 
 

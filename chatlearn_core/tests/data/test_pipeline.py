@@ -197,6 +197,18 @@ def test_answers_can_be_optional_and_demonstrations_need_none(build: Build, writ
     assert len(build(path, input="demonstrations")) == 1
 
 
+def test_a_mask_is_part_of_the_fingerprint(build: Build, write_rows: Any) -> None:
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    row = {"prompt": chat, "completion": "w"}
+    all_turns = build(write_rows([row | {"imitates_prompt": True}]), input="demonstrations")
+    last = build(write_rows([row]), input="demonstrations")
+    [example], [last_example] = all_turns, last
+    assert last_example.loss_mask is None
+    # "y", what the template writes between, "w" and the end-of-sequence token.
+    assert example.loss_mask.tolist() == [True] + [False] * len("[user]z[assistant]") + [True, True]
+    assert all_turns.datasets[0].fingerprint != last.datasets[0].fingerprint
+
+
 def test_a_demonstration_needs_a_completion(build: Build, write_rows: Any) -> None:
     with pytest.raises(DataError, match=r"line 1: no completion to imitate \(looked in: completion\)"):
         build(write_rows([{"prompt": "x", "answer": 1}]), input="demonstrations")

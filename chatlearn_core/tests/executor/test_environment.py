@@ -70,6 +70,13 @@ def test_seeds_are_keyed_by_seed_prompt_step_and_index_and_nothing_else() -> Non
     assert len(set(everything)) == len(everything), "each of the four does"
 
 
+def test_of_a_demonstration_what_its_mask_says_is_imitated() -> None:
+    shown = Demonstration(make_prompt("a"), np.array([8, 9, 10]), np.array([True, False, True]))
+    [slot] = make_slots([shown], 4, 1, SAMPLING, seed=0)
+    assert slot.sample is not None
+    assert slot.sample.loss_mask.tolist() == [False, False, False, True, False, True]
+
+
 def test_a_demonstration_is_a_sample_from_the_start() -> None:
     [slot] = make_slots([Demonstration(make_prompt("a"), np.array([8, 9]))], 4, 1, SAMPLING, seed=0)
     assert slot.request is None

@@ -143,6 +143,16 @@ def test_show_says_how_rows_are_understood(tmp_path: Path) -> None:
     assert "bad row: column 'prompt' must be text" in chatlearn_data("show", bad).output
 
 
+def test_show_says_which_turns_and_tools_a_row_has(tmp_path: Path) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    lines = chatlearn_data("show", tmp_path / "chats.jsonl").output.splitlines()
+    assert {"  user: 2+2?", "  completion (assistant): 4", "  tools: add"} <= set(lines)
+
+
 def test_show_counts_control_tokens(tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "model", hidden=32, intermediate=64)
     file = tmp_path / "rows.jsonl"

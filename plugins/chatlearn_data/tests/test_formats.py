@@ -129,17 +129,41 @@ def test_sft(completion: dict[str, str]) -> None:
 
 
 def test_sft_with_an_assistant_message_as_completion() -> None:
-    assert parse("sft", {"prompt": CHAT, "completion": [{"role": "assistant", "content": "4"}]}).completion == "4"
-    with pytest.raises(DataError, match="must be text or one assistant message"):
+    message = {"role": "assistant", "content": "4"}
+    raw = parse("sft", {"prompt": CHAT, "completion": [message]})
+    assert (raw.prompt, raw.completion, raw.imitates_prompt) == (CHAT, [message], False)
+    with pytest.raises(DataError, match="must be text or messages of which one is the assistant's"):
         parse("sft", {"prompt": CHAT, "completion": [{"role": "user", "content": "4"}]})
 
 
 def test_messages() -> None:
-    raw = parse("messages", {"messages": [*CHAT, {"role": "assistant", "content": "4"}]})
-    assert (raw.prompt, raw.completion) == (CHAT, "4")
+    answer = {"role": "assistant", "content": "4"}
+    raw = parse("messages", {"messages": [*CHAT, answer]})
+    assert (raw.prompt, raw.completion, raw.imitates_prompt) == (CHAT, [answer], True)
+    assert not parse("messages", {"messages": [*CHAT, answer]}, turns="last").imitates_prompt
     for bad in (CHAT, [{"role": "assistant", "content": "4"}], "text"):
         with pytest.raises(DataError, match="the last one the assistant's"):
             parse("messages", {"messages": bad})
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": None, "parameters": {"a": None}}}
+
+
+@pytest.mark.parametrize("name", ["messages", "sft", "prompt", "verifiable", "keys"])
+@pytest.mark.parametrize("written", [[TOOL], json.dumps([TOOL])], ids=["list", "json"])
+def test_tools_are_for_the_template(name: str, written: Any) -> None:
+    row = {"messages": [*CHAT, {"role": "assistant", "content": "4"}]} if name == "messages" else {"prompt": CHAT}
+    without_nulls = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+    assert parse(name, {**row, "tools": written}).tools == without_nulls
+    for absent in ({}, {"tools": None}, {"tools": ""}):
+        assert parse(name, {**row, **absent}).tools == ()
+    with pytest.raises(DataError, match="column 'tools' must be a list of functions or its JSON"):
+        parse(name, {**row, "tools": "add, subtract"})
+
+
+def test_tools_in_another_column() -> None:
+    assert parse("keys", {"prompt": CHAT, "functions": [TOOL]}, tools_key="functions").tools
+    assert not parse("keys", {"prompt": CHAT, "tools": "a saw"}, tools_key=None).tools
 
 
 def published(name: str) -> list[dict[str, Any]]:

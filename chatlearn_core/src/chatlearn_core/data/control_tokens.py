@@ -58,6 +58,14 @@ class ControlTokens:
         """The control tokens that texts anywhere in ``value`` spell, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) for token in self._pattern.findall(text)))
 
+    def last_at_end_of(self, text: str) -> str | None:
+        """The control token that ``text`` ends with."""
+        return next((token for token in self._special if text.endswith(token)), None)
+
+    def id_of(self, token: str) -> int:
+        """Id of a control token."""
+        return self._special[token][0]
+
     def hide(self, value: Any) -> Hidden:
         """``value`` with a character for every control token in its texts.
 

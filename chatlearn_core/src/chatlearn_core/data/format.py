@@ -19,8 +19,9 @@ class RawExample:
     """What one row says, before anything is rendered or tokenised."""
 
     prompt: str | Sequence[Message]
-    completion: str | None = None
-    """The text to imitate, where the row has one."""
+    completion: str | Sequence[Message] | None = None
+    """What to imitate, where the row has it: text, or messages that continue the prompt, of which the assistant's are
+    imitated."""
     ground_truth: Any = None
     """The answer that a reward compares with; None where the row has none."""
     data_source: str | None = None
@@ -29,6 +30,10 @@ class RawExample:
     """None: dataset name and row number stand in."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The columns that the format did not use up, passed on to rewards."""
+    imitates_prompt: bool = False
+    """The assistant's turns in the prompt are imitated, too."""
+    tools: Sequence[Any] = ()
+    """Descriptions of functions that the assistant may call, for the chat template."""
 
 
 class DatasetFormat(Protocol):

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
-from chatlearn_core.data.format import DatasetFormat, parse_row
+from chatlearn_core.data.format import DatasetFormat, RawExample, parse_row
 from chatlearn_core.data.reader import LocatedRow, read_rows
-from chatlearn_core.data.render import PromptRenderer, TooLongError
+from chatlearn_core.data.render import PromptRenderer, RenderedDemonstration, TooLongError
 from chatlearn_core.data.report import DatasetReport, bad_rows_error
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow, Split
@@ -44,6 +44,8 @@ class Dataset:
             digest.update(prompt.id.encode() + b"\0" + prompt.token_ids.tobytes() + b"\0")
             if isinstance(example, Demonstration):
                 digest.update(example.completion_ids.tobytes())
+                if example.loss_mask is not None:
+                    digest.update(example.loss_mask.tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -216,9 +218,12 @@ class _Builder:
             raise DataError(located.error or "no row")
         raw = parse_row(row_format, located.row)
         completion = raw.completion if self.input == "demonstrations" else None
-        if tokens := self.renderer.spelled_control_tokens(raw.prompt, completion):
+        if tokens := self.renderer.spelled_control_tokens(raw.prompt, completion, raw.tools):
             control_rows.append(tokens)
-        rendered = self.renderer.prompt(raw.prompt)
+        shown = None
+        if self.input == "demonstrations":
+            shown = self._demonstration(raw, row_format)
+        rendered = self.renderer.prompt(raw.prompt, raw.tools) if shown is None else shown.prompt
         prefix = "eval/" if self.split == "eval" else ""
         prompt = Prompt(
             id=raw.id if raw.id is not None else f"{prefix}{self.name}/{number}",
@@ -229,7 +234,7 @@ class _Builder:
             messages=rendered.messages,
             columns=raw.columns,
         )
-        example = self._checked(prompt, raw.completion, row_format)
+        example: Example = self._checked(prompt, row_format) if shown is None else _demonstration(prompt, shown)
         if prompt.id in self.places:
             raise DataError(f"id '{prompt.id}' was already given to {self.places[prompt.id]}; ids must be unique")
         problem = self.check(prompt) if self.check is not None else None
@@ -238,12 +243,15 @@ class _Builder:
         self.places[prompt.id] = located.place
         return example
 
-    def _checked(self, prompt: Prompt, completion: str | None, row_format: DatasetFormat) -> Example:
-        """The example that the algorithm takes, if the row has what it needs."""
-        if self.input == "demonstrations":
-            if completion is None:
-                raise DataError(f"no completion to imitate (looked in: {', '.join(row_format.completion_columns)})")
-            return Demonstration(prompt, self.renderer.completion(completion))
+    def _demonstration(self, raw: RawExample, row_format: DatasetFormat) -> RenderedDemonstration:
+        if raw.completion is None:
+            raise DataError(f"no completion to imitate (looked in: {', '.join(row_format.completion_columns)})")
+        return self.renderer.demonstration(
+            raw.prompt, raw.completion, tools=raw.tools, imitates_prompt=raw.imitates_prompt
+        )
+
+    def _checked(self, prompt: Prompt, row_format: DatasetFormat) -> Prompt:
+        """The prompt, if the row has the answer that its rewards need."""
         if prompt.ground_truth is None and row_format.answer_required:
             raise DataError(
                 f"no answer (looked in: {', '.join(row_format.answer_columns)}); if no reward needs one, "
@@ -258,6 +266,10 @@ class _Builder:
             f"{self.limits.prompt_tokens} fit (data.max_prompt_tokens, and room for a completion in model.max_length "
             f"{self.limits.length}).\n  Raise those limits, or take shorter data."
         )
+
+
+def _demonstration(prompt: Prompt, shown: RenderedDemonstration) -> Demonstration:
+    return Demonstration(prompt, shown.completion_ids, None if shown.loss_mask.all() else shown.loss_mask)
 
 
 def _lengths(example: Example) -> tuple[int, int]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from chatlearn_core.data.control_tokens import ControlTokens
+from chatlearn_core.data.control_tokens import ControlTokens, Hidden
+from chatlearn_core.data.conversation import MarkedConversation, marked_conversation
 from chatlearn_core.data.format import Message
+from chatlearn_core.data.messages import checked_completion, checked_prompt, has_assistant, single_text, text_of
 from chatlearn_core.data.settings import ControlTokenPolicy
 from chatlearn_core.data.tokenizer import ShortestEncoding, Tokenizer
 from chatlearn_core.exceptions import DataError
@@ -25,6 +29,17 @@ class RenderedPrompt:
     """[P]"""
     messages: tuple[Mapping[str, Any], ...]
     """Empty if the dataset held a plain string."""
+
+
+@dataclass(slots=True, frozen=True)
+class RenderedDemonstration:
+    """A prompt, and what follows it, some of which is imitated."""
+
+    prompt: RenderedPrompt
+    completion_ids: TokenIds
+    """[C]"""
+    loss_mask: npt.NDArray[np.bool_]
+    """[C] True where the token is imitated."""
 
 
 class TooLongError(DataError):
@@ -57,41 +72,170 @@ class PromptRenderer:
     """Texts that certainly have more tokens are not tokenised."""
     _control: ControlTokens = field(init=False, repr=False)
     _shortest: ShortestEncoding = field(init=False, repr=False)
+    _end_of_turn: str | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_control", ControlTokens(self.tokenizer))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
+        object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
         """The control tokens that prompts and completions spell, each once."""
         return self._control.spelled_in(texts)
 
-    def prompt(self, prompt: str | Sequence[Message]) -> RenderedPrompt:
-        """Render one prompt.
+    def prompt(self, prompt: str | Sequence[Message], tools: Sequence[Any] = ()) -> RenderedPrompt:
+        """Render one prompt, with the tools that its template is to offer.
 
         Raises:
             TooLongError: longer than ``max_tokens``, without doubt.
             DataError: an empty or malformed prompt; only the reason.
         """
-        messages = _checked_messages(prompt)
-        if isinstance(prompt, str) and not prompt.strip():
-            raise DataError("the prompt is empty")
-        if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
-            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+        messages = self._messages(prompt)
         kept = () if isinstance(prompt, str) else messages
-        if self.apply_chat_template and self.tokenizer.chat_template is not None:
-            text, ids = self._chat(messages)
+        if self.uses_template:
+            text, ids = self._chat(messages, tools)
         elif self.apply_chat_template and kept:
             raise DataError(
                 "the prompt is a chat, but the tokenizer has no chat template; use a model with one, "
                 "or set data.apply_chat_template=false to join the messages' contents by blank lines"
             )
         else:
-            text = "\n\n".join(_text(message) for message in messages)
+            text = "\n\n".join(text_of(message) for message in messages)
             ids = self._verbatim(text)
         if not ids:
             raise DataError("the prompt has no tokens")
         return RenderedPrompt(text, np.asarray(ids, dtype=np.int64), kept)
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return self.apply_chat_template and self.tokenizer.chat_template is not None
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """Id of the token by which the chat template ends the assistant's turn; None without a template or such a
+        token.
+        """
+        return None if self._end_of_turn is None else self._control.id_of(self._end_of_turn)
+
+    def demonstration(
+        self,
+        prompt: str | Sequence[Message],
+        completion: str | Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        imitates_prompt: bool = False,
+    ) -> RenderedDemonstration:
+        """Render what is imitated as the chat template writes it: the assistant's turns, each from the end of the
+        generation prompt to the token that ends it. Without a template, the text of the completion, ended by the
+        end-of-sequence token.
+
+        Args:
+            completion: text, or messages of which the assistant's are imitated; one with ``weight: 0`` is not.
+            tools: for the template.
+            imitates_prompt: imitate the assistant's turns in the prompt as well. What stands before the first one that
+                is imitated is the demonstration's prompt.
+
+        Raises:
+            TooLongError: longer than ``max_tokens``, without doubt.
+            DataError: nothing to imitate, a malformed message, or a turn that cannot be told apart in what the template
+                writes; only the reason.
+        """
+        if not self.uses_template:
+            ids = self.completion(single_text(completion, imitates_prompt and has_assistant(prompt)))
+            return RenderedDemonstration(self.prompt(prompt, tools), ids, np.ones(len(ids), np.bool_))
+        start = self._messages(prompt)
+        added = checked_completion(completion)
+        messages: list[Message] = [*start, *added]
+        imitated = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0 and index > 0
+            if imitates_prompt or index >= len(start)
+        ]
+        if not imitated:
+            raise DataError("there is no assistant message to imitate")
+        messages = messages[: imitated[-1] + 1]
+        self._spelled((messages, list(tools)))  # refused where it is to be, what ends a turn included
+        messages = [self._without_written_end(message) for message in messages]
+        hidden = self._hidden(messages, tools)
+        if hidden.spelled:
+            self._revealed(hidden, self._template(hidden.value[0], False, hidden.value[1]), messages, tools, False)
+        marked = marked_conversation(
+            hidden.value[0], imitated, lambda shown, ask: self._template(shown, ask, hidden.value[1]), self._control
+        )
+        self._check_length(marked.text)
+        pieces = self._encoded_turns(marked, hidden)
+        text = hidden.reveal(marked.text[: marked.turns[0][0]])
+        kept = () if isinstance(prompt, str) else tuple(messages[: imitated[0]])
+        rendered = RenderedPrompt(text, np.asarray(pieces[0], dtype=np.int64), kept)
+        # After the prompt, turns and what stands between them alternate.
+        mask = np.concatenate([np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces[1:])])
+        return RenderedDemonstration(rendered, np.concatenate(pieces[1:]).astype(np.int64), mask)
+
+    def _encoded_turns(self, marked: MarkedConversation, hidden: Hidden) -> list[list[int]]:
+        """Ids of the prompt, the first turn, what stands between it and the next, that turn, and so on.
+
+        What is sampled from is the prompt encoded by itself, so the tokens of a turn begin where its text does: those
+        of the whole text, if they do so; otherwise each piece is encoded by itself.
+        """
+        places = [place for turn in marked.turns for place in turn]
+        whole = self._encode_hidden(marked.text, hidden)
+        counts = [0]
+        for place in places[:-1]:
+            ids = self._encode_hidden(marked.text[:place], hidden)
+            if whole[: len(ids)] != ids:
+                pieces = [self._encode_hidden(marked.text[a:b], hidden) for a, b in pairwise([0, *places])]
+                break
+            counts.append(len(ids))
+        else:
+            counts.append(len(whole))
+            pieces = [whole[a:b] for a, b in pairwise(counts)]
+        if not marked.is_ended:
+            eos = self.tokenizer.eos_token_id
+            if eos is None:
+                raise DataError("neither chat template nor tokenizer has a token that ends a turn")
+            if pieces[-1][-1:] != [eos]:
+                pieces[-1] = [*pieces[-1], eos]
+        return pieces
+
+    def _messages(self, prompt: str | Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+        """The messages of a prompt, the configured system prompt first."""
+        messages = checked_prompt(prompt)
+        if isinstance(prompt, str) and not prompt.strip():
+            raise DataError("the prompt is empty")
+        if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
+            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+        return messages
+
+    def _found_end_of_turn(self) -> str | None:
+        try:
+            text = self._template([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], False)
+        except DataError:
+            return None  # a template of another kind of conversation
+        return self._control.last_at_end_of(text.rstrip())
+
+    def _without_written_end(self, message: Message) -> Message:
+        """The message without the token that ends it, written out in the data: the template writes it, too."""
+        content = message["content"]
+        if message["role"] == "assistant" and isinstance(content, str):
+            stripped = content.rstrip()
+            for token in (self._end_of_turn, self._eos_text()):
+                if token and stripped.endswith(token):
+                    return {**message, "content": stripped.removesuffix(token)}
+        return message
+
+    def _hidden(self, messages: Sequence[Message], tools: Sequence[Any]) -> Hidden:
+        """Messages and tools in which the data spell no control token, unless tokens are meant."""
+        value = (list(messages), list(tools))
+        if not self._spelled(value) or self.control_tokens == "special":
+            return Hidden(value, {})
+        return self._control.hide(value)
+
+    def _encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
+        if not text:
+            return []
+        return self._control.encode(text, hidden) if hidden.spelled else self._encode(text)
 
     def completion(self, text: str) -> TokenIds:
         """[C] tokens to imitate, ended by the end-of-sequence token.
@@ -113,25 +257,38 @@ class PromptRenderer:
             ids = self._control.encode(hidden.value, hidden)
         return np.asarray([*ids, eos] if ids[-1:] != [eos] else ids, dtype=np.int64)
 
-    def _chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """Text and ids of messages in the tokenizer's template."""
-        text = self._template(messages)
+    def _chat(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
+        """Text and ids of messages in the tokenizer's template, with the generation prompt."""
+        text = self._template(messages, True, tools)
         self._check_length(text)
-        if not self._spelled(messages) or self.control_tokens == "special":
+        hidden = self._hidden(messages, tools)
+        if not hidden.spelled:
             return text, self._encode(text)
-        hidden = self._control.hide(messages)
-        rendered = self._template(hidden.value)
-        if hidden.reveal(rendered) != text:
+        rendered = self._template(hidden.value[0], True, hidden.value[1])
+        self._revealed(hidden, rendered, messages, tools, True)
+        return text, self._control.encode(rendered, hidden)
+
+    def _revealed(
+        self, hidden: Hidden, rendered: str, messages: Sequence[Message], tools: Sequence[Any], generation_prompt: bool
+    ) -> None:
+        """See that hiding control tokens changed nothing else.
+
+        Raises:
+            DataError: the template does something about them.
+        """
+        if hidden.reveal(rendered) != self._template(messages, generation_prompt, tools):
             names = ", ".join(hidden.spelled.values())
             raise DataError(
                 f"the chat template looks at the control tokens that the messages spell ({names}), so they cannot be "
                 "encoded as text; take them out, or set data.control_tokens=special if tokens are meant"
             )
-        return text, self._control.encode(rendered, hidden)
 
-    def _template(self, messages: Sequence[Message]) -> str:
+    def _template(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
+        settings: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **settings
+            )
         except Exception as error:  # templates are programs of other people and raise what they like
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
@@ -171,33 +328,6 @@ class PromptRenderer:
             raise DataError(f"the tokenizer refuses the text: {type(error).__name__}: {error}") from error
 
     def _eos_text(self) -> str:
+        """Empty without such a token."""
         eos = self.tokenizer.eos_token_id
-        assert eos is not None
-        return self.tokenizer.decode([eos], skip_special_tokens=False)
-
-
-def _checked_messages(prompt: str | Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"the prompt must be a string or a non-empty list of messages, not {prompt!r:.60}")
-    for index, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(f"message {index} of the prompt must have 'role' and 'content', not {message!r:.60}")
-    messages = tuple(dict(message) for message in prompt if isinstance(message, Mapping))
-    last = messages[-1]
-    if last["role"] == "assistant":
-        raise DataError("the prompt's last message is the assistant's, so nothing is left to generate")
-    if not _text(last).strip():
-        raise DataError(f"the prompt's last message ({last['role']}) is empty")
-    return messages
-
-
-def _text(message: Message) -> str:
-    """Text of a message; content may be a string or a list of parts, of which the text parts count."""
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    raise DataError(f"the content of a {message['role']} message must be text or a list of parts, not {content!r:.60}")
+        return "" if eos is None else self.tokenizer.decode([eos], skip_special_tokens=False)

@@ -39,9 +39,14 @@ class Tokenizer(Protocol):
         """Text of ``token_ids``."""
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
     ) -> str:
-        """Text of the messages; the core always passes ``tokenize=False``.
+        """Text of the messages; the core always passes ``tokenize=False``, and ``tools`` only where there are some.
 
         ``add_generation_prompt`` ends it where the assistant's turn begins.
         """

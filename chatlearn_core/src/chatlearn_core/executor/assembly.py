@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig, SamplingConfig
-from chatlearn_core.data import ExampleSet, build_dataset
+from chatlearn_core.data import ExampleSet, PromptRenderer, Tokenizer, build_dataset
 from chatlearn_core.exceptions import ConfigError, ModelError
 from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.flow_checks import check_devices, check_outputs, check_partial_rollouts, check_roles
@@ -109,6 +109,9 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         )
     with _asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
         tokenizer = family.load_tokenizer(source)
+    stop_token_ids = _ends_of_turns(config, tokenizer)
+    sampling = replace(sampling, stop_token_ids=stop_token_ids)
+    eval_sampling = replace(eval_sampling, stop_token_ids=stop_token_ids)
     train_set = build_dataset(
         config.data,
         tokenizer,
@@ -144,6 +147,14 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         eval_sampling=eval_sampling,
         group_rewards=_group_rewards(loaded),
     )
+
+
+def _ends_of_turns(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token by which the chat template ends a turn, where it is not the tokenizer's end of sequence, which ends a
+    completion anyway.
+    """
+    end = PromptRenderer(tokenizer, config.data.apply_chat_template).end_of_turn_id
+    return () if end is None or end == tokenizer.eos_token_id else (end,)
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:

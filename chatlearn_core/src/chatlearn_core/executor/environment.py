@@ -170,6 +170,8 @@ def _demonstration_slot(example: Demonstration, step: int | str) -> Slot:
     prompt = example.prompt
     token_ids = np.concatenate([prompt.token_ids, example.completion_ids]).astype(np.int64)
     loss_mask = np.arange(len(token_ids)) >= len(prompt.token_ids)
+    if example.loss_mask is not None:
+        loss_mask[len(prompt.token_ids) :] = example.loss_mask
     group_id = f"{prompt.id}@{step}"
     sample = Sample(f"{group_id}#0", group_id, prompt, token_ids, loss_mask)
     return Slot(sample.id, group_id, prompt, None, sample)

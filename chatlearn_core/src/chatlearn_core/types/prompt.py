@@ -40,11 +40,13 @@ class Prompt:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Demonstration:
-    """A prompt with a completion to imitate (supervised fine-tuning)."""
+    """A prompt and what follows it, to imitate (supervised fine-tuning)."""
 
     prompt: Prompt
     completion_ids: TokenIds
-    """[C] tokens to imitate, end-of-sequence token included."""
+    """[C] what follows the prompt, with the tokens that end the turns that are imitated."""
+    loss_mask: npt.NDArray[np.bool_] | None = None
+    """[C] True where the token is imitated; None: everywhere."""
 
 
 Example = Prompt | Demonstration

@@ -23,6 +23,14 @@ class AnswerOptions(_Options):
     )
 
 
+class MessagesOptions(_Options):
+    """Which turns of a chat are imitated."""
+
+    turns: Literal["all", "last"] = Field(
+        "all", description="Imitate all turns of the assistant, or the last one only; one with weight: 0 never."
+    )
+
+
 class KeysOptions(AnswerOptions):
     """Which column is what. A dotted name reaches into an object: ``reward_model.ground_truth``."""
 
@@ -30,6 +38,7 @@ class KeysOptions(AnswerOptions):
     label_key: str | None = Field("label", description="Answer; null if there is none.")
     completion_key: str | None = Field(None, description="Completion to imitate.")
     id_key: str | None = Field(None, description="Unique id of a row.")
+    tools_key: str | None = Field("tools", description="Functions for the chat template, where a row has them.")
     data_source_key: str | None = Field(None, description="Name by which rewards are routed.")
 
 

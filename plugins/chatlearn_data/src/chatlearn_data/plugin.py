@@ -45,9 +45,9 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
         ),
         DatasetSpec(
             name="messages",
-            summary="messages whose last turn is the assistant's, to imitate.",
+            summary="messages whose last turn is the assistant's; its turns are imitated.",
             factory=_FORMATS + "sft:MessagesFormat",
-            options=_OPTIONS + "NoOptions",
+            options=_OPTIONS + "MessagesOptions",
             columns=frozenset({"messages"}),
         ),
         DatasetSpec(

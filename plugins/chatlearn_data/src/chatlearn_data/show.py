@@ -58,7 +58,8 @@ def described_rows(path: str, num: int, format: str, split: str | None, model: s
             ("data_source", raw.data_source),
             *_turns(raw.prompt),
             ("ground truth", raw.ground_truth),
-            ("completion", raw.completion),
+            *_completion(raw.completion),
+            ("tools", ", ".join(map(_tool_name, raw.tools)) or None),
             ("columns", ", ".join(raw.columns)),
         ]:
             if value is not None:
@@ -103,6 +104,18 @@ def _turns(prompt: Any) -> list[tuple[str, Any]]:
         else ("no message", turn)
         for turn in prompt
     ]
+
+
+def _completion(completion: Any) -> list[tuple[str, Any]]:
+    """A completion as titled lines."""
+    if not isinstance(completion, list | tuple):
+        return [("completion", completion)]
+    return [(f"completion ({role})", content) for role, content in _turns(completion)]
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else tool
+    return str(function.get("name", function) if isinstance(function, dict) else function)
 
 
 def _printable(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,25 @@ def prompt(row: Row, column: str) -> str | Sequence[Message]:
     raise DataError(f"column '{column}' must be text or a list of messages, not {value!r:.60}")
 
 
+def tools(row: Row, column: str = "tools") -> tuple[Any, ...]:
+    """Functions that the assistant may call, for the chat template: a list, or the JSON of one.
+
+    Raises:
+        DataError: it is there, but neither.
+    """
+    value = optional(row, column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise DataError(f"column '{column}' must be a list of functions or its JSON, not {value!r:.60}") from None
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(x, Mapping) for x in value):
+        raise DataError(f"column '{column}' must be a list of functions or its JSON, not {value!r:.60}")
+    return tuple(_without_any_nulls(tool) for tool in value)
+
+
 def first_answer(row: Row, columns: Iterable[str]) -> Any:
     """The first of ``columns`` that holds an answer; None if none does. Blank text is no answer."""
     for column in columns:
@@ -98,6 +118,15 @@ def rest(row: Row, used: Iterable[str]) -> dict[str, Any]:
 def _without_nulls(message: Message) -> Message:
     """Parquet gives every message every key that any message has; null stands for absent."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _without_any_nulls(value: Any) -> Any:
+    """Parquet gives every object every key that any has, however deep."""
+    if isinstance(value, Mapping):
+        return {key: _without_any_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_without_any_nulls(item) for item in value]
+    return value
 
 
 def _as_text(value: Any, column: str) -> str:

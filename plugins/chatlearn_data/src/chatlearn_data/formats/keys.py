@@ -24,5 +24,6 @@ class KeysFormat:
             ground_truth=columns.first_answer(row, self.answer_columns),
             data_source=columns.text(row, keys.data_source_key) if keys.data_source_key else None,
             id=columns.identifier(row, keys.id_key) if keys.id_key else None,
+            tools=columns.tools(row, keys.tools_key) if keys.tools_key else (),
             columns=columns.rest(row, (keys.input_key, keys.completion_key or "", keys.id_key or "")),
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from chatlearn_core.data.format import RawExample, Row
+from collections.abc import Mapping, Sequence
+
+from chatlearn_core.data.format import Message, RawExample, Row
 from chatlearn_core.exceptions import DataError
 from chatlearn_data.formats import columns
-from chatlearn_data.options import NoOptions
+from chatlearn_data.options import MessagesOptions, NoOptions
 
 _ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "label")
 
@@ -13,8 +15,8 @@ _ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "label")
 class SftFormat:
     """``prompt`` (text or chat) with the text to imitate in ``completion`` or ``response``.
 
-    A completion may also be a list that holds one assistant message. An answer, where there is one, lets the same
-    file serve for evaluation.
+    A completion may also be a list of messages, of which the assistant's are imitated. An answer, where there is one,
+    lets the same file serve for evaluation.
     """
 
     answer_columns = _ANSWERS
@@ -32,19 +34,24 @@ class SftFormat:
             ground_truth=columns.first_answer(row, _ANSWERS),
             data_source=columns.optional_text(row, "data_source"),
             id=columns.identifier(row, "id"),
+            tools=columns.tools(row),
             columns=columns.rest(row, ("prompt", "id", "data_source", column)),
         )
 
 
 class MessagesFormat:
-    """``messages``, a whole chat: the last turn is the assistant's and is imitated, the rest is the prompt."""
+    """``messages``, a whole chat, whose last turn is the assistant's.
+
+    All of the assistant's turns are imitated, or with ``turns: last`` the last one only. For a run that samples,
+    everything before the last turn is the prompt.
+    """
 
     answer_columns = _ANSWERS
     completion_columns = ("messages (the last turn, by the assistant)",)
     answer_required = False
 
-    def __init__(self, options: NoOptions) -> None:
-        del options
+    def __init__(self, options: MessagesOptions) -> None:
+        self._all_turns = options.turns == "all"
 
     def parse(self, row: Row) -> RawExample:
         messages = columns.prompt(row, "messages")
@@ -55,7 +62,9 @@ class MessagesFormat:
             )
         return RawExample(
             prompt=messages[:-1],
-            completion=columns.text(messages[-1], "content"),
+            completion=messages[-1:],
+            imitates_prompt=self._all_turns,
+            tools=columns.tools(row),
             ground_truth=columns.first_answer(row, _ANSWERS),
             data_source=columns.optional_text(row, "data_source"),
             id=columns.identifier(row, "id"),
@@ -63,11 +72,13 @@ class MessagesFormat:
         )
 
 
-def _completion(row: Row, column: str) -> str | None:
+def _completion(row: Row, column: str) -> str | Sequence[Message] | None:
     value = columns.optional(row, column)
     if value is None or isinstance(value, str):
         return value
     messages = columns.prompt(row, column)
-    if len(messages) == 1 and not isinstance(messages, str) and messages[0].get("role") == "assistant":
-        return columns.text(messages[0], "content")
-    raise DataError(f"column '{column}' must be text or one assistant message, not {value!r:.60}")
+    if not any(message.get("role") == "assistant" for message in messages if isinstance(message, Mapping)):
+        raise DataError(
+            f"column '{column}' must be text or messages of which one is the assistant's, not {value!r:.60}"
+        )
+    return messages

@@ -34,5 +34,6 @@ class VerifiableFormat:
             ground_truth=columns.first_answer(row, self.answer_columns),
             data_source=columns.optional_text(row, "data_source"),
             id=columns.identifier(row, "id"),
+            tools=columns.tools(row),
             columns=columns.rest(row, ("prompt", "id", "data_source", completion)),
         )
