@@ -63,7 +63,7 @@ def test_show_fields_and_options(fake_environment) -> None:
     done = fake_environment.chatlearn("plugins", "show", "fake", "--kind", "reward")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "factory       fake_reward:Fake" in lines
+    assert ["factory", "fake_reward:Fake"] in [line.split() for line in lines]
     assert lines[-1].split() == ["scale", "float", ">", "0", "1.0", "What", "a", "right", "answer", "is", "worth."]
 
 

@@ -67,4 +67,4 @@ def test_different_bases_are_refused():
     assert "importance_correction=mask compares trainer_logprobs with generator_logprobs" in message
     assert "top_p (1.0 against 0.9)" in message
     assert "temperature (" not in message
-    assert "sampling.top_p=1" in message
+    assert "sampling.top_p: 1.0" in message
