@@ -44,9 +44,41 @@ def test_detached(make_batch):
     assert not result.weights.requires_grad
 
 
-def test_threshold_below_one_is_refused(make_batch):
-    with pytest.raises(ValueError, match=r"importance threshold is 0\.5"):
-        importance_weights(OLD, GENERATOR, make_batch(MASKS), mode="mask", level="token", threshold=0.5)
+@pytest.mark.parametrize(
+    ("mode", "level", "threshold", "minimum", "expected", "limited"),
+    [
+        # Ratios of 2.72, 0.82, 0.22 and 1.35.
+        ("truncate", "token", 2.0, 0.5, [2.0, E(-0.2), 0.5, E(0.3)], [1, 0, 1, 0]),
+        ("truncate", "token", 0.8, None, [0.8, 0.8, E(-1.5), 0.8], [1, 1, 0, 1]),
+        ("mask", "token", 3.0, 0.9, [E(1.0), 0.0, 0.0, E(0.3)], [0, 1, 1, 0]),
+        # Geometric means of 1.49 and 0.55 decide, and the tokens' own ratios are the weights.
+        ("mask_sequences", "sequence_geometric", 1.5, None, [E(1.0), E(-0.2), 0.0, 0.0], [0, 0, 1, 1]),
+        # Products of 2.2 and 0.3.
+        ("mask_sequences", "sequence", 2.0, 0.2, [0.0, 0.0, E(-1.5), E(0.3)], [1, 1, 0, 0]),
+    ],
+)
+def test_bounds_by_hand(make_batch, mode, level, threshold, minimum, expected, limited):
+    batch = make_batch(MASKS)
+    result = importance_weights(OLD, GENERATOR, batch, mode=mode, level=level, threshold=threshold, minimum=minimum)
+    assert result.weights[batch.loss_mask].tolist() == pytest.approx(expected)
+    assert result.limited[batch.loss_mask].int().tolist() == limited
+    assert not result.weights[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "bounds", "problem"),
+    [
+        ("mask", "token", (None, 0.5), r"between 2\.0 and 0\.5: nothing is"),
+        ("truncate", "token", (1.5, 1.2), r"between 1\.5 and 1\.2: nothing is"),
+        ("mask_sequences", "token", (None, 2.0), "level is sequence or sequence_geometric"),
+    ],
+)
+def test_bounds_without_anything_between_are_refused(make_batch, mode, level, bounds, problem):
+    minimum, threshold = bounds
+    with pytest.raises(ValueError, match=problem):
+        importance_weights(
+            OLD, GENERATOR, make_batch(MASKS), mode=mode, level=level, threshold=threshold, minimum=minimum
+        )
 
 
 def test_same_basis_passes():

@@ -69,13 +69,15 @@ def test_loss_has_the_options(make_context):
         importance_correction="mask",
         importance_level="sequence",
         importance_threshold=4.0,
+        importance_min=0.5,
     )
     (loss,) = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).losses().values()
     names = ("clip_low", "clip_high", "dual_clip", "aggregation", "entropy_coef")
     for name in (*names, "kl_coef", "kl_estimator", "kl_weight", "kl_clamp"):
         assert getattr(loss, name) == getattr(options, name)
     assert (loss.temperature, loss.log_entropy, loss.old_logprobs) == (0.7, False, "trainer_logprobs")
-    assert (loss.correction.mode, loss.correction.level, loss.correction.threshold) == ("mask", "sequence", 4.0)
+    assert (loss.correction.mode, loss.correction.level) == ("mask", "sequence")
+    assert (loss.correction.threshold, loss.correction.minimum) == (4.0, 0.5)
 
 
 def test_generator_logprobs_as_old(make_context):

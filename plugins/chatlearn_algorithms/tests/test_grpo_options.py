@@ -28,6 +28,9 @@ def test_dr_grpo_differs_in_two_defaults():
             {"importance_correction": "mask", "recompute_old_logprobs": False},
             "importance_correction=mask weighs by .* set recompute_old_logprobs: true",
         ),
+        ({"importance_correction": "mask", "importance_threshold": 0.8}, r"0\.8 is below the lower bound 1\.25"),
+        ({"importance_correction": "mask_sequences"}, "set importance_level: sequence_geometric"),
+        ({"importance_min": 0.5}, r"importance_min=0\.5 bounds weights that importance_correction=none does not make"),
         (
             {"kl_weight": "ratio", "kl_estimator": "k3_straight_through"},
             "kl_weight=ratio gives the KL the gradient .* set kl_weight: none",

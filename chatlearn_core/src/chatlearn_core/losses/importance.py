@@ -17,7 +17,10 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.losses.ratio import masked_log_ratio, sequence_log_ratio
 from chatlearn_core.types import LogprobBasis, TrainBatch
 
-CorrectionMode = Literal["truncate", "mask"]
+CorrectionMode = Literal["truncate", "mask", "mask_sequences"]
+"""With w the ratio: ``truncate``: w cut to [minimum, threshold]; ``mask``: w inside these bounds, 0 outside (IcePop);
+``mask_sequences``: 0 in a sequence whose ratio is outside, in others each token's own ratio, not cut (OpenRLHF's and
+NeMo-RL's ``seq-mask-tis``)."""
 CorrectionLevel = Literal["token", "sequence", "sequence_geometric"]
 """``token``: each token's own ratio; ``sequence``: the product over the sequence; ``sequence_geometric``: its geometric
 mean, which does not shrink with length."""
@@ -41,36 +44,41 @@ def importance_weights(
     mode: CorrectionMode,
     level: CorrectionLevel,
     threshold: float,
+    minimum: float | None = None,
 ) -> ImportanceWeights:
-    """w = exp(old − generator), limited by C = ``threshold``.
+    """w = exp(old − generator), limited by C = ``threshold`` and from below.
 
     Args:
         old_logprobs: [T] of the trainer's policy at the start of the step.
         generator_logprobs: [T] of the distribution that was sampled, same basis (see ``check_same_basis``).
         batch: gives the loss mask and the sequences; sequences must be whole.
-        mode: ``truncate``: min(w, C). ``mask``: w inside [1/C, C], 0 outside; the loss's denominator still counts the
-            masked tokens, so masking more of them does not amplify the rest.
-        level: see ``CorrectionLevel``.
-        threshold: C, at least 1.
+        mode: see ``CorrectionMode``. The loss's denominator still counts the masked tokens, so masking more of them
+            does not amplify the rest.
+        level: see ``CorrectionLevel``; of ``mask_sequences``, whose ratio is held against the bounds.
+        threshold: C, above 0.
+        minimum: below C; by default none for ``truncate``, and 1/C for the others.
 
     Raises:
-        ValueError: ``threshold`` is below 1.
+        ValueError: the bounds leave nothing between them, or ``mask_sequences`` looks at tokens.
     """
-    if threshold < 1.0:
-        raise ValueError(f"importance threshold is {threshold}; it bounds a ratio around 1 and must be at least 1")
+    if minimum is None:
+        minimum = 0.0 if mode == "truncate" else 1.0 / threshold
+    if not 0.0 <= minimum <= threshold:
+        raise ValueError(f"importance weights are to be between {minimum} and {threshold}: nothing is")
+    if mode == "mask_sequences" and level == "token":
+        raise ValueError("mask_sequences looks at the ratio of a sequence: level is sequence or sequence_geometric")
     mask = batch.loss_mask
     with torch.no_grad():
-        log_ratio = masked_log_ratio(old_logprobs, generator_logprobs, mask)
+        token_ratio = log_ratio = masked_log_ratio(old_logprobs, generator_logprobs, mask)
         if level != "token":
             mean = level == "sequence_geometric"
             log_ratio = sequence_log_ratio(log_ratio, mask, batch.sequence_index, batch.num_sequences, mean=mean)
         ratio = log_ratio.exp()
-        limited = ratio > threshold
+        limited = (ratio > threshold) | (ratio < minimum)
         if mode == "truncate":
-            weights = ratio.clamp(max=threshold)
+            weights = ratio.clamp(minimum, threshold)
         else:
-            limited = limited | (ratio < 1.0 / threshold)
-            weights = ratio.masked_fill(limited, 0.0)
+            weights = (token_ratio.exp() if mode == "mask_sequences" else ratio).masked_fill(limited, 0.0)
         return ImportanceWeights(weights.masked_fill(~mask, 0.0), limited & mask)
 
 

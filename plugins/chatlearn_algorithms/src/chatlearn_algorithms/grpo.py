@@ -84,7 +84,10 @@ class GRPO:
         correction = None
         if options.importance_correction != "none":
             correction = ImportanceCorrection(
-                options.importance_correction, options.importance_level, options.importance_threshold
+                options.importance_correction,
+                options.importance_level,
+                options.importance_threshold,
+                options.importance_min,
             )
         return {
             "trainer": PolicyLoss(

@@ -61,12 +61,15 @@ class GRPOOptions(BaseModel):
         description="Ratios are against logprobs that the trainer computes before its first update; false: against the "
         "generator's own, which saves one forward pass and needs top_p=1, top_k=0.",
     )
-    importance_correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="Correct for the gap between the trainer's and the generator's logprobs."
+    importance_correction: Literal["none", "truncate", "mask", "mask_sequences"] = Field(
+        "none",
+        description="Correct for the gap between the trainer's and the generator's logprobs: weights cut to the "
+        "bounds, 0 outside them, or 0 in sequences outside them.",
     )
     importance_level: Level = Field("token", description="Whose ratio the correction weighs by.")
-    importance_threshold: float = Field(
-        2.0, ge=1, description="truncate: weights above it become it; mask: weights outside [1/it, it] become 0."
+    importance_threshold: float = Field(2.0, gt=0, description="Upper bound of the correction's weights.")
+    importance_min: float | None = Field(
+        None, ge=0, description="Lower bound; by default none to truncate, and 1/importance_threshold to mask."
     )
 
     @model_validator(mode="after")
@@ -80,6 +83,24 @@ class GRPOOptions(BaseModel):
             raise ValueError(
                 f"importance_correction={self.importance_correction} weighs by exp(old - generator), which is 1 with "
                 f"recompute_old_logprobs=false: set recompute_old_logprobs: true, or importance_correction: none"
+            )
+        if self.importance_correction == "mask_sequences" and self.importance_level == "token":
+            raise ValueError(
+                "importance_correction=mask_sequences looks at the ratio of a sequence, not at importance_level=token: "
+                "set importance_level: sequence_geometric (or sequence)"
+            )
+        least = self.importance_min
+        if least is None and self.importance_correction != "truncate":
+            least = 1 / self.importance_threshold
+        if least is not None and least > self.importance_threshold and self.importance_correction != "none":
+            raise ValueError(
+                f"importance_threshold={self.importance_threshold} is below the lower bound {least:g}, so nothing is "
+                f"between: raise it, or set importance_min below it (by default 1/importance_threshold to mask)"
+            )
+        if self.importance_min is not None and self.importance_correction == "none":
+            raise ValueError(
+                f"importance_min={self.importance_min} bounds weights that importance_correction=none does not make: "
+                f"remove it, or set importance_correction"
             )
         if self.kl_weight != "none" and self.kl_estimator not in ("k1", "k2", "k3"):
             raise ValueError(

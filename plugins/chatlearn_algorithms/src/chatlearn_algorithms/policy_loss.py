@@ -38,6 +38,7 @@ class ImportanceCorrection:
     mode: CorrectionMode
     level: CorrectionLevel
     threshold: float
+    minimum: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,6 +123,7 @@ class PolicyLoss:
                 mode=self.correction.mode,
                 level=self.correction.level,
                 threshold=self.correction.threshold,
+                minimum=self.correction.minimum,
             )
             per_token = per_token * corrected.weights
             means["actor/importance_weight"] = corrected.weights
