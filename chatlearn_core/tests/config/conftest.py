@@ -67,6 +67,12 @@ class Raising(Forbidding):
         raise RuntimeError("boom")
 
 
+def engine_problems(arguments: dict[str, object]) -> dict[str, str]:
+    """Of an engine that takes ``revision`` and ``a``."""
+    unknown = [name for name in arguments if name not in ("revision", "a") and 1 / len(name)]
+    return dict.fromkeys(unknown, "unknown; did you mean 'revision'?")
+
+
 def entry(record: PluginRecord) -> PluginEntry:
     return PluginEntry(
         name=record.name, kind=record.kind, distribution="acme", version="0.3.0", status="ok", record=record
@@ -89,7 +95,12 @@ def make_registry() -> PluginRegistry:
         TrainerSpec(name="careless", **code("Careless")),
         TrainerSpec(name="raising", **code("Raising")),
         TrainerSpec(name="missing_options", **code("Nothing")),
-        GeneratorSpec(name="transformers", channels=frozenset({"tensors"}), **code("Empty")),
+        GeneratorSpec(
+            name="transformers",
+            channels=frozenset({"tensors"}),
+            check_engine=f"{OPTIONS_MODULE}:engine_problems",
+            **code("Empty"),
+        ),
         GeneratorSpec(
             name="adapters", channels=frozenset({"tensors"}), payloads=frozenset({"adapter"}), **code("Empty")
         ),
@@ -119,6 +130,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> PluginRegistry:
     module = types.ModuleType(OPTIONS_MODULE)
     for model in (Empty, TrainerOptions, GroupOptions, Careless, Raising):
         setattr(module, model.__name__, model)
+    module.engine_problems = engine_problems  # type: ignore[attr-defined]  # a module made here
     monkeypatch.setitem(sys.modules, OPTIONS_MODULE, module)
     return make_registry()
 

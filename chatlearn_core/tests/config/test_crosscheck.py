@@ -127,6 +127,19 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    roles.trainer.backend = 'fsdp' (<text>:11)\n    set ranks to 2, or choose another trainer",
         ),
     ],
+    "engine_arguments": [
+        (
+            ["roles.generator.engine={revision: main, revison: 5}"],
+            "roles.generator.engine.revison: generator 'transformers' does not take this engine argument: unknown; did"
+            " you mean 'revision'? (got 5)\n    roles.generator.backend = 'transformers' (<text>:14)",
+        ),
+        (
+            ["roles.generator.engine={'': 1}"],
+            "roles.generator.engine: generator 'transformers' cannot check its engine arguments: ZeroDivisionError:"
+            " division by zero (got {'': 1})\n    roles.generator.backend = 'transformers' (<text>:14)\n"
+            "    report it to the authors of 'transformers'",
+        ),
+    ],
     "local_hosts_one_rank": [
         (
             ["roles.generator.ranks=2"],

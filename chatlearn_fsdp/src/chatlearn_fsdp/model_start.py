@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.memory import own_storage
 from chatlearn_fsdp.options import FSDPOptions, LoraOptions
 from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
@@ -19,7 +20,7 @@ from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.heads import drawn_head, load_model
 from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapters
 from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_directory, restore_buffers
-from chatlearn_hf.model_directory import wrong_weights
+from chatlearn_hf.model_directory import load_config, wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
 from chatlearn_hf.training_noise import configured_noise
 from chatlearn_hf.ulysses import check_heads
@@ -47,8 +48,13 @@ def start_model(
 
     Raises:
         ModelError: the directory cannot be used, or the heads cannot be shared over Ulysses ranks.
+        ConfigError: an engine argument is none of the model's.
     """
     extra = dict(context.engine_arguments)
+    if extra:
+        fields = load_config(source.path, trust_remote_code=source.trust_remote_code)
+        names = {*fields.to_dict(), *fields.attribute_map}
+        check_engine_arguments(context.role, extra, {name for name in names if not name.startswith("_")})
     if options.experts != "auto":
         extra["experts_implementation"] = options.experts
     settings: dict[str, Any] = {

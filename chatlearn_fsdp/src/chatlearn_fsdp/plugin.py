@@ -17,6 +17,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             summary="PyTorch FSDP2 on Hugging Face models: packed sequences, HSDP, Ulysses, LoRA",
             factory="chatlearn_fsdp.trainer:FSDPTrainer",
             options="chatlearn_fsdp.options:FSDPOptions",
+            check_engine="chatlearn_fsdp.engine_arguments:engine_problems",
             requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
             outputs=frozenset({"logprobs", "entropy", "values", "scores", "hidden_states"}),

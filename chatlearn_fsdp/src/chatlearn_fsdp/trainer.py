@@ -26,6 +26,7 @@ from chatlearn_core.types import (
     merge_metrics,
 )
 from chatlearn_fsdp import checkpoint
+from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.memory import OffloadedPart, live_bytes
 from chatlearn_fsdp.micro_batching import MicroBatches
 from chatlearn_fsdp.model_start import lora_settings, start_model
@@ -43,10 +44,6 @@ from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
 
 HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
-RESERVED_ARGUMENTS = frozenset(
-    {"dtype", "torch_dtype", "device", "device_map", "attn_implementation", "num_labels", "trust_remote_code"}
-)
-"""Arguments of ``from_pretrained`` that cannot come from ``context.engine_arguments``."""
 NAMED_SAMPLES = 16
 """How many sample ids an error lists."""
 
@@ -61,12 +58,7 @@ class FSDPTrainer:
     def __init__(self, options: FSDPOptions, context: RoleContext) -> None:
         if context.model is None:
             raise ConfigError(f"roles.{context.role}: a trainer needs a model; set its model.path")
-        taken = sorted(RESERVED_ARGUMENTS & context.engine_arguments.keys())
-        if taken:
-            raise ConfigError(
-                f"roles.{context.role}.engine sets {', '.join(taken)}, which the trainer itself passes to"
-                " from_pretrained; use the role's options (attention, master_dtype, ...) instead"
-            )
+        check_engine_arguments(context.role, context.engine_arguments)
         if context.trainable:
             check_schedule(options, context.total_updates, context.role)
         mesh_sizes(options, context)

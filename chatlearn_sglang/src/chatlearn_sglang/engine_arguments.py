@@ -62,13 +62,18 @@ CPU_REFUSED: Mapping[str, str] = {
 """Arguments above 1 at which SGLang 0.5.23 without its compiled CPU kernels crashes, and why."""
 
 
+def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
+    return {name: f"owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED}
+
+
 def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> None:
     """Refuse arguments that the adapter sets, and engines that cannot run or whose weights cannot be changed.
 
     Raises:
         ConfigError: names them all, with what to set instead.
     """
-    lines = [f"{name}: owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED]
+    lines = [f"{name}: {problem}" for name, problem in engine_problems(arguments).items()]
     if arguments.get("dp_size", 1) != 1 and not arguments.get("enable_dp_attention"):
         lines.append(
             f"dp_size: {arguments['dp_size']!r}; SGLang 0.5.23 updates the weights of one data-parallel rank only; set"

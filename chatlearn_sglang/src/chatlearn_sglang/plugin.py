@@ -18,6 +18,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             requires=(("sglang>=0.5.23,<0.5.24",),),
             factory="chatlearn_sglang.generator:SGLangGenerator",
             options="chatlearn_sglang.options:SGLangGeneratorOptions",
+            check_engine="chatlearn_sglang.engine_arguments:engine_problems",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
             payloads=frozenset({"full", "adapter"}),
             pause_modes=frozenset({"keep", "abort", "wait"}),

@@ -54,6 +54,11 @@ CPU_KV_CACHE_BYTES = 4 << 30
 """On a CPU vLLM would take nearly all memory of the machine, where a trainer lives too."""
 
 
+def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
+    return {name: f"owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED}
+
+
 def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dict[str, Any]:
     """Arguments of ``vllm.EngineArgs``. Their names are checked where vLLM is: in the engine's interpreter.
 
@@ -66,7 +71,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         raise BackendError(
             f"role {context.role!r} (vllm) has no model; set model.path or roles.{context.role}.model.path"
         )
-    problems = [f"{name}: owned by the backend; {OWNED[name]}" for name in context.engine_arguments if name in OWNED]
+    problems = [f"{name}: {problem}" for name, problem in engine_problems(context.engine_arguments).items()]
     if options.dtype != "auto" and context.engine_arguments.get("dtype", options.dtype) != options.dtype:
         problems.append(
             f"dtype: {context.engine_arguments['dtype']!r}, and options.dtype is {options.dtype!r}; remove one of them"

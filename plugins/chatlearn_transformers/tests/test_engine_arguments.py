@@ -3,12 +3,19 @@ from __future__ import annotations
 import pytest
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_transformers.engine_arguments import OWNED, PASSED, check_engine_arguments
+from chatlearn_hf.engine_arguments import PASSED
+from chatlearn_transformers.engine_arguments import OWNED, check_engine_arguments
 
 
 def test_known_arguments_pass():
     assert check_engine_arguments("generator", {"revision": "main"}) == {"revision": "main"}
-    assert not PASSED & OWNED.keys()
+    assert not PASSED.keys() & OWNED.keys()
+
+
+def test_a_value_of_another_type_is_refused():
+    # transformers takes a text for true.
+    with pytest.raises(ConfigError, match="local_files_only: must be of type bool, and is 'no'"):
+        check_engine_arguments("generator", {"local_files_only": "no"})
 
 
 def test_every_wrong_argument_is_named_at_once():

@@ -74,6 +74,10 @@ class TrainerSpec(BackendRecord):
     """What it can send. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
     max_ranks: int | None = None
     """None: any number of ranks."""
+    check_engine: ImportString | None = None
+    """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
+    take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
+    only an engine knows is left to the start of the run."""
     node_options: tuple[str, ...] = ()
     """Options whose product says how many consecutive ranks exchange activations in every layer (tensor or Ulysses
     parallelism): a runtime over several machines keeps those on one."""
@@ -111,6 +115,10 @@ class GeneratorSpec(BackendRecord):
     """Engine arguments, each with its aliases, whose product is the number of devices that one replica drives."""
     refuses_families: tuple[tuple[str, str], ...] = ()
     """(``model_type``, reason) pairs that are refused at validation."""
+    check_engine: ImportString | None = None
+    """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
+    take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
+    only an engine knows is left to the start of the run."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

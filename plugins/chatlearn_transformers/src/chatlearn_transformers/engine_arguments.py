@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from chatlearn_core.exceptions import ConfigError
-
-PASSED: frozenset[str] = frozenset(
-    {
-        "cache_dir",
-        "experts_implementation",
-        "key_mapping",
-        "local_files_only",
-        "proxies",
-        "revision",
-        "subfolder",
-        "token",
-        "use_safetensors",
-        "variant",
-    }
-)
-"""Arguments of ``PreTrainedModel.from_pretrained`` that change where weights come from or which kernels run."""
+from chatlearn_hf.engine_arguments import argument_problems, refused
 
 OWNED: Mapping[str, str] = {
     "attn_implementation": "set options.attention",
@@ -39,23 +23,18 @@ OWNED: Mapping[str, str] = {
 """Arguments that this backend sets itself, and what to set instead."""
 
 
+def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """See ``GeneratorSpec.check_engine``."""
+    return argument_problems(arguments, OWNED)
+
+
 def check_engine_arguments(role: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments to pass on.
 
     Raises:
-        ConfigError: names every argument that is unknown or owned by this backend, with what to do.
+        ConfigError: names every argument that is unknown, of a wrong type or owned by this backend, with what to do.
     """
-    problems: list[str] = []
-    for name in arguments:
-        if name in OWNED:
-            problems.append(f"{name}: owned by the backend; {OWNED[name]}")
-        elif name not in PASSED:
-            near = difflib.get_close_matches(name, sorted(PASSED | OWNED.keys()), n=1)
-            problems.append(f"{name}: unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
+    problems = engine_problems(arguments)
     if problems:
-        raise ConfigError(
-            f"roles.{role}.engine holds arguments that the generator 'transformers' does not pass to from_pretrained:\n"
-            + "\n".join(f"  {line}" for line in problems)
-            + f"\n  it passes: {', '.join(sorted(PASSED))}"
-        )
+        raise ConfigError(refused(role, "the generator 'transformers'", problems))
     return dict(arguments)

@@ -17,6 +17,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             summary="Continuous batching on a Hugging Face model in this process; CPU or one GPU.",
             factory="chatlearn_transformers.generator:TransformersGenerator",
             options="chatlearn_transformers.options:TransformersGeneratorOptions",
+            check_engine="chatlearn_transformers.engine_arguments:engine_problems",
             channels=frozenset({"tensors", "checkpoint"}),
             payloads=frozenset({"full"}),
             pause_modes=frozenset({"keep", "abort", "wait"}),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from chatlearn_core.config.models import RoleConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
-from chatlearn_core.plugins.records import AlgorithmSpec, TrainerSpec
+from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, TrainerSpec
 
 LOCAL = "local"
 """The runtime that the core brings."""
@@ -112,6 +113,25 @@ def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name, "ranks"), rule, role.ranks, remedy, backend)
 
 
+def engine_arguments(checked: Checked) -> Iterator[Problem]:
+    """A backend that can say so without its engine refuses arguments that it does not take."""
+    for name, role in checked.config.roles.items():
+        record = checked.record(f"roles.{name}", TrainerSpec) or checked.record(f"roles.{name}", GeneratorSpec)
+        if record is None or record.check_engine is None or not role.engine:
+            continue
+        backend: Related = ((("roles", name, "backend"), role.backend),)
+        path: KeyPath = ("roles", name, "engine")
+        try:
+            problems = dict(resolve_import_string(record.check_engine)(dict(role.engine)))
+        except Exception as error:
+            rule = f"{record.kind} '{record.name}' cannot check its engine arguments: {type(error).__name__}: {error}"
+            yield Problem(path, rule, role.engine, f"report it to the authors of '{record.name}'", backend)
+            continue
+        for argument, problem in problems.items():
+            rule = f"{record.kind} '{record.name}' does not take this engine argument: {problem}"
+            yield Problem((*path, argument), rule, role.engine[argument], related=backend)
+
+
 def algorithm_roles(checked: Checked) -> Iterator[Problem]:
     """Every role that the algorithm calls is there and of the right kind."""
     record = checked.record("algorithm", AlgorithmSpec)
@@ -145,6 +165,7 @@ ROLE_RULES: tuple[Rule, ...] = (
     keys_of_other_kinds,
     reward_replicas_are_hosted,
     heads_and_ranks,
+    engine_arguments,
     local_hosts_one_rank,
     algorithm_roles,
 )
