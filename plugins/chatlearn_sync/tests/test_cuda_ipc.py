@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.testing.check import run_conformance
 from chatlearn_core.testing.suites.weight_sync_fixtures import StreamingTrainer
 from chatlearn_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender, export_block
 from chatlearn_sync.options import CudaIpcOptions
+from chatlearn_sync.plugin import chatlearn_weight_syncs
 
 KIB = 1 << 10
 BLOCKS: dict[str, torch.Tensor] = {}
@@ -151,3 +153,10 @@ def test_another_process_reads_a_block_of_this_gpu():
 def read_block(rebuild, answers):
     function, arguments = rebuild
     answers.put(function(*arguments).tolist())
+
+
+def test_its_contract_does_not_apply_to_one_process_on_a_cpu() -> None:
+    [record] = [record for record in chatlearn_weight_syncs() if record.name == "cuda_ipc"]
+    results = run_conformance([record])
+    assert results.conforms, results.of("failed")
+    assert any("needs_gpus" in verdict.reason for verdict in results.of("skipped"))

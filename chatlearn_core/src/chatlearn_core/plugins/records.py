@@ -153,6 +153,8 @@ class WeightSyncSpec(PluginRecord):
     """``auto`` prefers the lowest among the transports that fit."""
     by_name_only: str | None = None
     """Why ``auto`` never takes it: it needs what no record can tell."""
+    needs_gpus: bool = False
+    """Its ends must be on GPUs, in processes of their own."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

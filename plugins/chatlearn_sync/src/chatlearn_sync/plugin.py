@@ -33,6 +33,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             channels=("memory_handles",),
             reach="host",
             by_name_only="it needs trainer and engine ranks on the same GPUs, which is not known before they start",
+            needs_gpus=True,
             speed_rank=15,
         ),
         WeightSyncSpec(

@@ -302,6 +302,8 @@ class WeightSyncFixtures(ConformanceSuite):
         channel = self.channel_under_test()
         if channel is None:
             not_applicable(f"channels {self.record().channels} need an engine behind the loader")
+        if self.record().needs_gpus:
+            not_applicable("the record declares 'needs_gpus': its ends are processes on GPUs; here one process is both")
         made = Transport(type(self), tmp_path / "workspace", channel)
         yield made
         made.close()
