@@ -1,7 +1,8 @@
 """Imports what entry points name and turns everything that happens into a registry.
 
-Nothing that a plugin does while it loads takes the host down: an exception, ``sys.exit``, a syntax error or a wrong
-return value become entries with a status and a reason. Only strict mode raises.
+Nothing that a plugin does while it loads takes the host down: an exception, ``sys.exit``, a syntax error, a wrong
+return value, an import that hangs or ends the process become entries with a status and a reason. Only strict mode
+raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pluggy
 
 from chatlearn_core.exceptions import PluginError
-from chatlearn_core.plugins import hookspec
+from chatlearn_core.plugins import hookspec, trial
 from chatlearn_core.plugins.entry import PluginEntry, Status
 from chatlearn_core.plugins.markers import PROJECT
 from chatlearn_core.plugins.observers import Observer, Observers
@@ -62,7 +63,10 @@ def load_plugins(
     """
     sources = list(sources)
     disabled = DisabledDistributions.from_environment() if disabled is None else disabled
-    loads = [load_source(source, disabled=source.distribution in disabled) for source in sources]
+    unfit = unfit_sources([source for source in sources if source.distribution not in disabled])
+    loads = [
+        load_source(source, disabled=source.distribution in disabled, unfit=unfit.get(source, "")) for source in sources
+    ]
     entries = mark_conflicts([entry for load in loads for entry in load.entries])
     registry = PluginRegistry(
         entries=tuple(sorted(entries, key=lambda entry: (entry.kind or "", entry.name, entry.distribution))),
@@ -72,6 +76,17 @@ def load_plugins(
     if strict:
         require_all_ok(registry)
     return registry
+
+
+def unfit_sources(sources: Iterable[PluginSource]) -> dict[PluginSource, str]:
+    """Those whose import would end this process or never return, and how: see ``trial``."""
+    tried = [
+        (source, source.point)
+        for source in sources
+        if source.point is not None and not source.incompatible and source.distribution != CORE
+    ]
+    reasons = trial.failures([(point, source.distribution, source.version) for source, point in tried])
+    return {source: reason for (source, _), reason in zip(tried, reasons, strict=True) if reason}
 
 
 @dataclass(slots=True)
@@ -105,14 +120,17 @@ class SourceLoad:
         )
 
 
-def load_source(source: PluginSource, *, disabled: bool = False) -> SourceLoad:
-    """Import one entry point, call its registering hooks, and check what they return."""
+def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = "") -> SourceLoad:
+    """Import one entry point, call its registering hooks, and check what they return; nothing of it if it is unfit."""
     load = SourceLoad(source)
     if disabled:
         load.add("disabled", f"by {DISABLE_VARIABLE}")
         return load
     if source.incompatible:
         load.add("incompatible", source.incompatible)
+        return load
+    if unfit:
+        load.add("failed", unfit)
         return load
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspec)

@@ -29,6 +29,8 @@ class PluginSource:
     version: str
     load: Callable[[], Any]
     """Imports the module. May raise anything."""
+    point: metadata.EntryPoint | None = None
+    """What ``load`` imports, where another process could import it, too."""
     incompatible: str = ""
     """Why it is not even imported: the distribution's metadata asks for another version of the core."""
 
@@ -53,7 +55,7 @@ def installed_sources() -> Iterator[PluginSource]:
         seen.add(canonicalize_name(name))
         incompatible = core_version_problem(distribution.requires or ())
         for point in sorted(entry_points):
-            yield PluginSource(point.name, name, version, point.load, incompatible)
+            yield PluginSource(point.name, name, version, point.load, point, incompatible)
 
 
 def name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:

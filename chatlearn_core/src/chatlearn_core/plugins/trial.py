@@ -1,0 +1,240 @@
+"""Imports plugins in a child process before this one does, where they are new or have changed.
+
+An exception of a plugin can be caught. A plugin that ends the process (``os._exit``, a crash in C) or never returns can
+not: what does so in the child is told of, and is not imported here. What came through is remembered by distribution,
+version and the state of its files, so that most of the time there is no child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import IO, Any
+
+from chatlearn_core import __version__
+from chatlearn_core.plugins.markers import PROJECT
+
+LIMIT_VARIABLE = "CHATLEARN_PLUGIN_TIMEOUT_S"
+"""How long one plugin may take to be imported, seconds; 0: there is no trial."""
+DEFAULT_LIMIT_S = 30.0
+TRIED_VARIABLE = "CHATLEARN_PLUGINS_TRIED"
+"""What this process has tried, for those that it starts: they need not try it again."""
+MOST_REMEMBERED = 1000
+_START_S = 10.0
+_STACK_S = 2.0
+"""After the limit the child has this time to write down where it hangs."""
+
+Sources = Mapping[str, EntryPoint]
+"""State (``state_of``) -> what is to be imported."""
+
+
+def failures(sources: Sequence[tuple[EntryPoint, str, str]]) -> list[str]:
+    """Why each entry point must not be imported here; empty for one that may.
+
+    Args:
+        sources: entry point, name and version of its distribution.
+    """
+    limit_s = _limit()
+    if limit_s <= 0 or not sys.executable:
+        return [""] * len(sources)
+    states = [state_of(*source) for source in sources]
+    tried = {state for state in os.environ.get(TRIED_VARIABLE, "").split(",") if state}
+    known = _remembered() | tried
+    new = {state: source[0] for state, source in zip(states, sources, strict=True) if state not in known}
+    found = _try(new, limit_s) if new else {}
+    passed = [state for state in new if state not in found]
+    if passed:
+        _remember(passed)
+        os.environ[TRIED_VARIABLE] = ",".join(sorted(tried | set(passed)))
+    return [found.get(state, "") for state in states]
+
+
+def state_of(point: EntryPoint, distribution: str, version: str) -> str:
+    """Names an entry point as it is now: it is another one when a file of its package changes."""
+    package = point.value.partition(":")[0].partition(".")[0]
+    content = [__version__, sys.version, sys.prefix, distribution, version, point.name, point.value, *_files(package)]
+    return hashlib.sha256("\0".join(content).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _files(package: str) -> list[str]:
+    """Number, size and newest change of a package's Python files, without importing it."""
+    try:
+        spec = PathFinder.find_spec(package) or next(
+            filter(None, (finder.find_spec(package, None) for finder in sys.meta_path)), None
+        )
+    except Exception:  # finders are others' code; the import will tell
+        return ["unknown"]
+    if spec is None:
+        return ["missing"]
+    roots = [Path(root) for root in spec.submodule_search_locations or ()]
+    files = [file for root in roots for file in root.rglob("*.py")] or [Path(spec.origin or "")]
+    facts = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            facts.append(file.stat())
+    newest = max((fact.st_mtime_ns for fact in facts), default=0)
+    return [str(spec.origin), str(len(facts)), str(sum(fact.st_size for fact in facts)), str(newest)]
+
+
+def _try(sources: Sources, limit_s: float) -> dict[str, str]:
+    """Import them in a child, one after the other; another child goes on after one that was lost."""
+    found: dict[str, str] = {}
+    waiting = dict(sources)
+    while waiting:
+        done, lost = _one_child(waiting, limit_s)
+        for state in done:
+            del waiting[state]
+        if lost is None:
+            break
+        state, reason = lost
+        if state is None:
+            break  # the child itself cannot run here, which says nothing of plugins
+        found[state] = reason
+        del waiting[state]
+    return found
+
+
+def _one_child(sources: Sources, limit_s: float) -> tuple[list[str], tuple[str | None, str] | None]:
+    """Keys that came through, and the one that the child was lost with, and how."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as stacks, os.fdopen(reading, "rb", buffering=0) as reports:
+        job = {
+            "path": sys.path,
+            "sources": [[state, point.name, point.value] for state, point in sources.items()],
+            "report": writing,
+            "stacks": stacks.fileno(),
+            "limit_s": limit_s,
+        }
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(writing, stacks.fileno()),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(writing)
+            return [], (None, str(error))
+        os.close(writing)
+        try:
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(json.dumps(job).encode())
+            done, begun, hangs = _follow(reports, limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            status = child.wait()
+        if begun is None:
+            return done, None if len(done) == len(sources) else (None, "the child ended early")
+        if hangs:
+            return done, (begun, f"its import did not end within {limit_s:g} s ({LIMIT_VARIABLE}){_place(stacks)}")
+        return done, (begun, f"its import ended the process{_how(status)}; an exception would have been caught")
+
+
+def _follow(reports: IO[bytes], limit_s: float) -> tuple[list[str], str | None, bool]:
+    """Keys that are done, the one that is begun and not done, and whether the child is silent for too long."""
+    done: list[str] = []
+    begun: str | None = None
+    text = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reports, selectors.EVENT_READ)
+        deadline = time.monotonic() + limit_s + _START_S
+        while True:
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                return done, begun, True
+            data = reports.read(4096)
+            if not data:
+                return done, begun, False
+            *lines, text = (text + data).split(b"\n")
+            for line in lines:
+                word, _, state = line.decode().partition(" ")
+                deadline = time.monotonic() + limit_s + _STACK_S
+                begun = state if word == "begin" else None
+                if word == "end":
+                    done.append(state)
+
+
+def _place(stacks: IO[bytes]) -> str:
+    """Where the import hangs: the innermost line of a file that is not Python's own."""
+    stacks.seek(0)
+    lines = [line.strip() for line in stacks.read().decode(errors="replace").splitlines() if "File " in line]
+    own = [line for line in lines if "<frozen" not in line and f"{os.sep}lib{os.sep}python" not in line]
+    return f"; it hangs in {(own or lines)[0].removeprefix('File ')}" if lines else ""
+
+
+def _how(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return ""  # by this process, after it had closed what it reported to
+    return f" with exit code {status}" if status >= 0 else f" by signal {-status} ({signal.Signals(-status).name})"
+
+
+def _limit() -> float:
+    try:
+        limit_s = float(os.environ.get(LIMIT_VARIABLE, ""))
+    except ValueError:
+        return DEFAULT_LIMIT_S
+    return limit_s if math.isfinite(limit_s) else DEFAULT_LIMIT_S
+
+
+def _memory() -> Path | None:
+    with contextlib.suppress(RuntimeError):  # no home directory
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(base) / PROJECT / "plugins.json"
+    return None
+
+
+def _remembered() -> set[str]:
+    file = _memory()
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8")) if file is not None else []
+    except (OSError, ValueError, RecursionError):
+        return set()
+    return {state for state in content if isinstance(state, str)} if isinstance(content, list) else set()
+
+
+def _remember(states: Sequence[str]) -> None:
+    """Where it cannot be written, the next process tries again."""
+    file = _memory()
+    if file is None or not states:
+        return
+    kept = [state for state in sorted(_remembered()) if state not in states]
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f"{file.name}.{os.getpid()}")
+        aside.write_text(json.dumps([*kept, *states][-MOST_REMEMBERED:]), encoding="utf-8")
+        aside.replace(file)
+
+
+def main() -> None:
+    """The child: read what is to be imported, and report before and after each."""
+    from chatlearn_core.plugins.loader import load_source
+    from chatlearn_core.plugins.sources import PluginSource
+
+    job = json.loads(sys.stdin.buffer.read())
+    sys.path[:] = job["path"]
+    for state, name, value in job["sources"]:
+        os.write(job["report"], f"begin {state}\n".encode())
+        faulthandler.dump_traceback_later(job["limit_s"], file=job["stacks"])
+        point = EntryPoint(name, value, PROJECT)
+        with contextlib.suppress(KeyboardInterrupt):
+            load_source(PluginSource(name, name, "", point.load))
+        faulthandler.cancel_dump_traceback_later()
+        os.write(job["report"], f"end {state}\n".encode())
+    os._exit(0)  # whatever threads they left behind
