@@ -16,7 +16,15 @@ import torch
 
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.protocols import LossOutput
-from chatlearn_core.types import Completion, RewardResult, TrainBatch, VersionSpan, WeightManifest, WeightShard
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    RewardResult,
+    TrainBatch,
+    VersionSpan,
+    WeightManifest,
+    WeightShard,
+)
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_sync.checkpoint import CheckpointReceiver, CheckpointSender
@@ -186,6 +194,14 @@ class WrongBasis(TransformersGenerator):
     async def generate(self, request, on_tokens=None):
         completion = await super().generate(request, on_tokens)
         return replace(completion, logprobs=completion.raw_logprobs)
+
+
+class UndeclaredBasis(TransformersGenerator):
+    """Raw logprobs that say so, from a generator whose record declares processed ones."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        return replace(completion, logprobs=completion.raw_logprobs, basis=RAW_BASIS)
 
 
 class ShiftedGeneratorLogprobs(TransformersGenerator):
@@ -515,6 +531,7 @@ MUTANTS = [
         "transformers",
         StaleVersion="test_new_weights_change_the_output",
         WrongBasis="test_logprobs_are_of_the_stated_basis",
+        UndeclaredBasis="test_logprobs_are_of_the_stated_basis",
         ShiftedGeneratorLogprobs="test_greedy_equals_a_plain_forward",
         IgnoredSeed="test_seeds_decide",
         SharedRandomness="test_seeds_decide",

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError
+from chatlearn_core.executor.logprob_bases import DeclaredBases
+from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Generator
 from chatlearn_core.testing.applicability import not_applicable
@@ -72,16 +74,19 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         """``logprobs`` are of the distribution that ``basis`` names: raw, or processed as the request said.
 
         Right at temperature 1 and wrong otherwise: raw logprobs under a processed basis, or the other way round. The
-        importance ratio would then be of two different distributions.
+        importance ratio would then be of two different distributions. A run also counts on what the record (or an
+        attribute ``bases`` of the options) declares, and ends at a completion of another basis.
         """
         settings = {"temperature": 1.0} | sampling
         requests = [ask(f"basis-{i}", prompt, seed=i, **settings) for i, prompt in enumerate(PROMPTS)]
-        kinds = set()
+        declared = DeclaredBases("generator", self.record().name, bases_of(self.record(), self.make_options()))
         for request, completion in zip(requests, replica.ask(*requests), strict=True):
             assert_completion(reference, request, completion)
-            kinds.add("raw" if completion.basis == RAW_BASIS else "processed")
-        if requests[0].sampling.basis != RAW_BASIS:
-            assert kinds <= self.record().bases, f"returns {sorted(kinds)}, declares {sorted(self.record().bases)}"
+            expected = declared.expected(request.sampling)
+            assert completion.basis == expected, (
+                f"states the basis {completion.basis} where {expected} is due: the record declares "
+                f"{', '.join(sorted(declared.bases))}"
+            )
 
     def test_samples_from_the_stated_distribution(self, replica: Replica, reference: torch.nn.Module) -> None:
         """The mean logprob of many draws is minus the entropy of the processed distribution, and no cut token comes."""
