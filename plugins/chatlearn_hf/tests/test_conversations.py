@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from chatlearn_core.data import PromptRenderer
 from chatlearn_core.data.render import RenderedDemonstration
@@ -210,3 +212,20 @@ def test_without_a_template_one_turn_is_imitated_and_ended() -> None:
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
     with pytest.raises(DataError, match="several turns can be imitated only where a chat template marks them"):
         renderer.demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
+
+
+def test_tokens_of_a_turn_are_those_of_the_whole_text_where_each_text_begins_with_a_space() -> None:
+    """SentencePiece puts a space before every text, so that a piece by itself has another first token."""
+    letters = [chr(code) for code in range(33, 127)] + ["\n", "▁"]
+    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content }}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    shown = PromptRenderer(tokenizer).demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
+    ids = [*shown.prompt.token_ids.tolist(), *shown.completion_ids.tolist()]
+    assert ids == tokenizer.encode(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)
+    assert [turn.replace(" ", "") for turn in turns_of(tokenizer, shown)] == ["2.</s>", "That▁is▁4.</s>"]
+    assert tokenizer.tokenize("2.")[0] == "▁", "by itself the turn would begin with a space"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -176,21 +176,17 @@ class PromptRenderer:
     def _encoded_turns(self, marked: MarkedConversation, hidden: Hidden) -> list[list[int]]:
         """Ids of the prompt, the first turn, what stands between it and the next, that turn, and so on.
 
-        What is sampled from is the prompt encoded by itself, so the tokens of a turn begin where its text does: those
-        of the whole text, if they do so; otherwise each piece is encoded by itself.
+        What is sampled from is the prompt encoded by itself, so the tokens of a turn begin where its text does. Where
+        pieces by themselves are not what they are in the whole (tokenizers that begin each text with a space), they are
+        cut from the whole, if that has tokens that begin there.
         """
         places = [place for turn in marked.turns for place in turn]
+        pieces = [self._encode_hidden(marked.text[a:b], hidden) for a, b in pairwise([0, *places])]
         whole = self._encode_hidden(marked.text, hidden)
-        counts = [0]
-        for place in places[:-1]:
-            ids = self._encode_hidden(marked.text[:place], hidden)
-            if whole[: len(ids)] != ids:
-                pieces = [self._encode_hidden(marked.text[a:b], hidden) for a, b in pairwise([0, *places])]
-                break
-            counts.append(len(ids))
-        else:
-            counts.append(len(whole))
-            pieces = [whole[a:b] for a, b in pairwise(counts)]
+        if list(chain.from_iterable(pieces)) != whole:
+            before = [self._encode_hidden(marked.text[:place], hidden) for place in places[:-1]]
+            if all(whole[: len(ids)] == ids for ids in before):
+                pieces = [whole[a:b] for a, b in pairwise([0, *map(len, before), len(whole)])]
         if not marked.is_ended:
             eos = self.tokenizer.eos_token_id
             if eos is None:
