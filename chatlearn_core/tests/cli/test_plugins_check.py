@@ -113,6 +113,50 @@ def test_settings_that_cannot_be_imported_fail(written, fake_environment) -> Non
     assert "zed_reward.conformance: AttributeError" in output
 
 
+@pytest.mark.slow
+def test_a_test_that_ends_the_process_or_hangs_fails_and_the_rest_goes_on(written, tmp_path: Path) -> None:
+    """The first scoring ends the process, the second one never returns, all others do what they should."""
+    trap = f"""
+        import os, time
+        from pathlib import Path
+        count = Path({str(tmp_path / "count")!r})
+        number = len(count.read_text()) if count.exists() else 0
+        count.write_text("x" * (number + 1))
+        if number == 0:
+            os._exit(3)
+        if number == 1:
+            time.sleep(1e6)
+"""
+    package, line = "broken-reward", "        text = sample"
+    written(package, "reward", (line, trap.lstrip("\n") + line))
+    code, output = check(package, "--json", "--test-timeout", "15")
+    assert code == 1
+    [record, suite] = json.loads(output)["checks"]
+    assert record["verdict"] == "passed"
+    first, second = suite["failures"]
+    assert "ended the process (exit code 3)" in first
+    assert "did not end within 15 s (--test-timeout); it hangs in" in second
+    assert "reward.py" in second
+    assert suite["passed"] > 5
+
+
+def test_a_suite_that_cannot_begin_is_told(written, fake_environment) -> None:
+    written("zed-reward", "reward")
+    fake_environment.site.joinpath("zed_reward/conformance.py").write_text("import os\nos._exit(7)\n")
+    code, output = check("zed-reward")
+    assert code == 1
+    assert "the suite could not be run: ended the process (exit code 7)" in output
+
+
+@pytest.mark.slow
+def test_the_limit_of_everything_is_told(written, fake_environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("zed-reward", "reward")
+    fake_environment.site.joinpath("zed_reward/conformance.py").write_text("import time\ntime.sleep(1e6)\n")
+    code, output = check("zed-reward", "--timeout", "5")
+    assert code == 1
+    assert "the limit of 5 s for everything (--timeout) was over before all tests were run" in output
+
+
 def test_kinds_without_a_suite_have_their_record_checked() -> None:
     code, output = check("chatlearn-core")
     assert code == 0

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -133,6 +133,9 @@ def run_conformance(
     load_reference: ReferenceLoader | str | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     select: Sequence[str] = (),
+    done: Collection[str] = (),
+    on_begin: Callable[[str], None] | None = None,
+    on_verdict: Callable[[TestVerdict], None] | None = None,
 ) -> Results:
     """Run the suites on records, in this process, with pytest.
 
@@ -142,6 +145,9 @@ def run_conformance(
         load_reference: loads it by code that is not under test.
         settings: ``kind/name`` -> what a subclass would set.
         select: names of contract tests to run, without parameters; empty: all.
+        done: tests that are left out, with their parameters.
+        on_begin: called with the name of each test before it runs.
+        on_verdict: called with each verdict as it is there.
 
     Raises:
         PluginError: see ``suite_class``.
@@ -151,18 +157,26 @@ def run_conformance(
         key = f"{record.kind}/{record.name}"
         own = (settings or {}).get(key)
         classes[key] = suite_class(record, model_directory=model_directory, load_reference=load_reference, settings=own)
-    return run_suites(classes, select=select)
+    return run_suites(classes, select=select, done=done, on_begin=on_begin, on_verdict=on_verdict)
 
 
-def run_suites(classes: Mapping[str, type[ConformanceSuite]], *, select: Sequence[str] = ()) -> Results:
-    """Run suite classes, each under the name that its verdicts shall have."""
+def run_suites(
+    classes: Mapping[str, type[ConformanceSuite]],
+    *,
+    select: Sequence[str] = (),
+    done: Collection[str] = (),
+    on_begin: Callable[[str], None] | None = None,
+    on_verdict: Callable[[TestVerdict], None] | None = None,
+) -> Results:
+    """Run suite classes, each under the name that its verdicts shall have; see ``run_conformance``."""
     unique = {
         f"Test{index}{cls.__name__.removeprefix('Test')}": (key, cls)
         for index, (key, cls) in enumerate(classes.items())
     }
     if unknown := [name for name in select if not any(hasattr(cls, name) for cls in classes.values())]:
         raise PluginError(f"no contract test of these suites is named {', '.join(unknown)}")
-    collector = _Collector({name: key for name, (key, _) in unique.items()}, frozenset(select))
+    records = {name: key for name, (key, _) in unique.items()}
+    collector = _Collector(records, frozenset(select), frozenset(done), on_begin, on_verdict)
     printed = io.StringIO()
     token = _GENERATED.set({name: cls for name, (_, cls) in unique.items()})
     try:
@@ -183,7 +197,8 @@ def run_suites(classes: Mapping[str, type[ConformanceSuite]], *, select: Sequenc
             sys.modules.pop(file.stem, None)
     finally:
         _GENERATED.reset(token)
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    nothing_left = status == pytest.ExitCode.NO_TESTS_COLLECTED and bool(done)
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not nothing_left:
         raise PluginError(f"the conformance suites could not be run (pytest: {status!r}):\n{printed.getvalue()}")
     return Results(collector.verdicts, printed.getvalue())
 
@@ -199,15 +214,36 @@ _GENERATED: ContextVar[Mapping[str, type[ConformanceSuite]]] = ContextVar("gener
 class _Collector:
     """A pytest plugin that keeps verdicts, and deselects what was not asked for."""
 
-    def __init__(self, records: Mapping[str, str], select: frozenset[str]) -> None:
+    def __init__(
+        self,
+        records: Mapping[str, str],
+        select: frozenset[str],
+        done: frozenset[str] = frozenset(),
+        on_begin: Callable[[str], None] | None = None,
+        on_verdict: Callable[[TestVerdict], None] | None = None,
+    ) -> None:
         self._records = records
         self._select = select
+        self._done = done
+        self._on_begin = on_begin
+        self._on_verdict = on_verdict
         self.verdicts: list[TestVerdict] = []
 
+    def _add(self, verdict: TestVerdict) -> None:
+        self.verdicts.append(verdict)
+        if self._on_verdict is not None:
+            self._on_verdict(verdict)
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what was selected."""
+        """Keep what was selected and is not done."""
         if self._select:
             items[:] = [item for item in items if getattr(item, "originalname", item.name) in self._select]
+        items[:] = [item for item in items if item.name not in self._done]
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Say what begins."""
+        if self._on_begin is not None:
+            self._on_begin(item.name)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -219,13 +255,13 @@ class _Collector:
         record = self._records[item.parent.name]
         if report.failed:
             reason = f"{call.excinfo.value}" if call.excinfo is not None else str(report.longrepr)
-            self.verdicts.append(TestVerdict(record, item.name, "failed", f"{report.when}: {reason}"))
+            self._add(TestVerdict(record, item.name, "failed", f"{report.when}: {reason}"))
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             reason = reason.removeprefix("Skipped: ").removeprefix(NOT_APPLICABLE)
-            self.verdicts.append(TestVerdict(record, item.name, "skipped", reason))
+            self._add(TestVerdict(record, item.name, "skipped", reason))
         elif report.when == "call":
-            self.verdicts.append(TestVerdict(record, item.name, "passed"))
+            self._add(TestVerdict(record, item.name, "passed"))
         return report
 
 
