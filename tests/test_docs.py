@@ -41,6 +41,7 @@ MAX_NOT_RUN = 2
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("chatlearn_*/README.md")),
