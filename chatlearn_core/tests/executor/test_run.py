@@ -252,6 +252,16 @@ async def test_ranking_checkpoints_by_what_is_no_metric_is_told_once(training: T
     ]
 
 
+async def test_ranking_by_an_accuracy_that_the_rewards_do_not_give_is_told_with_what_there_is(
+    training: Training,
+) -> None:
+    trained = training("a", keep_best=1)
+    trained.run.state.before = {"eval/reward": 0.5}
+    await trained.run.train()
+    [told] = [text for text in trained.listener.said if "checkpoint.metric" in text]
+    assert told.endswith("the rewards of this run have no component accuracy: set checkpoint.metric to eval/reward")
+
+
 @pytest.mark.parametrize("metric", ["samples/trained", "eval/accuracy"])
 async def test_a_metric_that_is_there_or_may_come_is_not_warned_of(training: Training, metric: str) -> None:
     trained = training("a", keep_best=1, metric=metric)

@@ -137,6 +137,12 @@ def test_without_a_control_token_the_end_of_sequence_ends_the_last_turn() -> Non
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
 
 
+def test_a_turn_that_nothing_stands_before_cannot_be_imitated() -> None:
+    silent = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        PromptRenderer(make_tokenizer(silent)).demonstration("2+2?", "4")
+
+
 def test_messages_that_are_not_to_be_imitated() -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     renderer = PromptRenderer(tokenizer)

@@ -166,6 +166,8 @@ class PromptRenderer:
         )
         self._check_length(marked.text)
         pieces = self._encoded_turns(marked, hidden)
+        if not pieces[0]:
+            raise DataError("the prompt has no tokens")
         text = hidden.reveal(marked.text[: marked.turns[0][0]])
         kept = () if isinstance(prompt, str) else tuple(messages[: imitated[0]])
         rendered = RenderedPrompt(text, np.asarray(pieces[0], dtype=np.int64), kept)
