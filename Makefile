@@ -21,7 +21,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-grid test-fuzz lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-models test-grid test-fuzz lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -66,6 +66,9 @@ test: install-engines lint  ## Run every test this machine can run, real engines
 
 test-matrix: install-engines  ## Run every trainer x generator x transport, and record what passed.
 	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+test-models: install-dev  ## Train and serve every model type of transformers, tiny, and record what is right.
+	$(BIN)/python -m pytest -m models $(ARGS)
 
 test-grid: install-engines  ## Kill every worker in every phase of a run.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m grid $(ARGS)

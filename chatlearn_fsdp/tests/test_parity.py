@@ -12,6 +12,7 @@ from chatlearn_core.types import OutputRequest, TrainBatch
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.packed_forward import PackedModel, packed_outputs
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hf.tiny_architectures import build_tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -41,6 +42,15 @@ MIXTURE = {
     "hsdp2x2": LAYOUTS["hsdp2x2"],
 }
 HEADS = {"dp2": LAYOUTS["dp2"], "ulysses2": LAYOUTS["ulysses2"]}
+# Sinks and value heads of another size are split over heads, padded sequences over slices; StableLM raises inside its
+# first comparison, while layers are gathered; GPT-2 keeps its layers under another name.
+FAMILIES = {
+    "gpt_oss": ["dp2", "ulysses2"],
+    "deepseek_v3": ["ulysses2"],
+    "qwen3_next": ["dp2", "dp4"],
+    "stablelm": ["dp2"],
+    "gpt2": ["dp2"],
+}
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
@@ -61,6 +71,13 @@ def answers(run_jobs, seven_sequences, tmp_path_factory):
         jobs[f"{head}-one"] = {"model": tied, "slices": EVERYTHING, "head": head}
         for layout, (slices, sizes) in HEADS.items():
             jobs[f"{head}-{layout}"] = {"model": tied, "slices": slices, "options": sizes, "head": head}
+    for family, layouts in FAMILIES.items():
+        path = str(root / family)
+        build_tiny(family, vocab_size=320).save_pretrained(path)
+        for layout in ("one", *layouts):
+            slices, sizes = LAYOUTS.get(layout, (EVERYTHING, {}))
+            options = sizes | {"max_tokens_per_micro_batch": 80}
+            jobs[f"{family}-{layout}"] = {"model": path, "slices": slices, "options": options}
     jobs["tied-one"] = {"model": tied, "slices": EVERYTHING}
     jobs["tied-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0]}
     jobs["bfloat16-dp2"] = {"model": tied, "slices": LAYOUTS["dp2"][0], "options": {"param_dtype": "bfloat16"}}
@@ -142,6 +159,24 @@ def test_other_heads_too(answers, seven_sequences, head, layout) -> None:
     ranks, reference = answers[f"{head}-{layout}"], answers[f"{head}-one"][0]
     assert_same_update(ranks, reference)
     assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+
+
+@pytest.mark.parametrize(("family", "layout"), [(name, layout) for name, all_ in FAMILIES.items() for layout in all_])
+def test_other_families_too(answers, seven_sequences, family, layout) -> None:
+    slices, sizes = LAYOUTS[layout]
+    ranks, reference = answers[f"{family}-{layout}"], answers[f"{family}-one"][0]
+    assert_same_update(ranks, reference)
+    assert_same_outputs(ranks, reference, slices, seven_sequences, sharing=sizes.get("ulysses", 1))
+
+
+def test_ulysses_of_a_model_whose_rows_cannot_be_packed_is_refused(run_jobs, seven_sequences, tmp_path, capfd) -> None:
+    build_tiny("qwen3_next", vocab_size=320).save_pretrained(tmp_path / "model")
+    job = {"model": str(tmp_path / "model"), "slices": EVERYTHING, "options": {"ulysses": 2}}
+    with pytest.raises(AssertionError, match="a rank failed"):
+        run_jobs({"one": job}, seven_sequences, tmp_path / "answers")
+    error = capfd.readouterr().err
+    assert "its layers carry a state from one sequence of a row to the next" in error
+    assert "Right for this model: with ulysses 1, attention sdpa, sequences padded" in error
 
 
 def test_tied_weights_stay_one(answers) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from chatlearn_core.batching import micro_batches
+from chatlearn_core.batching import micro_batches, padded_micro_batches, padded_tokens
 from chatlearn_core.batching.balance import units_in_order
 from chatlearn_core.types import Outputs, TrainBatch
 from chatlearn_hf.shared_prompts import SharedPrompts, find_shared_prompts
@@ -29,21 +29,31 @@ class MicroBatches:
         batch: on the host.
         max_tokens: budget of one micro-batch.
         share_prompts: compute equal beginnings of a group's prompts once in each micro-batch.
+        padded: sequences are padded to the longest of their micro-batch, which counts in the budget.
         agree: takes this rank's number of micro-batches and returns the largest of all ranks.
     """
 
     def __init__(
-        self, batch: TrainBatch, max_tokens: int, *, share_prompts: bool, agree: Callable[[int], int] | None = None
+        self,
+        batch: TrainBatch,
+        max_tokens: int,
+        *,
+        share_prompts: bool,
+        padded: bool = False,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
+        assert not (padded and share_prompts), "a sequence with a row of its own shares none"
         self.batch = batch
+        self.padded = padded
         self.shared = find_shared_prompts(batch) if share_prompts else None
         units, sizes = batch.unit_index.tolist(), batch.lengths
         if self.shared is not None:
             units, sizes = join_units(self.shared, sizes, units, batch.group_index.tolist(), max_tokens)
-        self.cuts = micro_batches(sizes, units, max_tokens, at_least=1)
+        into_cuts = padded_micro_batches if padded else micro_batches
+        self.cuts = into_cuts(sizes, units, max_tokens, at_least=1)
         agreed = agree(len(self.cuts)) if agree is not None else len(self.cuts)
         if agreed > len(self.cuts):
-            self.cuts = micro_batches(sizes, units, max_tokens, at_least=agreed)
+            self.cuts = into_cuts(sizes, units, max_tokens, at_least=agreed)
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -58,7 +68,9 @@ class MicroBatches:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Rows that pass through the trunk."""
+        """Tokens that pass through the trunk, padding included."""
+        if self.padded:
+            return sum(padded_tokens(self.batch.lengths, cut) for cut in self.cuts)
         return self.batch.num_tokens if self.shared is None else sum(self.shared.num_rows(cut) for cut in self.cuts)
 
     def on(

@@ -17,6 +17,7 @@ from chatlearn_fsdp.options import FSDPOptions, LoraOptions
 from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
+from chatlearn_hf.forward_check import loaded_attention, with_attention
 from chatlearn_hf.heads import drawn_head, load_model
 from chatlearn_hf.lora import LoraSettings, add_adapters, base_state, draw_adapters
 from chatlearn_hf.meta_start import CheckpointFiles, build_on_meta, local_directory, restore_buffers
@@ -59,11 +60,20 @@ def start_model(
         extra["experts_implementation"] = options.experts
     settings: dict[str, Any] = {
         "dtype": getattr(torch, options.master_dtype),
-        "attention": options.attention,
         "trust_remote_code": source.trust_remote_code,
-    }
+    } | extra
     if ranks is None:
-        model = load_model(source.path, source.head, device=context.device, seed=context.seed, **settings, **extra)
+        model = with_attention(
+            options.attention,
+            lambda attention: load_model(
+                source.path,
+                source.head,
+                device=context.device,
+                seed=context.seed,
+                attention=attention,
+                **settings,
+            ),
+        )
         layout = checkpoint_layout(model)
         packed = _prepare(model, options, context, source)
         for parameter in model.parameters():
@@ -72,7 +82,10 @@ def start_model(
         return StartedModel(packed, layout)
 
     directory = local_directory(source.path)
-    model = build_on_meta(directory, source.head, **settings, **extra)
+    model = with_attention(
+        options.attention,
+        lambda attention: build_on_meta(directory, source.head, attention=attention, **settings),
+    )
     if ranks.ulysses is not None:
         check_heads(int(model.config.get_text_config().num_attention_heads), ranks.ulysses.size)
     layout = checkpoint_layout(model)
@@ -84,7 +97,8 @@ def start_model(
             type(model).__name__,
             odd,
         )
-        model = load_model(source.path, source.head, device="cpu", seed=context.seed, **settings, **extra)
+        attention = loaded_attention(model)
+        model = load_model(source.path, source.head, device="cpu", seed=context.seed, attention=attention, **settings)
     packed = _prepare(model, options, context, source)
     compute, master = getattr(torch, options.param_dtype), getattr(torch, options.master_dtype)
     if not by_slices:
@@ -95,6 +109,7 @@ def start_model(
         ranks.mesh,
         compute_dtype=compute if compute != master else None,
         cpu_offload=options.cpu_offload,
+        also_forward=("alone",),
     )
     if by_slices:
         packed.to_empty(device="cpu" if options.cpu_offload else context.device)

@@ -52,7 +52,7 @@ class FSDPOptions(BaseModel):
         True,
         description="Compute the prompt tokens that a group's sequences have in common once in each micro-batch; the"
         " same gradients. They then count once in the token budget, and an eighth for each repetition. Needs attention"
-        " varlen and ulysses 1; computed apart otherwise.",
+        " varlen, packed sequences and ulysses 1; computed apart otherwise.",
     )
     logits_chunk_tokens: int | None = Field(
         None, ge=1, description="Tokens whose logits are held at once; null keeps them under 128 MiB in float32."
@@ -60,7 +60,14 @@ class FSDPOptions(BaseModel):
     param_dtype: Dtype = Field("float32", description="What forward and backward compute in.")
     master_dtype: Dtype = Field("float32", description="What the optimizer holds.")
     attention: Literal["varlen", "sdpa", "eager"] = Field(
-        "varlen", description="varlen computes nothing across packed sequences; the others build a [T, T] mask."
+        "varlen",
+        description="varlen computes nothing across packed sequences; the others build a [T, T] mask. Each is compared"
+        " with the model's own forward passes at the start; see docs/models.md.",
+    )
+    sequences: Literal["auto", "packed", "padded"] = Field(
+        "auto",
+        description="packed lays sequences end to end in one row, padded gives each a row of its own (under attention"
+        " varlen with sdpa or eager); auto packs where that is right for the model, and else pads, with a warning.",
     )
     dropout: bool = Field(
         False,
@@ -97,6 +104,11 @@ class FSDPOptions(BaseModel):
             raise ValueError(
                 f"ulysses {self.ulysses} exchanges heads inside attention 'varlen', and attention is"
                 f" {self.attention!r}; set attention: varlen, or ulysses: 1"
+            )
+        if self.ulysses > 1 and self.sequences == "padded":
+            raise ValueError(
+                f"ulysses {self.ulysses} shares the tokens of packed rows, and sequences is 'padded'; set sequences:"
+                " auto, or ulysses: 1"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from chatlearn_core.exceptions import BackendError, ConfigError
@@ -143,6 +151,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype | None,
     cpu_offload: bool,
+    also_forward: Sequence[str] = (),
 ) -> None:
     """Shard ``root`` in place, each layer a unit of its own, so that gradients are *summed* over ranks.
 
@@ -152,6 +161,7 @@ def shard_model(
         mesh: (shard,), or (replicate, shard).
         compute_dtype: gather and compute in this dtype, reduce gradients in float32; None computes in the parameters'.
         cpu_offload: keep the shards in host memory.
+        also_forward: methods of ``root`` beside ``forward`` that compute with whole parameters.
     """
     precision = (
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -166,6 +176,8 @@ def shard_model(
         # collective itself must be a plain one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    for method in also_forward:
+        register_fsdp_forward_method(root, method)
 
 
 def free_gathered(root: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.types import (
@@ -37,11 +38,14 @@ from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_s
 from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
+from chatlearn_hf.forward_check import Choice, ForwardCheck
 from chatlearn_hf.lora import LoraSettings
 from chatlearn_hf.packed_forward import PackedModel
 from chatlearn_hf.training_noise import start_training
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
+
+logger = logging.getLogger(__name__)
 
 HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 NAMED_SAMPLES = 16
@@ -72,6 +76,8 @@ class FSDPTrainer:
         self._model: PackedModel | None = None
         self._layout: CheckpointLayout | None = None
         self._optimizer: torch.optim.AdamW | None = None
+        self.choice: Choice | None = None
+        """How sequences are computed, and why not as the options say first; None before ``setup``."""
         self._parts: dict[MemoryPart, OffloadedPart] = {part: OffloadedPart() for part in HELD_PARTS}
         self._updates = 0
         self._broken: str | None = None
@@ -90,6 +96,7 @@ class FSDPTrainer:
             self._ranks = join_ranks(options, context)
         started = start_model(options, context, self._source, self._ranks)
         self._layout, self._model = started.layout, started.packed
+        self._check_forward(started.packed)
         if context.trainable:
             self._optimizer = build_optimizer(started.packed, options)
 
@@ -148,7 +155,7 @@ class FSDPTrainer:
         """
         model = self._ready("weights")
         model.eval()
-        cut = self._cut(batch)
+        cut = self._cut(model, batch)
         pieces: list[Outputs] = []
         with torch.no_grad():
             for micro, layout in cut.on(self._device, self._ulysses):
@@ -168,7 +175,7 @@ class FSDPTrainer:
         optimizer = self._require_optimizer()
         start_training(model, noise=self.options.dropout)
         timer = PhaseTimer(self._device)
-        cut = self._cut(batch)
+        cut = self._cut(model, batch)
         totals: list[Tensor] = []
         parts: list[Metrics] = []
         for micro, layout in cut.on(self._device, self._ulysses):
@@ -242,6 +249,37 @@ class FSDPTrainer:
 
     # Inside
 
+    def _check_forward(self, model: PackedModel) -> None:
+        """Choose how sequences are computed by comparing with the model's own forward passes.
+
+        Raises:
+            ModelError: no way that the options allow is right.
+        """
+        check = ForwardCheck(
+            model,
+            device=self._device,
+            dtype=self._compute_dtype,
+            autocast=self._autocast,
+            ulysses=self._ulysses,
+            max_length=self._source.max_length,
+            agree=self._largest,
+        )
+        try:
+            self.choice = check.choose(self.options.attention, self.options.sequences)
+        except ModelError as error:
+            raise ModelError(f"roles.{self.context.role} ({self._source.path}): {error}") from error
+        free_gathered(model)
+        note = self.choice.note(str(model.model.config.model_type))
+        if note is not None and self.context.rank == 0:
+            logger.warning("Role %s: %s", self.context.role, note)
+
+    def _largest(self, finding: float) -> float:
+        """The largest of the ranks' findings; infinite if one is not a number."""
+        finding = finding if math.isfinite(finding) else math.inf
+        if self._ranks is None or self._ranks.size == 1:
+            return finding
+        return float(self._ranks.all_reduce(torch.tensor(finding, device=self._device), dist.ReduceOp.MAX))
+
     def _adapter_settings(self) -> LoraSettings:
         if self.options.lora is None:
             raise BackendError(
@@ -310,12 +348,16 @@ class FSDPTrainer:
     def _ulysses(self) -> UlyssesGroup | None:
         return self._ranks.ulysses if self._ranks is not None else None
 
-    def _cut(self, batch: TrainBatch) -> MicroBatches:
+    def _cut(self, model: PackedModel, batch: TrainBatch) -> MicroBatches:
         options = self.options
-        # Only this attention runs over sequences that do not lie end to end, and Ulysses splits a row by its tokens.
-        share = options.share_prompts and options.attention == "varlen" and options.ulysses == 1
-        agree = self._most if self._ranks is not None and self._ranks.size > 1 else None
-        return MicroBatches(batch, options.max_tokens_per_micro_batch, share_prompts=share, agree=agree)
+        return MicroBatches(
+            batch,
+            options.max_tokens_per_micro_batch,
+            # Ulysses splits a row by its tokens.
+            share_prompts=options.share_prompts and model.takes_shared_rows and options.ulysses == 1,
+            padded=model.rows == "padded",
+            agree=self._most if self._ranks is not None and self._ranks.size > 1 else None,
+        )
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' counts."""

@@ -53,7 +53,7 @@ def test_the_head_sees_only_states_before_learned_tokens(tiny, make_batch) -> No
     batch = make_batch()
     packed = PackedModel(load_causal_lm(str(tiny())))
     seen = []
-    packed.model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[0]))
+    packed.model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[-2]))
     packed_outputs(packed, batch, OutputRequest(frozenset({"logprobs"})))
     assert sum(seen) == int(batch.loss_mask.sum()) < batch.num_tokens - batch.num_sequences
 

@@ -77,7 +77,7 @@ def test_flash_gets_sequences_end_to_end(monkeypatch) -> None:
         return loop_attention(*packed, layout.lengths, window)[0]
 
     expected, _ = varlen_attention_forward(Layer(), *parts, None, packed_layout=layout)
-    monkeypatch.setattr(varlen_attention, "_flash_fits", lambda query, dropout: True)
+    monkeypatch.setattr(varlen_attention, "_flash_fits", lambda query, value, rule: True)
     monkeypatch.setattr(varlen_attention, "_flash_varlen", kernel)
     ours, _ = varlen_attention_forward(Layer(), *parts, None, packed_layout=layout)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
@@ -93,8 +93,8 @@ def test_positions_restart() -> None:
     ("arguments", "reason"),
     [
         ({}, "packed_layout"),
-        ({"packed_layout": PackedLayout([2]), "softcap": 30.0}, "softcap"),
-        ({"packed_layout": PackedLayout([2]), "s_aux": torch.zeros(1)}, "s_aux"),
+        ({"packed_layout": PackedLayout([2]), "position_bias": torch.zeros(1)}, "position_bias"),
+        ({"packed_layout": PackedLayout([2]), "indices": torch.zeros(1)}, "indices"),
     ],
 )
 def test_what_it_does_not_compute_is_refused(arguments, reason) -> None:

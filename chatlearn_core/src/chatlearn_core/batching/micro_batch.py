@@ -44,3 +44,47 @@ def micro_batches(
     cut = [sorted(i for unit in bin_ for i in members[unit]) for bin_ in filled]
     cut.sort(key=lambda indices: (-sum(batch_lengths[i] for i in indices), indices[0]))
     return cut + [[] for _ in range(at_least - len(cut))]
+
+
+def padded_micro_batches(
+    batch_lengths: Sequence[int], unit_index: Sequence[int], max_tokens: int, *, at_least: int = 0
+) -> list[list[int]]:
+    """Cut a batch whose sequences are padded to the longest of their micro-batch, which counts in the budget.
+
+    Units of similar length come together: sorted by their longest sequence, each joins the micro-batch before it if
+    that stays within ``max_tokens``. The result is a function of the arguments alone.
+
+    Args:
+        batch_lengths: tokens of each sequence.
+        unit_index: unit of each sequence; a unit is never split.
+        max_tokens: budget of one micro-batch, padding included. A unit above it gets a micro-batch of its own.
+        at_least: number of micro-batches that ranks agreed on; missing ones are made by halving those with most units,
+            or empty when there are not enough units.
+
+    Returns:
+        As ``micro_batches``, the one with most tokens, padding included, first.
+    """
+    assert max_tokens >= 1, f"max_tokens is {max_tokens}"
+    members = units_in_order(unit_index)
+    longest = [max(batch_lengths[i] for i in unit) for unit in members]
+    bins: list[list[int]] = []
+    rows = 0
+    for unit in sorted(range(len(members)), key=lambda unit: (-longest[unit], unit)):
+        # Sorted, the first unit of a micro-batch has its longest sequence.
+        if not bins or (rows + len(members[unit])) * longest[bins[-1][0]] > max_tokens:
+            bins.append([])
+            rows = 0
+        bins[-1].append(unit)
+        rows += len(members[unit])
+    while len(bins) < min(at_least, len(members)):
+        fullest = max(range(len(bins)), key=lambda place: len(bins[place]))
+        units = bins[fullest]
+        bins[fullest : fullest + 1] = [units[: len(units) // 2], units[len(units) // 2 :]]
+    cut = [sorted(i for unit in bin_ for i in members[unit]) for bin_ in bins]
+    cut.sort(key=lambda indices: (-padded_tokens(batch_lengths, indices), indices[0]))
+    return cut + [[] for _ in range(at_least - len(cut))]
+
+
+def padded_tokens(batch_lengths: Sequence[int], indices: Sequence[int]) -> int:
+    """Tokens of some sequences padded to the longest of them."""
+    return len(indices) * max((batch_lengths[i] for i in indices), default=0)

@@ -1,8 +1,9 @@
-"""Packed sequences through a transformers model: the outputs that losses and flows ask for, and nothing padded."""
+"""Packed sequences through a transformers model: the outputs that losses and flows ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -11,6 +12,8 @@ from chatlearn_core.exceptions import BackendError, ModelError
 from chatlearn_core.losses import prediction_rows, token_logprobs_from_hidden
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
+from chatlearn_hf.own_head import own_head, trunk_of
+from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
 
 HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
@@ -19,6 +22,9 @@ HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
     "reward": frozenset({"scores", "hidden_states"}),
 }
 """Which outputs a model with that head provides."""
+
+Rows = Literal["packed", "padded"]
+"""How sequences pass through the trunk: end to end in one row, or each in a row of its own with padding behind it."""
 
 MAX_LOGITS_ELEMENTS = 1 << 25
 """Logits (tokens x vocabulary) held at once unless told otherwise, 128 MiB in float32. What fits into one chunk is kept
@@ -36,6 +42,10 @@ class PackedModel(nn.Module):
             attention of transformers.
         head: which head it carries.
         logits_chunk_tokens: tokens whose logits are held at once; None keeps them under ``MAX_LOGITS_ELEMENTS``.
+
+    Attributes:
+        rows: ``packed``, or ``padded`` for trunks that would let the sequences of one row see each other; not together
+            with ``chatlearn_varlen``. See ``forward_check.choose_forward``.
     """
 
     def __init__(self, model: PreTrainedModel, head: Head = "lm", logits_chunk_tokens: int | None = None) -> None:
@@ -43,6 +53,15 @@ class PackedModel(nn.Module):
         self.model = model
         self.head: Head = head
         self.logits_chunk_tokens = logits_chunk_tokens
+        self.rows: Rows = "packed"
+        self.has_sequence_rope = give_each_sequence_its_rope(model)
+
+    @property
+    def takes_shared_rows(self) -> bool:
+        """Whether one computed row may stand for equal beginnings of several sequences."""
+        is_varlen = self.model.config._attn_implementation == VARLEN_ATTENTION
+        # A rotary embedding by length differs between sequences that begin alike.
+        return self.rows == "packed" and is_varlen and not self.has_sequence_rope
 
     def hidden_states(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
         """[T, H] last hidden states (after the final norm) of packed ``token_ids`` [T].
@@ -60,10 +79,12 @@ class PackedModel(nn.Module):
                 " which would read the rows as if they lay end to end; load the model with the former, or make the"
                 " layout without rows"
             )
+        if self.rows == "padded":
+            return self._padded_trunk(token_ids, layout)
         token_ids, position_ids = layout.reduce(token_ids), layout.reduce(layout.position_ids)
         if layout.ulysses is not None:
             token_ids, position_ids = layout.ulysses.split(token_ids), layout.ulysses.split(position_ids)
-        output = self.model.base_model(
+        output = trunk_of(self.model)(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             attention_mask=None,
@@ -71,6 +92,20 @@ class PackedModel(nn.Module):
             packed_layout=layout,
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
+        return hidden
+
+    def _padded_trunk(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """[T, H] last hidden states of sequences that pass side by side, right-padded, as the model alone runs a batch.
+
+        No mask hides the padding: causal trunks, recurrent ones too, compute nothing from what comes later.
+        """
+        assert layout.ulysses is None, "ranks share the tokens of a packed row only"
+        source, real = layout.padded_rows()
+        arguments: dict[str, Tensor] = {}
+        if self.has_sequence_rope:
+            arguments["position_ids"] = layout.position_ids[source]
+        output = trunk_of(self.model)(input_ids=token_ids[source], use_cache=False, **arguments)
+        hidden: Tensor = output.last_hidden_state[real]
         return hidden
 
     def forward(
@@ -109,6 +144,17 @@ class PackedModel(nn.Module):
         layout = PackedLayout([2], token_ids.device, layout.ulysses)
         outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None)
         return {name: tensor[:0].clone() for name, tensor in outputs.items()}
+
+    def alone(self, token_ids: Tensor, last: int) -> Tensor:
+        """What the model's own forward makes of one sequence [L]: [last, V] logits after its last tokens, or [last]
+        scores of a value head, or [1] of a reward head.
+        """
+        tokens = token_ids[None]
+        if self.head == "lm" and last < len(token_ids):
+            hidden: Tensor = trunk_of(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
+            return own_head(self.model)(hidden[0, -last:])
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return logits[-last:] if self.head == "lm" else logits.reshape(-1)[-last:]
 
     def _score(self, hidden: Tensor) -> Tensor:
         """[N] float32 from [N, H] through the value or reward head."""
@@ -156,7 +202,7 @@ class PackedModel(nn.Module):
         if "values" in names:
             outputs["values"] = aligned(self._score(before))
             return outputs
-        lm_head = output_head(self.model)
+        lm_head = own_head(self.model)
         num_rows, vocab_size = before.shape[0], int(self.model.config.get_text_config().vocab_size)
         chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // vocab_size)
         scored = token_logprobs_from_hidden(
@@ -175,23 +221,20 @@ class PackedModel(nn.Module):
         return outputs
 
 
-def output_head(model: PreTrainedModel) -> nn.Module:
-    """The module that turns hidden states into logits."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers does not annotate it
-    assert isinstance(head, nn.Module), f"{type(model).__name__} has no language-model head"
-    return head
-
-
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the trunk, first to last: the units of sharding and recomputation.
 
     Raises:
-        ModelError: the architecture does not keep them in ``layers``.
+        ModelError: the architecture keeps them in no list.
     """
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(model).__name__} has no list of decoder layers under {model.base_model_prefix}.layers")
-    return list(layers)
+    trunk, count = trunk_of(model), int(model.config.get_text_config().num_hidden_layers)
+    layers = getattr(trunk, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return list(layers)
+    for module in trunk.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ModelError(f"{type(model).__name__} has no list of its {count} decoder layers, so it cannot be sharded")
 
 
 def packed_outputs(model: PackedModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
@@ -209,5 +252,4 @@ def packed_hidden_states(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
 
 def packed_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """[T, V] logits after each token. For inspection and small vocabularies; training never holds them whole."""
-    logits: Tensor = output_head(model)(packed_hidden_states(model, batch))
-    return logits
+    return own_head(model)(packed_hidden_states(model, batch))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.padded_attention import ScoreRule, attend
 from chatlearn_hf.ulysses import UlyssesGroup
 
 VARLEN_ATTENTION = "chatlearn_varlen"
@@ -25,7 +26,7 @@ BUCKET_FILL = 0.75
 """A sequence joins a bucket if it is at least this share of the bucket's longest: bounds the padding inside attention
 to a quarter of a row, and keeps the number of kernel calls logarithmic in the spread of lengths."""
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias", "indices", "alibi", "score_mod")
 """Arguments of attention variants that change the scores, which this implementation does not compute."""
 
 
@@ -55,6 +56,7 @@ class PackedLayout:
         "row_of_token",
         "token_of_row",
         "ulysses",
+        "windows",
     )
 
     def __init__(
@@ -89,6 +91,8 @@ class PackedLayout:
             self.row_of_token, self.token_of_row = rows.to(device), token_of_row.to(device)
         self._buckets: list[tuple[int, int, Tensor]] | None = None
         self._restore: Tensor | None = None
+        self.windows: set[int] = set()
+        """Sliding windows that attention layers asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +109,20 @@ class PackedLayout:
     def reduce(self, tokens: Tensor) -> Tensor:
         """[R, ...] the computed rows, from [T, ...] where tokens of the same row are equal."""
         return tokens if self.token_of_row is None else tokens.index_select(0, self.token_of_row)
+
+    def padded_rows(self) -> tuple[Tensor, Tensor]:
+        """Each sequence in a row of its own, as long as the longest; empty sequences have none.
+
+        Returns:
+            [n, L] int64 the token at each place (padding repeats the sequence's last token), and [n, L] bool which
+            places are real.
+        """
+        sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
+        starts = (sizes.cumsum(0) - sizes)[sizes > 0]
+        sizes = sizes[sizes > 0]
+        column = torch.arange(self.max_length)[None, :]
+        source = starts[:, None] + torch.minimum(column, sizes[:, None] - 1)
+        return source.to(self.position_ids.device), (column < sizes[:, None]).to(self.position_ids.device)
 
     def buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
         """Groups of sequences of similar length, padded to the longest of their group.
@@ -159,6 +177,8 @@ def varlen_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row, by the contract of transformers' attention functions.
@@ -168,16 +188,18 @@ def varlen_attention_forward(
         query: [1, Hq, R, D], the computed rows (R = T unless the layout shares rows); under Ulysses this rank's part of
             the tokens.
         key: [1, Hkv, R, D], Hkv divides Hq.
-        value: like ``key``.
+        value: [1, Hkv, R, Dv].
         attention_mask: must be None.
         packed_layout: where the sequences lie.
         scaling: factor on the scores; None is 1 / sqrt(D).
         dropout: on the attention probabilities, while training.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all before it.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; None leaves them.
+        s_aux: [Hq] scores of attention sinks; None: there are none.
         **arguments: what else the layer passes; score-changing ones are refused.
 
     Returns:
-        [1, R, Hq, D], and None for the probabilities.
+        [1, R, Hq, Dv], and None for the probabilities.
 
     Raises:
         ModelError: no layout came through, a mask was given, or the layer needs a kind of attention that is not
@@ -192,34 +214,56 @@ def varlen_attention_forward(
     for name in _UNSUPPORTED:
         if arguments.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} uses {name!r}, which attention {VARLEN_ATTENTION!r} does not compute;"
-                " set attention to 'eager'."
+                f"{type(module).__name__} uses {name!r}, which attention {VARLEN_ATTENTION!r} does not compute"
             )
-    probability = dropout if module.training else 0.0
+    if sliding_window is not None:
+        packed_layout.windows.add(sliding_window)
+    ulysses, width = packed_layout.ulysses, value.shape[-1]
+    if ulysses is not None and query.shape[-1] != width:  # they are exchanged together
+        scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+        query, key, value = _equally_wide(query, key, value)
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    ulysses = packed_layout.ulysses
     if ulysses is not None:
+        if s_aux is not None:
+            own = s_aux.shape[0] // ulysses.size
+            s_aux = s_aux[ulysses.rank * own : (ulysses.rank + 1) * own]
         rows = ulysses.tokens_to_heads(*rows, packed_layout.num_tokens)
-    if _flash_fits(query, probability):
+    probability = dropout if module.training else 0.0
+    rule = ScoreRule(scaling, sliding_window, softcap, s_aux, probability)
+    if _flash_fits(query, value, rule):
         # The kernel takes sequences that lie end to end.
         query_rows, key_rows, value_rows = (packed_layout.expand(part) for part in rows)
         output = packed_layout.reduce(
             _flash_varlen(query_rows, key_rows, value_rows, packed_layout, scaling, sliding_window)
         )
     else:
-        output = _padded(*rows, packed_layout, scaling, sliding_window, probability)
+        output = _padded(*rows, packed_layout, rule)
     if ulysses is not None:
         output = ulysses.heads_to_tokens(output)
-    return output.unsqueeze(0), None
+    return output[..., :width].unsqueeze(0), None
 
 
-def _flash_fits(query: Tensor, dropout: float) -> bool:
-    """Flash attention's kernel takes half precision on CUDA, heads up to 256, and no dropout through this interface."""
+def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads with zeros behind them, which change neither scores nor the first dimensions of the output."""
+    width = max(query.shape[-1], value.shape[-1])
+    wide_query, wide_key, wide_value = (
+        part if part.shape[-1] == width else nn.functional.pad(part, (0, width - part.shape[-1]))
+        for part in (query, key, value)
+    )
+    return wide_query, wide_key, wide_value
+
+
+def _flash_fits(query: Tensor, value: Tensor, rule: ScoreRule) -> bool:
+    """Flash attention's kernel takes half precision on CUDA, heads up to 256, and neither dropout nor changed scores
+    through this interface.
+    """
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] <= 256
-        and dropout == 0.0
+        and max(query.shape[-1], value.shape[-1]) <= 256
+        and rule.dropout == 0.0
+        and rule.softcap is None
+        and rule.sinks is None
     )
 
 
@@ -229,7 +273,10 @@ def _flash_varlen(
     # Imported here: the module probes for CUDA kernels, which a CPU run has no use for.
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = layout.cu_seqlens, layout.max_length
+    bounds, longest, width = layout.cu_seqlens, layout.max_length, value.shape[-1]
+    if query.shape[-1] != width:
+        scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+        query, key, value = _equally_wide(query, key, value)
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -243,40 +290,20 @@ def _flash_varlen(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor), "no auxiliary output was asked for"
-    return output
+    return output[..., :width]
 
 
-def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
-) -> Tensor:
-    """[R, H, D] rows through SDPA, one call for each bucket of similar lengths."""
+def _padded(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, rule: ScoreRule) -> Tensor:
+    """[R, H, Dv] from [R, H, D] rows, one call for each bucket of similar lengths."""
     buckets, restore = layout.buckets()
-    grouped = query.shape[1] != key.shape[1]
+    heads, size = query.shape[1], value.shape[2]
     outputs: list[Tensor] = []
     for count, width, index in buckets:
         q, k, v = (
             rows.index_select(0, index).view(count, width, *rows.shape[1:]).transpose(1, 2)
             for rows in (query, key, value)
         )
-        banded = window is not None and width > window
-        mask = _band(width, window, query.device) if banded and window is not None else None
-        attended = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=not banded, scale=scaling, enable_gqa=grouped
-        )
-        outputs.append(attended.transpose(1, 2).reshape(count * width, query.shape[1], query.shape[2]))
+        outputs.append(attend(q, k, v, rule).transpose(1, 2).reshape(count * width, heads, size))
     if not outputs:
-        return torch.zeros_like(query)
+        return query.new_zeros(query.shape[0], heads, size)
     return torch.cat(outputs).index_select(0, restore) if len(outputs) > 1 else outputs[0].index_select(0, restore)
-
-
-def _band(width: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: causal, at most ``window`` tokens back (the token itself counted)."""
-    position = torch.arange(width, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)

@@ -1,0 +1,383 @@
+"""How a model's sequences are computed, checked against the model's own forward pass of each sequence alone.
+
+No configuration says whether sequences may lie end to end in one row: recurrent and convolutional layers carry state
+from one to the next, some architectures drop the positions that keep them apart, others pass no window to their
+attention. So before a run starts, a few short sequences are computed the way that is asked for and compared with what
+the model's own ``forward`` makes of each. A way that differs is not used.
+
+Two things a few short sequences do not show: what happens beyond a window of thousands of tokens, or beyond the context
+that length-dependent rotary embeddings were made for; and small differences in a model that computes in bfloat16. There
+the comparison is made once more with a stand-in, a tiny float32 model of the same class and settings whose windows and
+contexts are a few tokens long (``tiny_architectures.build_stand_in``). Where none can be built, rows are only packed if
+the attention layers ask for the configured window by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from chatlearn_core.exceptions import ModelError
+from chatlearn_hf.model_directory import attention_implementation
+from chatlearn_hf.packed_forward import PackedModel, Rows
+from chatlearn_hf.sequence_thresholds import Threshold, thresholds
+from chatlearn_hf.tiny_architectures import build_stand_in
+from chatlearn_hf.ulysses import UlyssesGroup
+from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
+
+logger = logging.getLogger(__name__)
+
+Attention = Literal["varlen", "sdpa", "eager"]
+Sequences = Literal["auto", "packed", "padded"]
+
+SHORT = (7, 12, 5)
+"""Lengths of the sequences that are always compared, tokens."""
+BEYOND = (9, 4)
+"""How far two more sequences reach beyond the largest threshold."""
+COMPARED = 32
+"""Tokens at the end of each sequence that are compared, which bounds the logits in memory."""
+MAX_WORK = {"cpu": 1e11, "cuda": 1e13}
+"""Floating-point operations that the model itself may spend on sequences beyond a threshold, by parameters and tokens:
+about a second on a few CPU cores, less on a GPU."""
+MAX_LENGTH = 2048
+"""Longest such sequence, tokens: its own forward holds [heads, L, L] scores."""
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 0.25
+"""Difference allowed, as a share of the logits' spread. In float32 of any compared token; in lower precision, where
+rounding may route single tokens to other experts, of the median token."""
+
+
+FAILURES = (ModelError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
+"""What a model raises that is asked for something its architecture does not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute a batch's sequences."""
+
+    attention: Attention
+    rows: Rows
+
+    def __str__(self) -> str:
+        return f"attention {self.attention}, sequences {self.rows}"
+
+
+WAYS: dict[Attention, tuple[Way, ...]] = {
+    "varlen": (Way("varlen", "packed"), Way("sdpa", "padded"), Way("eager", "padded")),
+    "sdpa": (Way("sdpa", "packed"), Way("sdpa", "padded")),
+    "eager": (Way("eager", "packed"), Way("eager", "padded")),
+}
+"""What each ``attention`` may stand for, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The way that is right, and why those before it are not."""
+
+    way: Way
+    refused: tuple[tuple[Way, str], ...]
+
+    def note(self, model_type: str) -> str | None:
+        """A sentence for the user where another way was taken than the first."""
+        if not self.refused:
+            return None
+        way, reason = self.refused[0]
+        return (
+            f"model type {model_type!r} is computed with {self.way} instead of {way}, which is not right for it:"
+            f" {reason}. Results are those of each sequence alone; padding costs time where lengths differ."
+        )
+
+
+def with_attention(attention: Attention, load: Callable[[Attention], PreTrainedModel]) -> PreTrainedModel:
+    """Load a model with ``attention``, or with one that its architecture has; ``ForwardCheck.choose`` judges it then.
+
+    Raises:
+        ModelError: of ``load``, for any other reason than the attention.
+    """
+    refusal: ModelError | None = None
+    for name in dict.fromkeys((attention, *get_args(Attention)[1:])):
+        try:
+            model = load(name)
+        except ModelError as error:
+            if not _is_about_attention(error):
+                raise
+            refusal = refusal or error
+            continue
+        # An architecture with attention code of its own takes any name, and ignores it.
+        if name != "varlen" or model._can_set_attn_implementation():
+            return model
+    assert refusal is not None, "eager attention is refused only with an error"
+    raise refusal
+
+
+def loaded_attention(model: PreTrainedModel) -> Attention:
+    """Which attention a model has now, as the option names it."""
+    name = model.config._attn_implementation
+    options: tuple[Attention, ...] = get_args(Attention)
+    found = next((option for option in options if attention_implementation(option) == name), None)
+    assert found is not None, f"{name} is no attention that a trainer loads"
+    return found
+
+
+def _is_about_attention(error: ModelError) -> bool:
+    cause = error.__cause__
+    unknown = isinstance(cause, KeyError) and VARLEN_ATTENTION in str(cause)
+    return unknown or (isinstance(cause, ValueError) and "attention implementation" in str(cause))
+
+
+class ForwardCheck:
+    """Compares ways of computing sequences with the model's own forward passes. Collective where the model is sharded.
+
+    Random numbers, modes and settings are left as they were.
+
+    Args:
+        model: with weights, in the state in which it will be trained.
+        device: where it computes.
+        dtype: that it computes in.
+        autocast: a context that every forward pass runs in.
+        ulysses: ranks that share a row's tokens.
+        max_length: longest sequence that will be computed, tokens; None: any.
+        agree: takes this rank's finding and returns the largest of all ranks.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        ulysses: UlyssesGroup | None = None,
+        max_length: int | None = None,
+        agree: Callable[[float], float] = float,
+    ) -> None:
+        self.model = model
+        self.device = torch.device(device)
+        self.tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
+        self.autocast = autocast
+        self.ulysses = ulysses
+        self.agree = agree
+        self.thresholds = [
+            threshold
+            for threshold in thresholds(model.model.config.get_text_config())
+            if max_length is None or threshold.tokens < max_length
+        ]
+        self.config = model.model.config.get_text_config()
+        self._loaded = loaded_attention(model.model)
+        self._special = {value for name, value in self.config.to_dict().items() if _is_token_id(name, value)} | {0}
+        self._tiny: list[ForwardCheck] | None = None
+        self._references: dict[tuple[int, int], Tensor] = {}
+
+    # What may be asked
+
+    def choose(self, attention: Attention, sequences: Sequences = "auto") -> Choice:
+        """Set the model to the first way of ``attention`` that is right.
+
+        Raises:
+            ModelError: none is; says how far each is off, and which other settings are right.
+        """
+        asked = self._asked(attention, sequences)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            refused: list[tuple[Way, str]] = []
+            for way in asked:
+                reason = self.reason_against(way)
+                if reason is None:
+                    self._set(way)
+                    return Choice(way, tuple(refused))
+                refused.append((way, reason))
+            raise self._error(attention, sequences, refused)
+
+    def reason_against(self, way: Way) -> str | None:
+        """Why a way is not right for the model; None: it is."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._structural_reason(way) or self._measured_reason(way)
+        finally:
+            self.model.train(training)
+
+    # Inside
+
+    def _asked(self, attention: Attention, sequences: Sequences) -> list[Way]:
+        return [way for way in WAYS[attention] if sequences in ("auto", way.rows)]
+
+    def _structural_reason(self, way: Way) -> str | None:
+        model = self.model.model
+        if self.ulysses is not None and way != Way("varlen", "packed"):
+            return "the ranks of ulysses share the tokens of packed rows under attention varlen"
+        if self.ulysses is not None and self.model.has_sequence_rope:
+            return "its rotary embedding depends on a sequence's length, and a rank of ulysses sees a part of it"
+        if not self._can_set(way.attention):
+            return f"{type(model).__name__} has no attention {way.attention!r}"
+        if way.attention == "sdpa" and getattr(self.config, "attn_logit_softcapping", None) is not None:
+            return "attention sdpa drops the soft cap on attention scores (config.json: attn_logit_softcapping)"
+        if way.rows == "packed" and getattr(model, "_is_stateful", False):
+            return "its layers carry a state from one sequence of a row to the next"
+        selections = [threshold for threshold in self.thresholds if threshold.kind == "selection"]
+        if way.rows == "packed" and selections:
+            # Which tokens are kept depends on their values, so a few sequences that agree would show nothing.
+            return f"its sparse attention selects among the tokens of a whole row (config.json: {selections[0].name})"
+        return None
+
+    def _measured_reason(self, way: Way) -> str | None:
+        near, far = self._split_thresholds()
+        cases = [SHORT]
+        if near:
+            reach = max(threshold.tokens for threshold in near)
+            cases.append((reach + BEYOND[0], SHORT[-1], reach + BEYOND[1]))
+        windows: set[int] = set()
+        for case in cases:
+            error = ""
+            try:
+                difference, seen = self._difference(way, case)
+                windows |= seen
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as failure:
+                first_line = (str(failure).splitlines() or ["no details"])[0]
+                difference, error = math.inf, f"{type(failure).__name__}: {first_line.split('. ')[0].rstrip('.')}"
+            difference = self.agree(difference)
+            if not difference <= self.tolerance:
+                beyond = " (beyond its window or original context)" if case is not SHORT else ""
+                return error or (
+                    f"logits differ from those of each sequence alone by {difference:.2g} of their spread{beyond},"
+                    f" {self.tolerance} is allowed"
+                )
+        if not far and self.tolerance == TOLERANCE:
+            return None
+        stand_in = self._stand_in()
+        if stand_in is not None:
+            reason = stand_in.reason_against(way)
+            return (
+                None if reason is None else f"{reason} (found with a stand-in of the same settings and short windows)"
+            )
+        return self._unchecked_reason(way, far, windows) if way.rows == "packed" else None
+
+    def _stand_in(self) -> ForwardCheck | None:
+        """The check of a tiny model with the same settings; None if there can be none."""
+        if self._tiny is None:
+            self._tiny = []
+            try:
+                tiny = ForwardCheck(PackedModel(build_stand_in(self.model.model), self.model.head))
+                with torch.no_grad():
+                    tiny._alone(tiny._tokens(SHORT[0], 0), 0)
+                self._tiny.append(tiny)
+            except FAILURES as error:
+                logger.info("No stand-in of model type %s: %s", self.config.model_type, error)
+        return self._tiny[0] if self._tiny else None
+
+    def _unchecked_reason(self, way: Way, far: Sequence[Threshold], seen: set[int]) -> str | None:
+        """Whether the layers at least ask for windows that no sequence was long enough for."""
+        for threshold in far:
+            told = way.attention != "varlen" or threshold.tokens in seen
+            if threshold.kind == "rope" or (threshold.kind == "window" and told):
+                continue
+            return (
+                f"{threshold.name} {threshold.tokens} (config.json) is more than can be compared, and its attention"
+                " layers do not ask for it as a sliding window"
+            )
+        return None
+
+    def _split_thresholds(self) -> tuple[list[Threshold], list[Threshold]]:
+        """Those that sequences can be computed beyond at a bounded cost, and the others."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        budget = MAX_WORK.get(self.device.type, MAX_WORK["cpu"])
+        longest = min(MAX_LENGTH, budget / (2 * parameters) / 4)  # two such sequences, computed twice
+        near: list[Threshold] = []
+        far: list[Threshold] = []
+        for threshold in self.thresholds:
+            (near if threshold.tokens + max(BEYOND) <= longest else far).append(threshold)
+        return near, far
+
+    def _difference(self, way: Way, lengths: tuple[int, ...]) -> tuple[float, set[int]]:
+        """The largest difference, as a share of the logits' spread, and the windows that layers asked for."""
+        sequences = [self._tokens(length, place) for place, length in enumerate(lengths)]
+        expected = [self._alone(tokens, place) for place, tokens in enumerate(sequences)]
+        self._set(way)
+        layout = PackedLayout(lengths, self.device, self.ulysses)
+        names = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}[self.model.head]
+        with self.autocast():
+            outputs = self.model(torch.cat(sequences), layout, names)
+        spread = max(float(logits.float().std()) for logits in expected) if self.model.head == "lm" else 1.0
+        worst = 0.0
+        for place, (tokens, reference) in enumerate(zip(sequences, expected, strict=True)):
+            stop = sum(lengths[: place + 1])
+            rows = slice(place, place + 1) if self.model.head == "reward" else slice(stop - len(reference) + 1, stop)
+            found = [outputs[name][rows] for name in names]
+            for ours, theirs in zip(found, self._scored(reference, tokens), strict=True):
+                gaps = (ours.float() - theirs).abs()
+                gap = gaps.max() if self.tolerance == TOLERANCE else gaps.median()
+                gap = gap if bool(torch.isfinite(gaps).all()) else torch.tensor(torch.inf)
+                worst = max(worst, float(gap) / max(spread, 1e-3))
+        return worst, layout.windows
+
+    def _scored(self, reference: Tensor, tokens: Tensor) -> list[Tensor]:
+        """What the model should return for a sequence, from its own logits after its last tokens."""
+        if self.model.head == "reward":
+            return [reference[-1:].float()]
+        if self.model.head == "value":
+            return [reference[:-1].float()]
+        distribution = reference[:-1].float().log_softmax(-1)
+        labels = tokens[len(tokens) - len(reference) + 1 :]
+        return [distribution.gather(-1, labels[:, None]).squeeze(-1), -(distribution.exp() * distribution).sum(-1)]
+
+    def _alone(self, tokens: Tensor, place: int) -> Tensor:
+        """[C, V] logits (or [C] scores) after the last tokens of a sequence, by the model's own forward."""
+        key = (len(tokens), place)
+        if key not in self._references:
+            self._set(Way("eager" if self._can_set("eager") else self._loaded, "padded"))
+            with self.autocast():
+                logits = self.model.alone(tokens, min(len(tokens), COMPARED + 1))
+            if not bool(torch.isfinite(logits).all()):
+                raise ModelError("the model's own logits are not finite; its weights are damaged")
+            self._references[key] = logits
+        return self._references[key]
+
+    def _tokens(self, length: int, place: int) -> Tensor:
+        """[L] arbitrary fixed tokens that mean nothing special to the model."""
+        vocabulary = int(self.config.vocab_size)
+        ids = ((torch.arange(length) * 7919 + 104729 * (place + 1)) % vocabulary).tolist()
+        ordinary = next((i for i in range(vocabulary) if i not in self._special), 0)
+        return torch.tensor([ordinary if i in self._special else i for i in ids], device=self.device)
+
+    def _can_set(self, attention: Attention) -> bool:
+        model = self.model.model
+        if not model._can_set_attn_implementation():  # attention code of its own, chosen when it was loaded
+            return attention == self._loaded != "varlen"
+        return attention != "sdpa" or bool(model._supports_sdpa)
+
+    def _set(self, way: Way) -> None:
+        model = self.model.model
+        name = attention_implementation(way.attention)
+        if model.config._attn_implementation != name:
+            model.set_attn_implementation(name)
+        self.model.rows = way.rows
+
+    def _error(self, attention: Attention, sequences: Sequences, refused: list[tuple[Way, str]]) -> ModelError:
+        tried = set() if self.ulysses is not None else {way for way, _ in refused}
+        condition, self.ulysses = ("with ulysses 1, " if self.ulysses is not None else ""), None
+        others = dict.fromkeys(way for ways in WAYS.values() for way in ways if way not in tried)
+        right = [str(way) for way in others if self.reason_against(way) is None]
+        advice = (
+            f"Right for this model: {condition}{'; '.join(right)}"
+            if right
+            else "None of the other settings of attention and sequences is right either, so it cannot be trained here"
+        )
+        reasons = "; ".join(f"with {way}: {reason}" for way, reason in refused)
+        return ModelError(
+            f"model type {self.config.model_type!r} is not computed right with attention {attention!r} and sequences"
+            f" {sequences!r}. {reasons}. {advice}."
+        )
+
+
+def _is_token_id(name: str, value: object) -> bool:
+    return name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
