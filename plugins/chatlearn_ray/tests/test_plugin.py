@@ -18,7 +18,7 @@ def test_the_runtime_is_registered() -> None:
     registry = discover_plugins()
     record = registry.select("runtime", "ray")
     assert registry.load_options(record) is RayRuntimeOptions
-    assert record.requires == (("ray>=2.52",),)
+    assert record.requires == (("ray>=2.60",),)
 
 
 def test_listing_imports_neither_ray_nor_torch() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import CliCommandSpec, RuntimeSpec
 
-RAY = ("ray>=2.52",)
+RAY = ("ray>=2.60",)
 
 
 @hookimpl
