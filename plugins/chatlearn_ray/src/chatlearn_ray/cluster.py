@@ -76,9 +76,6 @@ class Cluster:
                 "_temp_dir": options.temp_dir,
             }
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault(
-                "RAY_AUTH_MODE", "token"
-            )  # as later versions do: their ports are not on loopback alone
         else:
             arguments["address"] = options.cluster_address
         try:
