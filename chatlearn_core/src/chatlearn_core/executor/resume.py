@@ -118,11 +118,12 @@ def find_resume_point(
     notes: list[str] = []
     if resume == "never" and rewind:
         raise ConfigError("--rewind goes back in a run, which --resume never forbids. Leave one of them out")
+    checkpoint: Checkpoint | None
     if isinstance(resume, Path):
-        checkpoint: Checkpoint | None = _named_checkpoint(resume, store)
-        newer = store.steps_after(checkpoint.step) if checkpoint is not None else []
+        named = checkpoint = _named_checkpoint(resume, store)
+        newer = store.steps_after(named.step)
         if newer and not rewind:
-            raise _would_delete(resume, store.directory.parent, checkpoint.step, newer, command)
+            raise _would_delete(resume, store.directory.parent, named.step, newer, command)
     else:
         checkpoint, problems = store.newest()
         if checkpoint is None and problems and resume == "auto" and not rewind:
