@@ -132,3 +132,9 @@ def test_it_stays_one_page(long: BackendError) -> None:
     page = failure_page(facts(long, events=events))
     assert len(page) < 15_000
     assert "characters more" in page or "lines" in page
+
+
+def test_text_of_others_is_printable() -> None:
+    page = failure_page(facts(BackendError("reward said \x1b[31m half \ud800")))
+    assert "reward said \\x1b[31m half \\ud800" in page
+    page.encode()

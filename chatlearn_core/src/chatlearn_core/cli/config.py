@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chatlearn_core.cli.terminal import tell
 from chatlearn_core.exceptions import ChatLearnError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def validate(file: File, overrides: Overrides = None) -> None:
     loaded = _load(file, overrides)
     _check_flow(loaded)
     for warning in loaded.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        tell(f"warning: {warning}")
     plugins = ", ".join(f"{key}: {choice.record.name}" for key, choice in loaded.choices.items())
     typer.echo(f"{loaded.source} is valid ({plugins})")
 
@@ -61,7 +62,7 @@ def schema(
 
     described, failures = config_schema(discover_plugins())
     for failure in failures:
-        typer.echo(f"left out: {failure}", err=True)
+        tell(f"left out: {failure}")
     text = json.dumps(described, indent=2)
     if output is None:
         typer.echo(text)
@@ -79,7 +80,7 @@ def _load(file: Path, overrides: list[str] | None) -> LoadedConfig:
     try:
         return load_config(file, overrides or ())
     except ChatLearnError as error:
-        typer.echo(str(error), err=True)
+        tell(str(error))
         raise typer.Exit(EXIT_INVALID) from error
 
 

@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from chatlearn_core import __version__
 from chatlearn_core.cli.lazy import LazyGroup
+from chatlearn_core.cli.terminal import finish_streams, prepare_streams, tell
 from chatlearn_core.exceptions import ChatLearnError, Interrupted
 
 EXIT_ERROR = 2
@@ -47,16 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Read by OpenMP when torch is loaded, which nothing has done yet: threads that wait for work sleep instead of
     # spinning. Spinning made a step up to ten times slower wherever something else wanted the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_streams()
     try:
         get_command(app)(args=None if arguments is None else list(arguments), prog_name="chatlearn")
     except ChatLearnError as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         if isinstance(error, Interrupted):  # what was asked for is no error
-            typer.echo(str(error), err=True)
+            tell(str(error))
             sys.exit(EXIT_INTERRUPTED)
-        typer.echo(f"error: {error}", err=True)
+        tell(f"error: {error}")
         sys.exit(EXIT_ERROR)
+    finally:
+        finish_streams()
 
 
 if __name__ == "__main__":

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from chatlearn_core.cli.terminal import TolerantStream
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
+from chatlearn_core.printable import printable
 
 _PLAIN_INTERVAL_S = 10.0
 """Without a terminal a line is printed this often, and for the last step."""
@@ -21,7 +25,7 @@ class ProgressBar(RunListener):
     """Shows step, reward, length, tokens/s and the time left; without a terminal, a line now and then."""
 
     def __init__(self, *, show: bool = True, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False)
         self.live = show and self.console.is_terminal
         self._progress = Progress(
             TextColumn("[bold]{task.fields[phase]:<10}"),
@@ -48,7 +52,7 @@ class ProgressBar(RunListener):
     def started(self, run_dir: Path, total_steps: int, first_step: int) -> None:
         """Show the bar."""
         self._total, self._first = total_steps, first_step
-        self.console.print(f"run directory: {run_dir}")
+        self.console.print(f"run directory: {printable(str(run_dir))}", markup=False)
         self._task = self._progress.add_task(
             "run", total=total_steps, completed=first_step - 1, phase="starting", numbers=""
         )
@@ -60,11 +64,11 @@ class ProgressBar(RunListener):
 
     def message(self, text: str) -> None:
         """Print above the bar."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
         """Print above the bar, marked."""
-        self.console.print(f"[yellow]warning:[/] {_escaped(text)}", soft_wrap=True)
+        self.console.print(f"[yellow]warning:[/] {_escaped(printable(text))}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the accuracy, or where the rewards give none, the mean reward."""
@@ -94,7 +98,7 @@ class ProgressBar(RunListener):
             steps = f"{self._total} step{'' if self._total == 1 else 's'}"
             self.console.print(f"completed {steps}{made} in {summary['wall_s']:.0f} s")
         if summary["model"]:
-            self.console.print(f"trained model: {summary['model']}", markup=False)
+            self.console.print(f"trained model: {printable(str(summary['model']))}", markup=False)
 
 
 def step_numbers(metrics: Mapping[str, float]) -> str:

@@ -9,13 +9,16 @@ import shlex
 import signal
 import sys
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from chatlearn_core.cli.terminal import tell
 from chatlearn_core.exceptions import ConfigError, Interrupted
+from chatlearn_core.printable import printable
 
 if TYPE_CHECKING:
     from chatlearn_core.config.load import LoadedConfig
@@ -56,8 +59,8 @@ def run(
     assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)
     if dry_run:
         for warning in assembly.loaded.warnings:
-            typer.echo(f"warning: {warning}", err=True)
-        typer.echo(describe(assembly))
+            tell(f"warning: {warning}")
+        typer.echo(printable(describe(assembly)))
         return
     registry = assembly.registry
     listener = ProgressBar(show=assembly.config.log.progress)
@@ -94,7 +97,7 @@ def evaluate(
         return
     typer.echo(f"model: {path}")
     for name, value in metrics.items():
-        typer.echo(f"  {name:<32} {value:.4f}")
+        typer.echo(f"  {printable(name):<32} {value:.4f}")
 
 
 def describe(assembly: Assembly) -> str:
@@ -159,7 +162,8 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
             requested = True
             for handled in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(handled, signal.SIG_DFL)
-            os.write(sys.stderr.fileno(), b"\nstopping; once more ends the process at once\n")
+            with suppress(OSError, ValueError):  # nobody may be there to read it
+                os.write(sys.stderr.fileno(), b"\nstopping; once more ends the process at once\n")
             loop.call_soon_threadsafe(task.cancel)
 
         for number in (signal.SIGINT, signal.SIGTERM):

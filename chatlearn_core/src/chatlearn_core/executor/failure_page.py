@@ -11,6 +11,7 @@ from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ChatLearnError, WorkerPlace
 from chatlearn_core.executor.phases import Phase
+from chatlearn_core.printable import printable
 
 FAILURE_PAGE = "failure.md"
 """Its name in the run directory. It is removed when the run goes on."""
@@ -64,7 +65,7 @@ def failure_page(facts: FailureFacts) -> str:
         )
     parts.append(f"## What happened before\n\n{_event_list(facts.events)}")
     parts.append(f"## Versions\n\n{', '.join(f'{name} {version}' for name, version in facts.versions.items())}")
-    return "\n\n".join(parts) + "\n"
+    return printable("\n\n".join(parts)) + "\n"
 
 
 def _of_step(facts: FailureFacts) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chatlearn_core.exceptions import DataError
+from chatlearn_core.printable import printable
 from chatlearn_data import arithmetic
 from chatlearn_data.output import check_suffix, write_records
 
@@ -112,7 +113,7 @@ def show(
     from chatlearn_data.show import described_rows  # loads all plugins, which `prepare` does not need
 
     for text in described_rows(path, num, format, split, model):
-        typer.echo(text)
+        typer.echo(printable(text))
 
 
 def _prepare_published(
@@ -140,5 +141,5 @@ def _prepare_published(
         )
     count = write_records(output, (row.record for row in rows if row.record is not None))
     for bad_row in bad_rows:
-        typer.echo(f"skipped{bad_row[1:]}", err=True)
+        typer.echo(printable(f"skipped{bad_row[1:]}"), err=True)
     typer.echo(f"{output}: {count} rows" + (f", {len(bad_rows)} bad rows skipped" if bad_rows else ""))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from chatlearn_core.printable import printable
 from chatlearn_observe.report import DEFAULT_MAX_ROLLOUTS, ReportSettings, write_report
 
 
@@ -32,5 +33,5 @@ def report(
     settings = ReportSettings(max_rollouts=max_rollouts, tokenizer=tokenizer, token_text=token_text)
     written = write_report(run_dir, output, settings)
     for note in written.notes:
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(printable(f"note: {note}"), err=True)
     typer.echo(f"wrote {written.path} (steps: {written.num_steps}, rollouts: {written.num_rollouts})")
