@@ -125,8 +125,48 @@ def damage_format(path: Path) -> str:
     return "has checkpoint format 99; this version reads 1"
 
 
+def damage_state(path: Path) -> str:
+    """JSON still, with another number."""
+    seal = path / SEAL
+    seal.write_text(json.dumps(json.loads(seal.read_text()) | {"step": 99}))
+    return f"the contents of {SEAL} changed since it was written"
+
+
+def damage_files(path: Path) -> str:
+    (path / SEAL).write_text('{"format": 1, "step": 2, "state": {}, "files": {"note.txt": 3}}')
+    return f"is not a complete checkpoint: {SEAL}"
+
+
+def damage_depth(path: Path) -> str:
+    (path / SEAL).write_text("[" * 100_000)
+    return f"is not a complete checkpoint: {SEAL}"
+
+
+def damage_unreadable(path: Path) -> str:
+    """A directory in its place: root may read every file."""
+    (path / "note.txt").unlink()
+    (path / "note.txt").mkdir()
+    seal = json.loads((path / SEAL).read_text())
+    seal["files"]["note.txt"]["bytes"] = (path / "note.txt").stat().st_size
+    del seal["sha256"]
+    (path / SEAL).write_text(json.dumps(seal))
+    return "cannot be read: note.txt: Is a directory"
+
+
 @pytest.mark.parametrize(
-    "damage", [damage_truncate, damage_flip, damage_missing, damage_seal, damage_no_seal, damage_format]
+    "damage",
+    [
+        damage_truncate,
+        damage_flip,
+        damage_missing,
+        damage_seal,
+        damage_no_seal,
+        damage_format,
+        damage_state,
+        damage_files,
+        damage_depth,
+        damage_unreadable,
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: object) -> None:
     assert callable(damage)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.executor.loggers import Loggers
 
 
@@ -45,5 +46,5 @@ def test_one_that_cannot_log_or_close_is_told_about_and_the_others_go_on() -> No
 
 
 def test_one_that_cannot_start_stops_the_run() -> None:
-    with pytest.raises(OSError, match="no route"):
+    with pytest.raises(ChatLearnError, match=r"the logger ListLogger \(log\.loggers\) does not start: no route"):
         Loggers([ListLogger("start")], print).start({})

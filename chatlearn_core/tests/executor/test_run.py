@@ -588,3 +588,16 @@ async def test_the_last_step_is_saved_when_something_else_fails(
     again = training("a")
     await again.run.train()
     assert again.model == expected
+
+
+async def test_an_error_in_any_words_ends_a_run_as_every_error_does(training: Training) -> None:
+    words = "\x1b[31mhalf \ud800 \u2028 of a pair"
+    failed = training("a", {3: BackendError(words)})
+    with pytest.raises(BackendError):
+        await failed.run.train()
+    assert "\\x1b[31mhalf \\ud800 \\u2028 of a pair" in (failed.run_dir / "failure.md").read_text()
+    assert words in failed.lines("events.jsonl")[-1]["error"]
+    assert words in json.loads((failed.run_dir / "summary.json").read_text())["error"]
+    again = training("a")
+    await again.run.train()
+    assert again.steps == [1, 2, 3, 4, 5]

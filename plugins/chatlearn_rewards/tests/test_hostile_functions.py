@@ -100,6 +100,10 @@ def build():
             code = "import os, time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); "
             code += "time.sleep(999)"
             return int(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout.readline())
+        if kind == "daemon_and_kill_the_keeper":
+            open(value, "w").write(str(call(("daemon", None))))
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
         if kind == "daemon_and_die":
             open(value, "w").write(str(call(("daemon", None))))
             os._exit(5)
@@ -193,11 +197,12 @@ async def test_a_worker_that_stops_its_keeper_is_ended_in_time(pool):
     assert fine.value == 1
 
 
-@pytest.mark.parametrize("how", ["close", "timeout", "crash"])
+@pytest.mark.parametrize("how", ["close", "timeout", "crash", "kill_the_keeper"])
 async def test_a_process_that_left_the_session_ends_with_its_worker(how, pool, tmp_path):
     shared = pool(timeout_s=2.0)
-    if how == "crash":
-        await shared.run([("daemon_and_die", str(tmp_path / "pid"))])
+    if how in ("crash", "kill_the_keeper"):
+        kind = "daemon_and_die" if how == "crash" else "daemon_and_kill_the_keeper"
+        await shared.run([(kind, str(tmp_path / "pid"))])
         daemon = int((tmp_path / "pid").read_text())
     else:
         (outcome,) = await shared.run([("daemon", None)])

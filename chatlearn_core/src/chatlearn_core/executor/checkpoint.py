@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,22 +200,28 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """
     try:
         seal = json.loads((path / SEAL).read_text(encoding="utf-8"))
-        step, state, files = int(seal["step"]), dict(seal["state"]), dict(seal["files"])
+        step, state = int(seal["step"]), dict(seal["state"])
+        files = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in seal["files"].items()}
         if seal["format"] != _FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {seal['format']}; this version reads {_FORMAT}")
+        if seal.pop("sha256", None) not in (None, _own_checksum(seal)):  # None: an earlier version wrote it
+            raise CheckpointError(f"{path} is damaged: the contents of {SEAL} changed since it was written")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {SEAL}, written last") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {SEAL}: {error}") from error
-    for name, facts in files.items():
+    for name, (num_bytes, checksum) in files.items():
         file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing")
-        size = file.stat().st_size
-        if size != facts["bytes"]:
-            raise CheckpointError(f"{path} is damaged: {name} has {size} bytes, {facts['bytes']} were written")
-        if verify and _checksum(file) != facts["sha256"]:
-            raise CheckpointError(f"{path} is damaged: the contents of {name} changed since it was written")
+        try:
+            size = file.stat().st_size
+            if size != num_bytes:
+                raise CheckpointError(f"{path} is damaged: {name} has {size} bytes, {num_bytes} were written")
+            if verify and _checksum(file) != checksum:
+                raise CheckpointError(f"{path} is damaged: the contents of {name} changed since it was written")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is damaged: {name} is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {name}: {error.strerror or error}") from error
     return Checkpoint(path, step, state)
 
 
@@ -226,11 +232,18 @@ def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:
         make_durable(file)
         files[str(file.relative_to(directory))] = {"bytes": file.stat().st_size, "sha256": _checksum(file)}
     seal = directory / SEAL
-    seal.write_text(json.dumps({"format": _FORMAT, "step": step, "state": state, "files": files}, indent=1))
+    content = {"format": _FORMAT, "step": step, "state": state, "files": files}
+    seal.write_text(json.dumps({**content, "sha256": _own_checksum(content)}, indent=1))
     make_durable(seal)
     for inner in sorted(path for path in directory.rglob("*") if path.is_dir()):
         make_durable(inner)
     make_durable(directory)
+
+
+def _own_checksum(content: Mapping[str, Any]) -> str:
+    """Of the seal itself: a number of the state that flipped would go unnoticed otherwise."""
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.protocols import Logger
 
@@ -24,9 +25,19 @@ class Loggers:
         self.warn = warn
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        """Begin; a logger that cannot, such as one without its credentials, stops the run before it costs anything."""
+        """Begin; a logger that cannot, such as one without its credentials, stops the run before it costs anything.
+
+        Raises:
+            ChatLearnError: a logger's words, or what its storage or network refused.
+        """
         for logger in self.loggers:
-            logger.start(deepcopy(dict(settings)))
+            try:
+                logger.start(deepcopy(dict(settings)))
+            except OSError as error:
+                raise ChatLearnError(
+                    f"the logger {type(logger).__name__} (log.loggers) does not start: {error}. Remove the cause, or "
+                    "leave it out of log.loggers"
+                ) from error
 
     def log(self, step: int, line: Mapping[str, float]) -> None:
         """Pass a step on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import wandb
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_observe.options import WandbOptions
 
+_ID = re.compile(r"[\w-]+", re.ASCII)
+_ID = re.compile(r"[\w-]+", re.ASCII)
 ID_FILE = "wandb_id"
 """In the run directory: wandb's id of the run, by which a resumed run goes on in the same one."""
 
@@ -66,5 +69,8 @@ class WandbLogger:
             self._run = None
 
     def _earlier_id(self) -> str | None:
-        file = self.run_dir / ID_FILE
-        return file.read_text(encoding="utf-8").strip() or None if file.exists() else None
+        try:
+            text = (self.run_dir / ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:  # none yet; another run of wandb is begun where it cannot be read
+            return None
+        return text if _ID.fullmatch(text) else None  # a write that was cut short leaves none

@@ -44,6 +44,27 @@ def end_descendants(root: int) -> None:
         _send(process, signal.SIGKILL)
 
 
+def end_marked(mark: str) -> None:
+    """Kill every process that was started with an environment variable of this value, or by one that was.
+
+    Finds what ``end_descendants`` cannot where the common ancestor was killed, but no process that cleared its
+    environment.
+    """
+    for _ in range(MAX_ROUNDS):
+        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _has(entry, mark)]
+        if not found:
+            break
+        for process in found:
+            _send(process, signal.SIGKILL)
+
+
+def _has(entry: Path, mark: str) -> bool:
+    try:
+        return mark.encode() in (entry / "environ").read_bytes()  # empty of a zombie
+    except OSError:  # it ended, or is another user's
+        return False
+
+
 def _send(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):  # it ended, or took another user's rights
         os.kill(process, number)

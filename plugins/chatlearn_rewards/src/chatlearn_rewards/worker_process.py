@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_rewards.pool_worker import CHANNEL_LOST, FRAME, MAX_REPLY_BYTES
-from chatlearn_rewards.process_tree import end_descendants
+from chatlearn_rewards.process_tree import end_descendants, end_marked
 from chatlearn_rewards.worker_keeper import REPORT
 from chatlearn_rewards.worker_output import WorkerOutput
 
 BOOTSTRAP = "from chatlearn_rewards.worker_keeper import main; main()"
+MARK_VARIABLE = "CHATLEARN_REWARD_WORKER"
+"""In the environment of a worker and of all that it starts."""
 TOKEN_BYTES = 16
 END_TIMEOUT_S = 5.0
 """For the keeper, to say how the worker ended and to end all that it started; it takes milliseconds."""
@@ -64,6 +66,7 @@ class WorkerProcess:
         self._reports, keeper_reports = socket.socketpair()
         given = [worker_channel.fileno(), keeper_reports.fileno()]
         self._printed, printing = os.pipe()
+        self._mark = secrets.token_hex(TOKEN_BYTES)
         command = [sys.executable, "-P", "-c", BOOTSTRAP, *map(str, given), str(os.getpid()), json.dumps(sys.path)]
         try:
             self._keeper = subprocess.Popen(
@@ -73,7 +76,7 @@ class WorkerProcess:
                 stderr=printing,
                 pass_fds=given,
                 start_new_session=True,  # Ctrl-C does not reach it
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **os.environ, MARK_VARIABLE: self._mark},
             )
         except OSError as error:
             self._close_connections()
@@ -232,6 +235,8 @@ class WorkerProcess:
             end_descendants(self._keeper.pid)
             self._keeper.kill()
             self._keeper.wait()
+        if self._keeper.returncode != 0:  # it was killed before it had ended the others
+            end_marked(self._mark)
         with suppress(OSError):
             self._drain()
         self._close_connections()
