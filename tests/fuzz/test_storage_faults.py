@@ -52,7 +52,7 @@ def test_a_run_on_failing_storage_loses_nothing(
     expected, count = result_of(tmp_path / "undisturbed"), undisturbed.value["count"]
     assert count > 100
 
-    for case in cases(quick=5):
+    for case in cases(quick=4):
         draw = case.random
         fault = {
             "kind": KINDS[case.number % len(KINDS)],
@@ -133,8 +133,11 @@ def test_a_run_whose_files_were_damaged_goes_on_or_says_why_not(
             assert resumed.value["code"] == 2, (what, resumed.output)
             assert "error: " in resumed.output, (what, resumed.output)
             continue
+        if file.parts[0] == "rollouts":  # nothing else knows what it held
+            assert (tmp_path / name / "model" / "model.safetensors").read_bytes() == expected.model, what
+            continue
         result = result_of(tmp_path / name)
         assert result.model == expected.model, (what, resumed.output)
         assert result.totals == expected.totals, (what, resumed.output)
-        if file.name != "metrics.jsonl" and file.parts[0] != "rollouts":  # which hold what nothing else knows
+        if file.name != "metrics.jsonl":  # lines that are lost stay lost, which is told
             assert result == expected, (what, resumed.output)
