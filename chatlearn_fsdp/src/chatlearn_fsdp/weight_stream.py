@@ -14,6 +14,7 @@ from chatlearn_core.types import TensorSpec, WeightManifest, WeightShard
 from chatlearn_fsdp.sharding import full_box, is_first_copy, local_rows, whole
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, StateTensor, state_tensor_parts
+from chatlearn_hf.generation_end import stop_at_end_of_turn
 from chatlearn_hf.lora import Adapter, LoraSettings, adapter_config, adapter_names, adapters, base_state
 from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.progress_bars import no_progress_bars
@@ -88,7 +89,9 @@ def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:
 def export_model(
     model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, directory: Path, rank: int
 ) -> None:
-    """Write ``config.json``, safetensors under checkpoint names and the tokenizer. Collective; rank 0 writes."""
+    """Write ``config.json``, safetensors under checkpoint names, the tokenizer, and at which tokens the model stops.
+    Collective; rank 0 writes.
+    """
     gathered: dict[str, Tensor] = {}
     for entry, tensor in _whole_tensors(model, layout):
         if rank == EXPORT_OWNER:
@@ -98,7 +101,9 @@ def export_model(
     directory.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():
         model.save_pretrained(directory, state_dict=gathered)
-    load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code).save_pretrained(directory)
+    tokenizer = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
+    tokenizer.save_pretrained(directory)
+    stop_at_end_of_turn(directory, tokenizer)
 
 
 def _whole_tensors(model: PreTrainedModel, layout: CheckpointLayout) -> Iterator[tuple[StateTensor, Tensor]]:
