@@ -100,6 +100,10 @@ class BackendTimeoutError(BackendError):
     """A wait ended without an answer: names who waited, for whom, for what and how long."""
 
 
+class ContractError(BackendError):
+    """What a plugin returned is not what its contract says: names role, plugin, sample and rule. It is not used."""
+
+
 class HostedProcessLostError(BackendError):
     """A process that hosts an engine is gone: names it, how it ended and what it printed last."""
 

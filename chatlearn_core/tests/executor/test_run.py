@@ -29,7 +29,7 @@ from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
 from chatlearn_core.flow import trace
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_core.types import Demonstration, Metrics, OutputRequest, Prompt, SamplingParams, TrainBatch
+from chatlearn_core.types import Demonstration, Metric, Metrics, OutputRequest, Prompt, SamplingParams, TrainBatch
 
 STEPS = 5
 
@@ -66,7 +66,7 @@ class ListTrainer:
         self.weights.append(batch.token_ids.tolist())
         if number in self.runtime.failures:
             raise self.runtime.failures[number]
-        return {}
+        return {"loss": Metric(0.0, reducer="sum")}
 
     async def save(self, directory: Path) -> None:
         self.runtime.calls.append("save")

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, PluginError, ReplicaLostError, WeightSyncError
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ContractError,
+    PluginError,
+    ReplicaLostError,
+    WeightSyncError,
+)
 from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.memory import MemoryTurns
 from chatlearn_core.executor.scheduler import FlowScheduler, Slot
@@ -102,7 +109,7 @@ class ScriptedRuntime:
             raise self.compute_error
         self.batches.append((role, batch, request))
         [output] = request.names
-        return {output: torch.arange(batch.num_tokens) * (10.0 if role == "trainer" else 1.0)}
+        return {output: torch.arange(batch.num_tokens) * (-10.0 if role == "trainer" else -1.0)}
 
     async def finish(self, *ids: str) -> None:
         """Let these requests finish, one after the other, and wait until nothing moves any more."""
@@ -194,8 +201,8 @@ async def test_results_are_in_slot_order_whatever_the_timing(seed: int) -> None:
     assert [sample.reward.value for sample in samples if sample.reward] == [float(i) for i in range(9)]
     for index, sample in enumerate(samples):
         start = index * 5
-        assert sample.token_data["reference_logprobs"].tolist() == [float(start + t) for t in range(5)]
-        assert sample.token_data["trainer_logprobs"].tolist() == [10.0 * (start + t) for t in range(5)]
+        assert sample.token_data["reference_logprobs"].tolist() == [-float(start + t) for t in range(5)]
+        assert sample.token_data["trainer_logprobs"].tolist() == [-10.0 * (start + t) for t in range(5)]
 
 
 async def test_a_group_reward_waits_for_the_whole_group() -> None:
@@ -309,6 +316,44 @@ async def test_an_empty_completion_is_excluded() -> None:
     samples = await run
     assert samples[0].exclusion == "empty_completion"
     assert samples[1].exclusion is None
+
+
+async def test_a_completion_that_was_aborted_is_not_trained_on() -> None:
+    class Aborting(ScriptedRuntime):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            completion = await super().generate(request)
+            return replace(completion, finish_reason="abort") if request.id == slots[1].sample_id else completion
+
+    runtime, slots = Aborting(), make_slots()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    samples = await run
+    assert samples[1].exclusion == "generation failed: aborted after 2 tokens, unasked"
+    assert not samples[1].loss_mask.any()
+    assert [sample.exclusion for sample in samples if sample is not samples[1]] == [None] * 3
+
+
+async def test_outputs_that_are_not_finite_end_the_step_by_role_and_sample() -> None:
+    class Broken(ScriptedRuntime):
+        async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
+            return {name: values * torch.nan for name, values in (await super().compute(role, batch, request)).items()}
+
+    runtime, slots = Broken(), make_slots()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    with pytest.raises(ContractError, match=r"role '.*', a trainer: compute returned 'logprobs' = nan for sample 'p0"):
+        await run
+
+
+async def test_a_runtime_that_loses_a_verdict_fails_the_rewards_it_was_asked_for() -> None:
+    class Losing(ScriptedRuntime):
+        async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+            return (await super().score(samples))[1:]
+
+    runtime, slots = Losing(), make_slots(1)
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    await runtime.finish(*ids_of(slots))
+    assert {sample.exclusion for sample in await run} == {"reward failed: returned 0 results for 1 samples"}
 
 
 async def test_a_failed_reward_excludes_its_sample_with_the_reason() -> None:

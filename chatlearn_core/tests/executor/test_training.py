@@ -37,7 +37,7 @@ class FakeRuntime:
 
     def __init__(self, metrics: Metrics | None = None, fail_at: int | None = None) -> None:
         self.updates: list[tuple[str, TrainBatch]] = []
-        self.metrics = metrics or {}
+        self.metrics = {"loss": Metric(0.0, reducer="sum")} | (metrics or {})
         self.fail_at = fail_at
 
     def trainer(self, role: str) -> Any:

@@ -59,6 +59,7 @@ def build_environment(
         memory=memory,
         front=rollouts,
         bases=_bases(assembly),
+        roles=assembly.plan.roles,
     )
     partial = None
     if assembly.config.rollout.partial != "none":
@@ -79,6 +80,7 @@ def build_trainer(assembly: Assembly, runtime: Runtime, memory: MemoryTurns) -> 
         epochs=train.epochs,
         seed=assembly.config.seed,
         memory=memory,
+        roles=assembly.plan.roles,
     )
 
 
@@ -98,6 +100,7 @@ def build_evaluator(
             memory=memory,
             front=rollouts,
             bases=_bases(assembly),
+            roles=assembly.plan.roles,
         ),
         list(assembly.eval_set),
         sampling,

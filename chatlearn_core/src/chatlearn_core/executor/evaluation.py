@@ -23,7 +23,7 @@ async def evaluate_model(assembly: Assembly) -> dict[str, float]:
     roles = {name: role for name, role in assembly.plan.roles.items() if name in assembly.evaluation.roles}
     alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
     runtime = build_runtime(alone)
-    evaluator = build_evaluator(alone, runtime, Rollouts(runtime, assembly.config.rollout))
+    evaluator = build_evaluator(alone, runtime, Rollouts(runtime, assembly.config.rollout, alone.plan.roles))
     assert evaluator is not None, "there is an eval dataset"
     try:
         await runtime.start()

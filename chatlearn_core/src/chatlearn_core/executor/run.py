@@ -147,7 +147,7 @@ class Run:
         self.runtime = build_runtime(self.assembly)
         self.runtime.on_event = self.journal.runtime_event
         self.memory = build_memory(self.assembly, self.runtime)
-        rollouts = Rollouts(self.runtime, self.config.rollout)
+        rollouts = Rollouts(self.runtime, self.config.rollout, self.assembly.plan.roles)
         self.environment = build_environment(
             self.assembly, self.runtime, rollouts, self.journal.enter, memory=self.memory
         )

@@ -19,7 +19,10 @@ from chatlearn_core.executor.sharing import use_of
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Runtime
+from chatlearn_core.runtime.boundary import check_outputs, checked_rewards
+from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import (
+    SEQUENCE_OUTPUTS,
     Completion,
     GenerateRequest,
     OutputRequest,
@@ -92,6 +95,7 @@ class FlowScheduler:
         memory: gives calls their turn where roles share devices; by default none do.
         front: answers calls on generators; the fleets themselves by default.
         bases: what the generators say of their logprobs, by role; a role that is not among them is not held to it.
+        roles: as planned; messages about what they return are led by their plugins.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class FlowScheduler:
         memory: MemoryTurns | None = None,
         front: GeneratorFront | None = None,
         bases: Mapping[str, DeclaredBases] | None = None,
+        roles: Mapping[str, RolePlan] | None = None,
     ) -> None:
         self.graph = graph
         self.runtime = runtime
@@ -114,6 +119,7 @@ class FlowScheduler:
         self.memory = memory or MemoryTurns(runtime)
         self.bases = bases or {}
         self.front = front or FleetCompletions(runtime)
+        self.roles = roles or {}
         self._entered: set[Phase] = set()
         self._levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
 
@@ -252,9 +258,10 @@ class FlowScheduler:
         judged = [sample for sample in samples if sample.completion is not None]
         self._enter_phase(Phase.SCORING)
         with timers.measure("reward", role=node.role, action="score", level=self._levels[node.index]):
-            results = await self.runtime.reward(node.role).score(judged) if judged else []
-        for sample, result in zip(judged, results, strict=True):
-            _set_reward(sample, result)
+            verdicts = await self.runtime.reward(node.role).score(judged) if judged else []
+        results = checked_rewards(verdicts, judged)
+        for index, sample in enumerate(judged):
+            _set_reward(sample, RewardResult(None, error=results) if isinstance(results, str) else results[index])
         for index in indices:
             finished[index].set()
 
@@ -267,8 +274,10 @@ class FlowScheduler:
             return
         batch = pack_samples(chosen)
         request = OutputRequest(frozenset({output}), temperature=self.temperature)
-        values = (await self.runtime.trainer(node.role).compute(batch, request))[output]
-        if output == "scores":
+        outputs = await self.runtime.trainer(node.role).compute(batch, request)
+        check_outputs(outputs, batch, request, origin_of(self.roles, node.role, "trainer"))
+        values = outputs[output]
+        if output in SEQUENCE_OUTPUTS:
             for sample, score in zip(chosen, values.tolist(), strict=True):
                 sample.sequence_data[node.field] = score
             return
@@ -290,6 +299,9 @@ async def _generate(
     else:
         if completion is None:
             slot.left_out = True
+        elif completion.finish_reason == "abort":
+            length = len(completion.token_ids)
+            slot.sample = _without_completion(slot, f"generation failed: aborted after {length} tokens, unasked")
         else:
             if bases is not None:
                 bases.check(completion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from chatlearn_core.executor.seeds import keyed_seed
 from chatlearn_core.executor.sharing import Use
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, Loss, Runtime
+from chatlearn_core.runtime.boundary import check_update
+from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics, pack_samples
 
 
@@ -24,6 +26,7 @@ class ExperienceTrainer:
 
     Args:
         memory: gives updates their turn where roles share devices; by default none do.
+        roles: as planned; messages about what they return are led by their plugins.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class ExperienceTrainer:
         epochs: int,
         seed: int,
         memory: MemoryTurns | None = None,
+        roles: Mapping[str, RolePlan] | None = None,
     ) -> None:
         self.runtime = runtime
         self.losses = dict(algorithm.losses())
@@ -42,6 +46,7 @@ class ExperienceTrainer:
         self.epochs = epochs
         self.seed = seed
         self.memory = memory or MemoryTurns(runtime)
+        self.roles = roles or {}
 
     async def train(self, experience: Experience, timers: Timers) -> Metrics:
         """Make the step's updates; returns their merged metrics."""
@@ -62,6 +67,7 @@ class ExperienceTrainer:
                     async with self.memory.turn(Use(role, "update"), timers=timers):
                         with timers.measure("update", role=role):
                             metrics = await self.runtime.trainer(role).update(batch, loss)
+                    check_update(metrics, origin_of(self.roles, role, "trainer"))
                     parts.append(_of_one_update(metrics, role))
         return merge_metrics(*parts)
 

@@ -22,6 +22,8 @@ class ModelSource:
     max_length: int | None = None
     """Longest sequence the run may form, tokens; None takes it from the model's configuration."""
     trust_remote_code: bool = False
+    vocab_size: int | None = None
+    """Rows of its embedding: token ids are below it. None: unknown."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from chatlearn_core.plugins.records import Channel, GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
+from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.types import FleetRule, Payload
 
 
@@ -55,6 +56,17 @@ class RolePlan:
         """The only backend of a trainer or generator."""
         assert len(self.backends) == 1, f"role {self.name} has {len(self.backends)} backends"
         return self.backends[0]
+
+    @property
+    def origin(self) -> Origin:
+        """What messages about something that this role returned begin with."""
+        names = " + ".join(repr(backend.record.name) for backend in self.backends)
+        return Origin(self.name, f"{self.kind} {names}", self.model.vocab_size if self.model is not None else None)
+
+
+def origin_of(roles: Mapping[str, RolePlan], role: str, kind: str) -> Origin:
+    """Whose values a role returns; a role that no plan knows is named alone."""
+    return roles[role].origin if role in roles else Origin(role, f"a {kind}")
 
 
 @dataclass(slots=True, frozen=True)

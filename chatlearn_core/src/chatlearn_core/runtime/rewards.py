@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from chatlearn_core.protocols import MemoryPart, Reward
+from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
 from chatlearn_core.types import RewardResult, Sample
-
-MAX_REWARD = 1e12
-"""Largest absolute value of a reward and its parts: losses and squared gradients made of it stay finite in float32."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,19 +87,14 @@ class CombinedReward:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the run is being stopped
-            problem = f"the reward cancelled itself: {_said(error)}"
+            problem = f"the reward cancelled itself: {said(error)}"
         except (Exception, SystemExit) as error:
             if limit.expired():
                 problem = f"no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"
             else:
-                problem = _said(error)
+                problem = said(error)
         else:
-            if not isinstance(results, list | tuple):
-                problem = f"returned a {type(results).__name__}, not a list of RewardResult"
-            elif len(results) == len(samples):
-                return [_verdict(result, sample) for result, sample in zip(results, samples, strict=True)]
-            else:
-                problem = f"returned {len(results)} results for {len(samples)} samples"
+            return checked_rewards(results, samples)
         return problem
 
     def _combine(self, sample: Sample, verdict: dict[str, RewardResult]) -> RewardResult:
@@ -133,7 +123,7 @@ class CombinedReward:
             if result.token_values is not None:
                 weighted = part.weight * result.token_values
                 token_values = weighted if token_values is None else token_values + weighted
-        return _checked(RewardResult(value, components, token_values), sample, "the weighted sum")
+        return checked_reward(RewardResult(value, components, token_values), sample, "the weighted sum")
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:
         """Pass on to every part."""
@@ -152,62 +142,3 @@ def _units(part: RewardPart, samples: Sequence[Sample]) -> list[list[int]]:
     for index, sample in enumerate(samples):
         units.setdefault(sample.group_id if part.unit == "group" else sample.id, []).append(index)
     return list(units.values())
-
-
-def _verdict(result: Any, sample: Sample) -> RewardResult:
-    """What the reward returned, checked; objects of the reward's own classes may raise when they are looked at."""
-    try:
-        return _checked(result, sample)
-    except Exception as error:
-        return RewardResult(None, error=f"what it returned cannot be read: {_said(error)}")
-
-
-def _checked(result: Any, sample: Sample, value_name: str = "the reward") -> RewardResult:
-    """The result in plain numbers (a NumPy or torch scalar cannot be written down as JSON), or an error in its place if
-    it is not what a reward may return.
-    """
-    if not isinstance(result, RewardResult):
-        return RewardResult(None, error=f"returned a {type(result).__name__} ({result!r:.80}), not a RewardResult")
-    if result.error is not None:
-        return RewardResult(None, error=str(result.error))
-    if not isinstance(result.components, Mapping):
-        return RewardResult(None, error=f"components is a {type(result.components).__name__}, not a mapping of numbers")
-    numbers: dict[str, Any] = {value_name: result.value} | {
-        f"component {name!r}": x for name, x in result.components.items()
-    }
-    for what, number in numbers.items():
-        if not _is_finite(number):
-            return RewardResult(None, error=f"{what} is {number!r:.80}, not a finite number")
-        if abs(number) > MAX_REWARD:
-            return RewardResult(None, error=f"{what} is {float(number):g}; it must lie within ±{MAX_REWARD:g}")
-    tokens = result.token_values
-    if tokens is not None:
-        try:
-            tokens = np.asarray(tokens, dtype=np.float32)
-        except (TypeError, ValueError) as error:
-            return RewardResult(None, error=f"token_values is not an array of numbers: {error}")
-        shape, expected = tokens.shape, (sample.num_completion_tokens,)
-        if shape != expected:
-            return RewardResult(None, error=f"token_values has shape {shape} for {expected[0]} completion tokens")
-        if not np.isfinite(tokens).all():
-            return RewardResult(None, error="token_values holds a number that is not finite")
-        if np.abs(tokens).max(initial=0.0) > MAX_REWARD:
-            return RewardResult(None, error=f"token_values holds a number that is not within ±{MAX_REWARD:g}")
-    assert result.value is not None, "a result without an error has a value"
-    components = {str(name): float(number) for name, number in result.components.items()}
-    return RewardResult(float(result.value), components, tokens)
-
-
-def _is_finite(number: Any) -> bool:
-    try:
-        return math.isfinite(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, a tensor of several, or beyond float64
-        return False
-
-
-def _said(error: BaseException) -> str:
-    """Type and message; the message of a class of the reward's own may raise."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as second:
-        return f"{type(error).__name__} (its message cannot be shown: {type(second).__name__})"

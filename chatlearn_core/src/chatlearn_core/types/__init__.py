@@ -13,7 +13,7 @@ from chatlearn_core.types.completion import (
     continued_spans,
 )
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
-from chatlearn_core.types.outputs import OutputName, OutputRequest, Outputs
+from chatlearn_core.types.outputs import SEQUENCE_OUTPUTS, OutputName, OutputRequest, Outputs
 from chatlearn_core.types.prompt import Demonstration, Example, Prompt, TokenIds
 from chatlearn_core.types.sample import (
     UNGRADED,
@@ -51,6 +51,7 @@ from chatlearn_core.types.weights import (
 
 __all__ = [
     "RAW_BASIS",
+    "SEQUENCE_OUTPUTS",
     "UNGRADED",
     "Block",
     "Box",

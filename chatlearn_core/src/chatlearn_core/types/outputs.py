@@ -18,6 +18,9 @@ was drawn from) and ``values`` (entry t: value of the state in which token t was
 advantage of token t). ``hidden_states`` [T, H] is whole. Per sequence [S]: ``scores`` (the head's output at the last
 token)."""
 
+SEQUENCE_OUTPUTS: frozenset[OutputName] = frozenset({"scores"})
+"""Outputs with one row a sequence; all others have one a token."""
+
 
 @dataclass(slots=True, frozen=True)
 class OutputRequest:

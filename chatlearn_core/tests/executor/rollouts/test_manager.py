@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from chatlearn_core.config.models import RolloutConfig
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, ReplicaLostError
 from chatlearn_core.executor.rollouts.manager import RolloutManager, Rollouts
 from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.types import Prompt
 
 
@@ -296,3 +298,19 @@ async def test_who_waits_for_a_place_hears_that_there_is_no_fleet_any_more(reque
     [task] = submit(manager, requests.make("r"))
     with pytest.raises(IndexError):
         await asyncio.wait_for(task, 5.0)
+
+
+async def test_a_completion_that_breaks_the_contract_is_refused_and_not_asked_for_again(requests: Any) -> None:
+    class Fleet:
+        num_replicas, accepting, asked = 1, frozenset({0}), 0
+
+        async def generate(self, request: Any, replica: int | None = None) -> Any:
+            self.asked += 1
+            good = requests.complete(request)
+            return replace(good, logprobs=good.logprobs[1:], raw_logprobs=None)
+
+    fleet = Fleet()
+    manager = RolloutManager(lambda: fleet, RolloutConfig(max_retries=3), origin=Origin("sampler", "generator 'acme'"))  # type: ignore[arg-type,return-value]  # the part that is used
+    with pytest.raises(ContractError, match=r"role 'sampler', generator 'acme': the completion of sample 'r' breaks"):
+        await manager.generate(requests.make("r", tokens=4))
+    assert fleet.asked == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from chatlearn_core.exceptions import TrainerLostError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, PauseMode, WeightReceiver
+from chatlearn_core.runtime.boundary import check_completion
 from chatlearn_core.runtime.moving import move
 from chatlearn_core.runtime.sync_answers import checked_num_bytes
 from chatlearn_core.types import (
@@ -96,6 +97,7 @@ class GeneratorWorker(Worker):
         outcome: Completion | Failure
         try:
             outcome = await self.generator.generate(request)
+            check_completion(outcome, request, self.origin)  # here its values are at hand
         except Exception as error:
             outcome = Failure.of(error)
         self._ended.append((number, request, outcome))

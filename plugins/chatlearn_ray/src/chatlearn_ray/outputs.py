@@ -9,10 +9,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from chatlearn_core.types import Outputs
+from chatlearn_core.types import SEQUENCE_OUTPUTS, Outputs
 from chatlearn_core.types.stored import Array, Block, Rows, StoredArray, StoredTensor
 from chatlearn_ray.arrays import TensorArray, to_arrays, to_tensors
-from chatlearn_ray.split import SEQUENCE_OUTPUTS
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,11 +15,8 @@ from torch import Tensor
 
 from chatlearn_core.batching import balance
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types import Metrics, OutputName, Outputs, TrainBatch, merge_metrics
+from chatlearn_core.types import SEQUENCE_OUTPUTS, Metrics, OutputName, Outputs, TrainBatch, merge_metrics
 from chatlearn_core.types.stored import Array, StoredTensor
-
-SEQUENCE_OUTPUTS = frozenset({"scores"})
-"""Outputs with one row a sequence; all others have one a token."""
 
 K = TypeVar("K", bound=str)
 T = TypeVar("T")

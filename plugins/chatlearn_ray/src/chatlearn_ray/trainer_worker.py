@@ -10,12 +10,14 @@ from chatlearn_core.hosting.engine_side.private_store import LOOPBACK
 from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
+from chatlearn_core.runtime.boundary import check_outputs
 from chatlearn_core.runtime.moving import move
 from chatlearn_core.runtime.sync_answers import checked_offer
 from chatlearn_core.types import (
     Endpoint,
     Metrics,
     OutputRequest,
+    Outputs,
     Payload,
     SyncOffer,
     SyncPlan,
@@ -74,8 +76,14 @@ class TrainerWorker(Worker):
 
     async def compute(self, arrays: BatchArrays, request: OutputRequest) -> tuple[ComputedFacts, dict[str, Array]]:
         """Outputs of this rank's slice."""
-        outputs = await self.lane.run("compute", lambda: self.trainer.compute(arrays.batch(), request))
-        return pack_outputs(outputs)
+
+        def compute() -> Outputs:
+            batch = arrays.batch()
+            outputs = self.trainer.compute(batch, request)
+            check_outputs(outputs, batch, request, self.origin, whole=False)  # here their values are at hand
+            return outputs
+
+        return pack_outputs(await self.lane.run("compute", compute))
 
     async def measure(self, arrays: BatchArrays, function: Callable[[TrainBatch], Metrics]) -> Metrics:
         """What the function finds in this rank's slice."""

@@ -13,6 +13,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.local import resolve_device
 from chatlearn_core.types import Endpoint
@@ -55,6 +56,13 @@ class Worker:
         """The backend object that a choice names."""
         record, options = plugin.find(self.registry, self.spec.driver_host)
         return self.registry.load_factory(record)(options, self.context)
+
+    @property
+    def origin(self) -> Origin:
+        """What messages about something that this worker's backend returned begin with."""
+        assert self.spec.plugin is not None
+        vocab_size = self.context.model.vocab_size if self.context.model is not None else None
+        return Origin(self.context.role, f"{self.spec.kind} {self.spec.plugin.name!r}", vocab_size)
 
     def endpoint(self) -> Endpoint:
         """This process as one end of a transport."""

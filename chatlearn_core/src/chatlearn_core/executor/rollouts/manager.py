@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chatlearn_core.config.models import RolloutConfig
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
 from chatlearn_core.executor.rollouts.routing import Routing, affinity_of, longest_first
 from chatlearn_core.executor.scheduler import Slot
 from chatlearn_core.protocols import GeneratorFleet, Runtime
+from chatlearn_core.runtime.boundary import Origin, check_completion
+from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Completion, GenerateRequest, Metrics, merge_metrics
 
 _ABORT_S = 10.0
@@ -42,6 +44,7 @@ class RolloutManager:
         fleet: gives the replicas; called again for every request, since a runtime may exchange the fleet.
         config: section ``rollout``.
         clock: seconds, for the share of time that replicas are idle.
+        origin: whose completions these are, to check them by.
     """
 
     def __init__(
@@ -49,8 +52,11 @@ class RolloutManager:
         fleet: Callable[[], GeneratorFleet],
         config: RolloutConfig,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        origin: Origin | None = None,
     ) -> None:
         self.config = config
+        self._origin = origin or Origin("generator", "a generator")
         self._fleet = fleet
         self._clock = clock
         self._arrived: list[_Entry] = []
@@ -85,6 +91,7 @@ class RolloutManager:
         Raises:
             ReplicaLostError: a replica died, and may not be rebuilt any more.
             BackendTimeoutError: no completion within ``rollout.request_timeout_s`` of its start, or the role's timeout.
+            ContractError: the completion is not one that may be trained on.
             BackendError: the request failed, and its retries too.
         """
         if not self._queues:
@@ -211,9 +218,11 @@ class RolloutManager:
     async def _attempts(self, entry: _Entry) -> Completion:
         for attempt in range(self.config.max_retries + 1):
             try:
-                return await self._attempt(entry)
-            except (RoleLostError, BackendTimeoutError):
-                raise  # the one ends the run; the other would take as long again
+                completion = await self._attempt(entry)
+                check_completion(completion, entry.request, self._origin)
+                return completion
+            except (RoleLostError, BackendTimeoutError, ContractError):
+                raise  # it ends the run; it would take as long again; it would be returned again
             except BackendError:
                 if attempt == self.config.max_retries:
                     raise
@@ -255,17 +264,21 @@ class Rollouts:
     Args:
         runtime: where the roles live.
         config: section ``rollout``.
+        roles: as planned; completions are checked by them.
     """
 
-    def __init__(self, runtime: Runtime, config: RolloutConfig) -> None:
+    def __init__(self, runtime: Runtime, config: RolloutConfig, roles: Mapping[str, RolePlan] | None = None) -> None:
         self.runtime = runtime
         self.config = config
+        self._roles = roles or {}
         self._managers: dict[str, RolloutManager] = {}
 
     def of(self, role: str) -> RolloutManager:
         """The manager of a generator role."""
         if role not in self._managers:
-            self._managers[role] = RolloutManager(lambda: self.runtime.generator(role), self.config)
+            self._managers[role] = RolloutManager(
+                lambda: self.runtime.generator(role), self.config, origin=origin_of(self._roles, role, "generator")
+            )
         return self._managers[role]
 
     def begin(self) -> None:

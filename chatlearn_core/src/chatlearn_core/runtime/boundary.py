@@ -1,0 +1,306 @@
+"""What plugins return, checked where the core takes it: nothing that breaks a rule is trained on.
+
+A message names role, plugin, sample and rule. Values are looked at where they are at hand; of arrays that are kept
+elsewhere only what is known without fetching them, so that who hosts a backend checks its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import ContractError
+from chatlearn_core.types import (
+    SEQUENCE_OUTPUTS,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    LogprobBasis,
+    Metric,
+    OutputRequest,
+    RewardResult,
+    Sample,
+    TrainBatch,
+    VersionSpan,
+)
+from chatlearn_core.types.stored import StoredArray, StoredCompletion, StoredTensor
+
+LOGPROB_TOLERANCE = 1e-3
+"""How far above 0 rounding may put a logprob, nats: half-precision logits of a token that is all but certain."""
+WHOLE_OUTPUTS = frozenset({"topk", "hidden_states", "full_kl"})
+"""Outputs whose rows hold more than one number."""
+MAX_REWARD = 1e12
+"""Largest absolute value of a reward and its parts: losses and squared gradients made of it stay finite in float32."""
+_FINISH_REASONS = get_args(FinishReason)
+
+
+@dataclass(slots=True, frozen=True)
+class Origin:
+    """Whose values are checked."""
+
+    role: str
+    plugin: str
+    """Kind and name: ``generator 'vllm'``."""
+    vocab_size: int | None = None
+    """Token ids are below it; None: unknown."""
+
+    def __str__(self) -> str:
+        return f"role {self.role!r}, {self.plugin}"
+
+
+def check_completion(completion: Any, request: GenerateRequest, origin: Origin) -> None:
+    """A generator's answer to one request.
+
+    Raises:
+        ContractError: it is not what ``types.Completion`` says.
+    """
+    problem = _completion_problem(completion, request, origin.vocab_size)
+    if problem is not None:
+        raise ContractError(
+            f"{origin}: the completion of sample {request.id!r} breaks the contract: {problem}. It is not trained on"
+        )
+
+
+def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: int | None) -> str | None:
+    if not isinstance(completion, Completion):
+        return f"a {type(completion).__name__} was returned, not a Completion"
+    if completion.request_id != request.id:
+        return f"request_id is {completion.request_id!r}"
+    arrays = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
+    if completion.raw_logprobs is not None:
+        arrays["raw_logprobs"] = completion.raw_logprobs
+    for name, values in arrays.items():
+        kinds, what = ("iu", "integers") if name == "token_ids" else ("f", "floating-point numbers")
+        if not isinstance(values, np.ndarray | StoredArray):
+            return f"{name} is a {type(values).__name__}, not an array"
+        if values.ndim != 1 or values.dtype.kind not in kinds:
+            return f"{name} has shape {values.shape} and dtype {values.dtype}; it is one dimension of {what}"
+    length = len(completion.token_ids)
+    for name, values in (arrays | _data_of(completion)).items():
+        if len(values) != length:
+            return f"{name} has {len(values)} entries for {length} tokens"
+    if not isinstance(completion.basis, LogprobBasis):
+        return f"basis is a {type(completion.basis).__name__}, not a LogprobBasis"
+    if not isinstance(completion, StoredCompletion) and not isinstance(completion.text, str):
+        return f"text is a {type(completion.text).__name__}"
+    return (
+        _length_problem(completion, request, length)
+        or _spans_problem(completion.version_spans, length)
+        or _values_problem(arrays, vocab_size)
+        or _resumed_problem(completion, request.resume_from)
+    )
+
+
+def _data_of(completion: Completion) -> dict[str, Any]:
+    return {f"token_data {name!r}": values for name, values in completion.token_data.items()}
+
+
+def _length_problem(completion: Completion, request: GenerateRequest, length: int) -> str | None:
+    most, reason = request.sampling.max_tokens, completion.finish_reason
+    if reason not in _FINISH_REASONS:
+        return f"finish_reason is {reason!r}; it is one of {', '.join(_FINISH_REASONS)}"
+    if length > most:
+        return f"it has {length} tokens, more than max_tokens={most}"
+    if reason == "length" and length < most:
+        return f"finish_reason is 'length' after {length} tokens, and max_tokens is {most}"
+    return None
+
+
+def _spans_problem(spans: Any, length: int) -> str | None:
+    at = 0
+    for span in spans:
+        if not isinstance(span, VersionSpan) or span.start != at or span.stop <= span.start or span.version < 0:
+            break
+        at = span.stop
+    else:
+        if at == length:
+            return None
+    told = [(span.start, span.stop, span.version) if isinstance(span, VersionSpan) else span for span in spans]
+    return f"version_spans are {told}; they cover the {length} tokens in order, without gaps"
+
+
+def _values_problem(arrays: Mapping[str, Any], vocab_size: int | None) -> str | None:
+    for name, values in arrays.items():
+        if isinstance(values, StoredArray) or not len(values):
+            continue
+        least, most = values.min(), values.max()
+        if name == "token_ids":
+            if least < 0 or (vocab_size is not None and most >= vocab_size):
+                at = int(values.argmin() if least < 0 else values.argmax())
+                return f"token {at} has id {int(values[at])}, outside the vocabulary of {vocab_size}"
+        elif not (math.isfinite(least) and most <= LOGPROB_TOLERANCE):  # NaN and +inf fail the second
+            at = int(np.flatnonzero(~np.isfinite(values) | (values > LOGPROB_TOLERANCE))[0])
+            return f"{name} of token {at} is {float(values[at])}; a logprob is finite and at most 0"
+    return None
+
+
+def _resumed_problem(completion: Completion, prior: Completion | None) -> str | None:
+    if prior is None or any(isinstance(c, StoredCompletion) for c in (completion, prior)):
+        return None
+    if np.array_equal(completion.token_ids[: len(prior.token_ids)], prior.token_ids):
+        return None
+    return f"it does not begin with the {len(prior.token_ids)} tokens that it resumes"
+
+
+def checked_rewards(results: Any, samples: Sequence[Sample]) -> list[RewardResult] | str:
+    """A reward's verdicts on samples in plain numbers, with an error in place of each that is none; or what is wrong
+    with them as a whole.
+    """
+    if not isinstance(results, list | tuple):
+        return f"returned a {type(results).__name__}, not a list of RewardResult"
+    if len(results) != len(samples):
+        return f"returned {len(results)} results for {len(samples)} samples"
+    return [_verdict(result, sample) for result, sample in zip(results, samples, strict=True)]
+
+
+def _verdict(result: Any, sample: Sample) -> RewardResult:
+    """What the reward returned, checked; objects of the reward's own classes may raise when they are looked at."""
+    try:
+        return checked_reward(result, sample)
+    except Exception as error:
+        return RewardResult(None, error=f"what it returned cannot be read: {said(error)}")
+
+
+def checked_reward(result: Any, sample: Sample, value_name: str = "the reward") -> RewardResult:
+    """The result in plain numbers (a NumPy or torch scalar cannot be written down as JSON), or an error in its place if
+    it is not what a reward may return.
+    """
+    if not isinstance(result, RewardResult):
+        return RewardResult(None, error=f"returned a {type(result).__name__} ({result!r:.80}), not a RewardResult")
+    if result.error is not None:
+        return RewardResult(None, error=str(result.error))
+    if not isinstance(result.components, Mapping):
+        return RewardResult(None, error=f"components is a {type(result.components).__name__}, not a mapping of numbers")
+    numbers: dict[str, Any] = {value_name: result.value} | {
+        f"component {name!r}": x for name, x in result.components.items()
+    }
+    for what, number in numbers.items():
+        if not _is_finite(number):
+            return RewardResult(None, error=f"{what} is {number!r:.80}, not a finite number")
+        if abs(number) > MAX_REWARD:
+            return RewardResult(None, error=f"{what} is {float(number):g}; it must lie within ±{MAX_REWARD:g}")
+    tokens = result.token_values
+    if tokens is not None:
+        try:
+            tokens = np.asarray(tokens, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            return RewardResult(None, error=f"token_values is not an array of numbers: {error}")
+        shape, expected = tokens.shape, (sample.num_completion_tokens,)
+        if shape != expected:
+            return RewardResult(None, error=f"token_values has shape {shape} for {expected[0]} completion tokens")
+        if not np.isfinite(tokens).all():
+            return RewardResult(None, error="token_values holds a number that is not finite")
+        if np.abs(tokens).max(initial=0.0) > MAX_REWARD:
+            return RewardResult(None, error=f"token_values holds a number that is not within ±{MAX_REWARD:g}")
+    assert result.value is not None, "a result without an error has a value"
+    components = {str(name): float(number) for name, number in result.components.items()}
+    return RewardResult(float(result.value), components, tokens)
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, a tensor of several, or beyond float64
+        return False
+
+
+def said(error: BaseException) -> str:
+    """Type and message; the message of a class of the reward's own may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as second:
+        return f"{type(error).__name__} (its message cannot be shown: {type(second).__name__})"
+
+
+def check_outputs(
+    outputs: Any, batch: TrainBatch, request: OutputRequest, origin: Origin, *, whole: bool = True
+) -> None:
+    """What a trainer computed for a batch.
+
+    Args:
+        whole: every output that was asked for is there; one rank of several may have some of them, or none.
+
+    Raises:
+        ContractError: an output is missing, of another shape, or not finite where a loss reads it.
+    """
+    if not isinstance(outputs, Mapping):
+        raise ContractError(f"{origin}: compute returned a {type(outputs).__name__}, not a mapping of outputs")
+    missing = sorted(request.names - outputs.keys()) if whole else []
+    if missing:
+        raise ContractError(
+            f"{origin}: compute did not return the output {missing[0]!r}, which was asked for; it returned "
+            f"{', '.join(sorted(outputs)) or 'nothing'}"
+        )
+    for name, values in outputs.items():
+        _check_output(name, values, batch, origin)
+
+
+def _check_output(name: str, values: Any, batch: TrainBatch, origin: Origin) -> None:
+    by_sequence = name in SEQUENCE_OUTPUTS
+    rows = batch.num_sequences if by_sequence else batch.num_tokens
+    what = f"{rows} {'sequences' if by_sequence else 'tokens'}"
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ContractError(f"{origin}: compute returned {name!r} as {kind}, not as a tensor of floating-point numbers")
+    if values.shape[:1] != (rows,) or (values.ndim != 1 and name not in WHOLE_OUTPUTS):
+        raise ContractError(
+            f"{origin}: compute returned {name!r} in the shape {list(values.shape)} for {what} of the samples "
+            f"{_some(batch.sample_ids)}"
+        )
+    if isinstance(values, StoredTensor):
+        return
+    if name in WHOLE_OUTPUTS or by_sequence:
+        wrong, rule = ~torch.isfinite(values), "it must be finite"
+    elif name == "logprobs":
+        wrong = ~(torch.isfinite(values) & (values <= LOGPROB_TOLERANCE)) & batch.loss_mask.to(values.device)
+        rule = "a logprob is finite and at most 0"
+    else:
+        wrong, rule = ~torch.isfinite(values) & batch.loss_mask.to(values.device), "it must be finite"
+    if bool(wrong.any()):
+        at = int(wrong.reshape(rows, -1).any(dim=1).nonzero()[0])
+        sample, token = (at, "") if by_sequence else _sequence_of(batch, at)
+        found = float(values[at][wrong[at]].flatten()[0])
+        raise ContractError(
+            f"{origin}: compute returned {name!r} = {found} for sample {batch.sample_ids[sample]!r}{token}; {rule}. "
+            "Nothing was trained on it"
+        )
+
+
+def _sequence_of(batch: TrainBatch, row: int) -> tuple[int, str]:
+    """Which sequence a row of the batch is of, and which token of it."""
+    bounds = batch.cu_seqlens.tolist()
+    sequence = int(np.searchsorted(bounds, row, side="right")) - 1
+    return sequence, f", token {row - bounds[sequence]}"
+
+
+def check_update(metrics: Any, origin: Origin) -> None:
+    """What a trainer says of one update.
+
+    Raises:
+        ContractError: it is not named metrics, or ``loss`` is missing; or loss, gradient norm or learning rate is not
+            finite, which the trainer should have refused with the weights unchanged.
+    """
+    if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
+        told = type(metrics).__name__ if not isinstance(metrics, Mapping) else _some(sorted(map(str, metrics)))
+        raise ContractError(f"{origin}: update returned {told}, not a mapping from names to Metric")
+    if "loss" not in metrics:
+        raise ContractError(
+            f"{origin}: update reported no 'loss', only {', '.join(sorted(metrics)) or 'nothing'}; every "
+            "update reports it"
+        )
+    for name in ("loss", "grad_norm", "lr"):
+        if name in metrics and not _is_finite(metrics[name].total):
+            raise ContractError(
+                f"{origin}: update reported {name} = {metrics[name].total}; an update that is not finite is refused by "
+                "the trainer, with the weights unchanged. Go back to the last checkpoint"
+            )
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,228 @@
+"""Each rule of the boundary fails on what breaks it, and says role, plugin, sample and rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatlearn_core.exceptions import ContractError
+from chatlearn_core.runtime.boundary import Origin, check_completion, check_outputs, check_update, checked_rewards
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    GenerateRequest,
+    Metric,
+    OutputRequest,
+    Prompt,
+    RewardResult,
+    SamplingParams,
+    TrainBatch,
+    VersionSpan,
+    cumulative_lengths,
+    sample_from_completion,
+)
+from chatlearn_core.types.stored import StoredArray
+
+ORIGIN = Origin("sampler", "generator 'acme'", vocab_size=10)
+REQUEST = GenerateRequest("p@1#0", np.array([1, 2]), SamplingParams(4))
+NAN = float("nan")
+
+
+def completion(**changes: Any) -> Completion:
+    good = Completion(
+        "p@1#0",
+        np.array([3, 9, 0]),
+        np.array([-1.0, 0.0, -2.0], np.float32),
+        RAW_BASIS,
+        "stop",
+        REQUEST.sampling,
+        (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)),
+        np.array([-1.0, 0.0, -2.0], np.float32),
+        "abc",
+        token_data={"experts": np.zeros((3, 2), np.int8)},
+    )
+    return replace(good, **changes)
+
+
+def test_a_good_completion_passes() -> None:
+    check_completion(completion(), REQUEST, ORIGIN)
+    rounded = np.array([1e-5, 0.0, -2.0], np.float32)
+    check_completion(completion(logprobs=rounded, raw_logprobs=None, token_data={}), REQUEST, ORIGIN)
+    whole = {
+        "token_ids": np.arange(4, dtype=np.int32),
+        "logprobs": np.zeros(4, np.float16),
+        "raw_logprobs": None,
+        "version_spans": (VersionSpan(0, 4, 0),),
+        "token_data": {},
+    }
+    check_completion(completion(finish_reason="length", **whole), REQUEST, ORIGIN)
+    nothing = {name: np.zeros(0, kind) for name, kind in (("token_ids", np.int64), ("logprobs", np.float32))}
+    check_completion(
+        completion(**nothing, raw_logprobs=None, token_data={}, version_spans=(), finish_reason="abort"),
+        REQUEST,
+        ORIGIN,
+    )
+
+
+BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
+    "no completion": (["tokens"], "a list was returned, not a Completion"),
+    "another request's": (completion(request_id="p@1#1"), "request_id is 'p@1#1'"),
+    "ids as floats": (completion(token_ids=np.zeros(3)), r"token_ids has shape \(3,\) and dtype float64; .* integers"),
+    "ids as a list": (completion(token_ids=[1, 2, 3]), "token_ids is a list, not an array"),
+    "logprobs as integers": (completion(logprobs=np.zeros(3, int)), "logprobs has shape .* int64; .* floating-point"),
+    "two dimensions": (completion(logprobs=np.zeros((3, 1), np.float32)), r"logprobs has shape \(3, 1\)"),
+    "a logprob too few": (completion(logprobs=np.zeros(2, np.float32)), "logprobs has 2 entries for 3 tokens"),
+    "a logprob too many": (completion(logprobs=np.zeros(4, np.float32)), "logprobs has 4 entries for 3 tokens"),
+    "a raw logprob too few": (completion(raw_logprobs=np.zeros(2, np.float32)), "raw_logprobs has 2 entries for 3"),
+    "token data too short": (completion(token_data={"experts": np.zeros(2)}), "token_data 'experts' has 2 entries for"),
+    "no basis": (completion(basis="raw"), "basis is a str, not a LogprobBasis"),
+    "text of bytes": (completion(text=b"abc"), "text is a bytes"),
+    "an unknown reason": (completion(finish_reason="eos"), "finish_reason is 'eos'; it is one of stop, length, abort"),
+    "cut short": (completion(finish_reason="length"), "finish_reason is 'length' after 3 tokens, and max_tokens is 4"),
+    "a gap": (completion(version_spans=(VersionSpan(0, 1, 4), VersionSpan(2, 3, 5))), r"version_spans are \[\(0, 1, 4"),
+    "an overlap": (
+        completion(version_spans=(VersionSpan(0, 2, 4), VersionSpan(1, 3, 5))),
+        "cover the 3 tokens in order",
+    ),
+    "uncovered": (completion(version_spans=()), r"version_spans are \[\]; they cover the 3 tokens"),
+    "spans of tuples": (completion(version_spans=((0, 3, 1),)), r"version_spans are \[\(0, 3, 1\)\]"),
+    "beyond the end": (completion(version_spans=(VersionSpan(0, 4, 4),)), "cover the 3 tokens"),
+    "an id too large": (completion(token_ids=np.array([3, 10, 0])), "token 1 has id 10, outside the vocabulary of 10"),
+    "a negative id": (completion(token_ids=np.array([3, 4, -1])), "token 2 has id -1, outside the vocabulary of 10"),
+    "a NaN": (completion(logprobs=np.array([-1, NAN, -1], np.float32)), "logprobs of token 1 is nan; .* at most 0"),
+    "minus infinity": (completion(logprobs=np.array([-1, -1, -np.inf], np.float32)), "logprobs of token 2 is -inf"),
+    "a probability": (completion(logprobs=np.array([-1, 0.5, -1], np.float32)), "logprobs of token 1 is 0.5"),
+    "a raw NaN": (completion(raw_logprobs=np.array([NAN, 0, 0], np.float32)), "raw_logprobs of token 0 is nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_a_bad_completion_is_refused_by_role_plugin_sample_and_rule(name: str) -> None:
+    bad, rule = BAD_COMPLETIONS[name]
+    start = "role 'sampler', generator 'acme': the completion of sample 'p@1#0' breaks the contract: "
+    with pytest.raises(ContractError, match=f"{start}.*{rule}"):
+        check_completion(bad, REQUEST, ORIGIN)
+
+
+def test_more_tokens_than_were_asked_for_are_refused() -> None:
+    with pytest.raises(ContractError, match="it has 3 tokens, more than max_tokens=2"):
+        check_completion(completion(), replace(REQUEST, sampling=SamplingParams(2)), ORIGIN)
+
+
+def test_a_resumed_completion_begins_with_what_it_resumes() -> None:
+    prior = completion(token_ids=np.array([3, 9]), logprobs=np.zeros(2, np.float32))
+    check_completion(completion(), replace(REQUEST, resume_from=prior), ORIGIN)
+    other = replace(prior, token_ids=np.array([3, 8]))
+    with pytest.raises(ContractError, match="does not begin with the 2 tokens that it resumes"):
+        check_completion(completion(), replace(REQUEST, resume_from=other), ORIGIN)
+
+
+def test_of_arrays_kept_elsewhere_the_length_is_checked() -> None:
+    def stored(values: Any) -> Any:
+        return StoredArray([values], (), values.dtype)
+
+    elsewhere = completion(token_ids=stored(np.array([3, 99, 0])), logprobs=stored(np.zeros(3, np.float32)))
+    check_completion(elsewhere, REQUEST, ORIGIN)
+    with pytest.raises(ContractError, match="logprobs has 2 entries for 3 tokens"):
+        check_completion(replace(elsewhere, logprobs=stored(np.zeros(2, np.float32))), REQUEST, ORIGIN)
+
+
+# Rewards: what a single result may be is in test_rewards.py
+
+
+def test_rewards_of_the_wrong_number_or_type_are_a_problem_as_a_whole() -> None:
+    samples = [sample_from_completion("a", "g", Prompt("p", np.array([1]), "?"), completion())] * 2
+    assert checked_rewards(RewardResult(1.0), samples) == "returned a RewardResult, not a list of RewardResult"
+    assert checked_rewards([RewardResult(1.0)], samples) == "returned 1 results for 2 samples"
+    good, bad = checked_rewards([RewardResult(np.float32(0.5)), 1.0], samples)
+    assert (good, type(good.value)) == (RewardResult(0.5), float)  # type: ignore[union-attr]  # no text here
+    assert bad.error == "returned a float (1.0), not a RewardResult"  # type: ignore[union-attr]  # no text here
+
+
+# Trainers
+
+
+def make_batch() -> TrainBatch:
+    return TrainBatch(
+        ("a", "b"),
+        torch.arange(5),
+        cumulative_lengths([2, 3]),
+        torch.tensor([False, True, False, True, True]),
+        torch.arange(2),
+        torch.arange(2),
+    )
+
+
+def request(*names: Any) -> OutputRequest:
+    return OutputRequest(frozenset(names))
+
+
+TRAINER = Origin("policy", "trainer 'acme'")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("logprobs", torch.tensor([NAN, -1.0, NAN, 0.0, -3.0])),  # prompt tokens have no meaning
+        ("logprobs", -torch.ones(5, dtype=torch.bfloat16)),
+        ("entropy", torch.ones(5)),
+        ("scores", torch.ones(2)),
+        ("hidden_states", torch.zeros(5, 8)),
+    ],
+)
+def test_good_outputs_pass(name: Any, values: torch.Tensor) -> None:
+    check_outputs({name: values}, make_batch(), request(name), TRAINER)
+
+
+BAD_OUTPUTS: dict[str, tuple[Any, Any, str]] = {
+    "no mapping": ("logprobs", torch.zeros(5), "compute returned a Tensor, not a mapping"),
+    "nothing": ("logprobs", {}, "did not return the output 'logprobs', which was asked for; it returned nothing"),
+    "another output": ("logprobs", {"entropy": torch.ones(5)}, "did not return .*'logprobs'.* it returned entropy"),
+    "an array": ("logprobs", {"logprobs": np.zeros(5)}, "returned 'logprobs' as ndarray, not as a tensor"),
+    "integers": ("logprobs", {"logprobs": torch.zeros(5).long()}, "returned 'logprobs' as torch.int64"),
+    "too short": ("logprobs", {"logprobs": torch.zeros(4)}, r"in the shape \[4\] for 5 tokens of the samples 'a', 'b'"),
+    "too deep": ("logprobs", {"logprobs": torch.zeros(5, 1)}, r"in the shape \[5, 1\] for 5 tokens"),
+    "a scalar": ("logprobs", {"logprobs": torch.tensor(0.0)}, r"in the shape \[\] for 5 tokens"),
+    "by token": ("scores", {"scores": torch.zeros(5)}, r"in the shape \[5\] for 2 sequences"),
+    "a NaN": ("logprobs", {"logprobs": torch.tensor([0, 0, 0, NAN, 0])}, "= nan for sample 'b', token 1; a logprob is"),
+    "a probability": ("logprobs", {"logprobs": torch.tensor([0, 0.5, 0, 0, 0])}, "= 0.5 for sample 'a', token 1"),
+    "infinite entropy": ("entropy", {"entropy": torch.tensor([0, 0, 0, 0, np.inf])}, "'entropy' = inf for sample 'b'"),
+    "a NaN score": ("scores", {"scores": torch.tensor([0.0, NAN])}, "'scores' = nan for sample 'b'; it must be finite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_bad_outputs_are_refused_by_role_plugin_sample_and_rule(name: str) -> None:
+    asked, outputs, rule = BAD_OUTPUTS[name]
+    with pytest.raises(ContractError, match=f"role 'policy', trainer 'acme': .*{rule}"):
+        check_outputs(outputs, make_batch(), request(asked), TRAINER)
+
+
+def test_one_rank_of_several_may_know_nothing() -> None:
+    check_outputs({}, make_batch(), request("logprobs"), TRAINER, whole=False)
+    with pytest.raises(ContractError, match="nan"):
+        check_outputs({"logprobs": torch.full((5,), NAN)}, make_batch(), request("logprobs"), TRAINER, whole=False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rule"),
+    [
+        ({}, "update reported no 'loss', only nothing"),
+        ({"grad_norm": Metric(1.0)}, "update reported no 'loss', only grad_norm"),
+        ({"loss": 1.0}, "update returned 'loss', not a mapping from names to Metric"),
+        ([1.0], "update returned list, not a mapping"),
+        ({"loss": Metric(NAN)}, "update reported loss = nan"),
+        ({"loss": Metric(1.0), "grad_norm": Metric(np.inf)}, "update reported grad_norm = inf"),
+    ],
+)
+def test_an_update_that_says_nothing_or_is_not_finite_is_refused(metrics: Any, rule: str) -> None:
+    with pytest.raises(ContractError, match=f"role 'policy', trainer 'acme': {rule}"):
+        check_update(metrics, TRAINER)
+
+
+def test_a_good_update_passes() -> None:
+    check_update({"loss": Metric(1.0), "lr": Metric(0.1), "actor/kl": Metric(NAN)}, TRAINER)
