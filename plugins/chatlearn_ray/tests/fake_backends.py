@@ -57,7 +57,7 @@ class CountingTrainer:
         if not self.speaks:
             return {}
         starts = batch.cu_seqlens[:-1].long()
-        outputs = {"logprobs": batch.token_ids.float() * 2, "scores": batch.token_ids[starts].float()}
+        outputs = {"logprobs": batch.token_ids.float() * -2, "scores": batch.token_ids[starts].float()}
         return {name: outputs[name] for name in request.names}
 
     def update(self, batch, loss):
@@ -109,7 +109,7 @@ class EchoOptions(BaseModel):
 
 
 class EchoGenerator:
-    """Returns the prompt's tokens and this process's number."""
+    """Returns what it resumes, then the prompt's tokens; the logprobs are this process's number, negative."""
 
     policy_version = 3
     state = "serving"
@@ -133,11 +133,12 @@ class EchoGenerator:
         while self.options.delay_file is not None and Path(self.options.delay_file).exists():
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.options.delay_s)
-        tokens = np.tile(request.prompt_ids, self.options.repeat)
+        resumed = () if request.resume_from is None else request.resume_from.token_ids
+        tokens = np.concatenate([resumed, np.tile(request.prompt_ids, self.options.repeat)]).astype(np.int64)
         return Completion(
             request_id=request.id,
             token_ids=tokens,
-            logprobs=np.full(len(tokens), float(os.getpid()), np.float32),
+            logprobs=np.full(len(tokens), -float(os.getpid()), np.float32),
             basis=request.sampling.basis,
             finish_reason="stop",
             sampling=request.sampling,

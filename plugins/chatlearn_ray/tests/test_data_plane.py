@@ -37,7 +37,7 @@ def check_sums(batch: TrainBatch) -> Metrics:
     stored = any(isinstance(tensor, StoredTensor) for tensor in (batch.token_ids, *batch.token_data.values()))
     return {
         "tokens": Metric(float(batch.token_ids.sum()), reducer="sum"),
-        "twice": Metric(float((batch.token_data["trainer_logprobs"] - 2 * batch.token_ids).abs().sum()), reducer="sum"),
+        "twice": Metric(float((batch.token_data["trainer_logprobs"] + 2 * batch.token_ids).abs().sum()), reducer="sum"),
         "stored": Metric(float(stored), reducer="max"),
     }
 
@@ -118,5 +118,7 @@ async def test_a_completion_outlives_the_replica_that_made_it(roles: Any) -> Non
 async def test_a_resumed_request_reaches_the_engine_with_ordinary_arrays(roles: Any) -> None:
     async with running(roles.plan(roles.role("generator", "generator", "echo"))) as runtime:
         [first, *_] = await generated(runtime)
-        again = GenerateRequest("again", np.arange(3), SamplingParams(max_tokens=9), resume_from=first.completion)
-        assert (await runtime.generator("generator").generate(again)).token_ids.tolist() == [0, 1, 2]
+        prior = first.completion
+        again = GenerateRequest("again", np.arange(3), SamplingParams(max_tokens=10**6), resume_from=prior)
+        completion = await runtime.generator("generator").generate(again)
+        assert completion.token_ids.tolist() == [*range(PROMPT_TOKENS), 0, 1, 2]

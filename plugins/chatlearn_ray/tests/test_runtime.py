@@ -81,7 +81,7 @@ async def sees_every_sample_once(runtime: RayRuntime, count: int) -> None:
     held = [whole.token_ids, whole.loss_mask, whole.unit_index, whole.group_index]
     assert metrics["perf/object_store_bytes"].value >= sum(tensor.nbytes for tensor in held)
     outputs = await trainer.compute(whole, OutputRequest(frozenset({"logprobs", "scores"})))
-    assert outputs["logprobs"].tolist() == (whole.token_ids * 2).tolist()
+    assert outputs["logprobs"].tolist() == (whole.token_ids * -2).tolist()
     assert outputs["scores"].tolist() == whole.token_ids[whole.cu_seqlens[:-1].long()].tolist()
 
 
@@ -154,7 +154,7 @@ async def test_a_killed_replica_is_rebuilt_and_its_requests_start_again(roles: A
         slow.unlink()
         answers = await waiting
         assert [a.request_id for a in answers] == [f"r{i}" for i in range(5)]
-        assert {float(a.logprobs[0]) for a in answers} == {float(fleet.replicas[0].worker.facts.pid)} != {float(first)}
+        assert {-float(a.logprobs[0]) for a in answers} == {float(fleet.replicas[0].worker.facts.pid)} != {float(first)}
         assert synced == [0], "it takes the current weights before it serves"
         assert fleet.num_restarts == 1
 
