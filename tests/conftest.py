@@ -37,6 +37,13 @@ def chatlearn_rewards():
             for name in ("letters", "raising", "hanging", "blocking", "nan", "miscounting", "moody")]
 
 @hookimpl
+def chatlearn_algorithms():
+    from chatlearn_core.plugins.records import AlgorithmSpec
+    roles = (("sampler", "generator"), ("judge", "reward"), ("helper", "trainer"), ("policy", "trainer"))
+    return [AlgorithmSpec(name="renamed", factory="probe_backends:Renamed",
+                          options="chatlearn_algorithms.grpo_options:GRPOOptions", roles=roles)]
+
+@hookimpl
 def chatlearn_trainers():
     from chatlearn_fsdp.plugin import chatlearn_trainers
     from dataclasses import replace
@@ -143,6 +150,8 @@ import asyncio, os, time
 from dataclasses import replace
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import RAW_BASIS, RewardResult
+from dataclasses import replace
+from chatlearn_algorithms.grpo import GRPO
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_transformers.generator import TransformersGenerator
 from probe_points import arrived, reach
@@ -190,6 +199,18 @@ class MoodyReward(LettersReward):
         if index == 0:
             return RewardResult(float("nan"))
         return RewardResult(None, error="no answer in it") if index == 1 else super().judge(sample)
+
+class Renamed(GRPO):
+    policy = "policy"
+
+    def flow(self, prompts, m):
+        samples = m.sampler.generate(prompts)
+        return m.join(samples, m.judge.score(samples), m.policy.logprobs(samples))
+
+    def losses(self):
+        [loss] = super().losses().values()
+        return {"helper": replace(loss, old_logprobs="generator_logprobs"),
+                "policy": replace(loss, old_logprobs="policy_logprobs")}
 
 class WatchedTrainer(FSDPTrainer):
     def update(self, batch, loss):

@@ -109,7 +109,7 @@ def test_lengths_and_exclusions_are_counted() -> None:
 
 
 def mismatch(samples: list[Sample], sampling: SamplingParams) -> Metrics:
-    batch = both_logprobs(samples, sampling)
+    batch = both_logprobs(samples, sampling, "trainer_logprobs")
     return generator_mismatch(batch) if batch.num_sequences else {}
 
 
@@ -126,7 +126,7 @@ def test_tokens_that_older_weights_sampled_are_no_mismatch() -> None:
     assert sample.completion is not None
     sample.completion = replace(sample.completion, version_spans=(VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)))
     sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -9.0, -1.0], np.float32)
-    metrics = generator_mismatch(both_logprobs([sample], SAMPLING))
+    metrics = generator_mismatch(both_logprobs([sample], SAMPLING, "trainer_logprobs"))
     assert metrics["mismatch/logprob_diff_max"].value == 0.0, "the first token's weights are not the trainer's"
     assert sample.loss_mask.sum() == 2, "it is still trained on"
 
@@ -180,7 +180,7 @@ async def test_a_step_runs_the_flow_and_the_algorithm_over_all_samples() -> None
             return {"reward": Metric(3.0, 4)}
 
     scheduler, algorithm = Scheduler(), Algorithm()
-    environment = Environment(scheduler, algorithm, SAMPLING, seed=0)  # type: ignore[arg-type]  # the part that is used
+    environment = Environment(scheduler, algorithm, SAMPLING, seed=0, policy="trainer")  # type: ignore[arg-type]  # the part that is used
     experience = await environment.make(2, [make_prompt("a"), make_prompt("b")], Timers())
     assert experience.step == 2
     assert [sample.id for sample in experience.admitted] == ["a@2#1", "b@2#0", "b@2#1"]

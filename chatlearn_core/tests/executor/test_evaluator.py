@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from chatlearn_core.executor.evaluator import Evaluator, accuracy, evaluation_flow, evaluation_metrics
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.evaluator import Evaluator, accuracy, evaluation_flow, evaluation_metrics, evaluation_roles
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
@@ -130,5 +132,32 @@ def test_without_any_reward_there_is_no_average_of_rewards() -> None:
 
 
 def test_the_flow_generates_and_scores() -> None:
-    graph = trace(evaluation_flow, {"generator": "generator", "reward": "reward"})
-    assert [node.name for node in graph.nodes] == ["generator.generate", "reward.score"]
+    graph = trace(evaluation_flow("sampler", "judge"), {"sampler": "generator", "judge": "reward"})
+    assert [node.name for node in graph.nodes] == ["sampler.generate", "judge.score"]
+
+
+ROLES = {"other": "generator", "sampler": "generator", "strict": "reward", "judge": "reward", "policy": "trainer"}
+
+
+def roles_config(**roles: str) -> Any:
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(name="acme"), roles={name: SimpleNamespace(kind=kind) for name, kind in roles.items()}
+    )
+
+
+def test_evaluation_uses_the_roles_of_the_algorithms_flow_whatever_they_are_called() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.sampler.generate(prompts)
+        return m.join(samples, m.judge.score(samples), m.policy.logprobs(samples))
+
+    assert evaluation_roles(roles_config(**ROLES), trace(flow, ROLES)) == ("sampler", "judge")
+
+
+def test_a_flow_that_generates_nothing_is_evaluated_with_the_only_roles_there_are() -> None:
+    graph = trace(lambda demonstrations, m: demonstrations, ROLES, input_kind="demonstrations")
+    only = roles_config(policy="trainer", sampler="generator", judge="reward")
+    assert evaluation_roles(only, graph) == ("sampler", "judge")
+    with pytest.raises(ConfigError, match=r"data\.eval needs a role of kind generator.*there are other, sampler"):
+        evaluation_roles(roles_config(**ROLES), graph)
+    with pytest.raises(ConfigError, match=r"data\.eval needs a role of kind reward.*there is none.*roles.reward"):
+        evaluation_roles(roles_config(policy="trainer", sampler="generator"), graph)

@@ -21,7 +21,7 @@ from chatlearn_core.executor.resume import (
     layout_settings,
     lock_run_directory,
 )
-from chatlearn_core.plugins.records import RewardSpec, TrainerSpec
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -153,9 +153,17 @@ def test_another_number_of_ranks_and_another_device_may_go_on(tmp_path: Path) ->
     assert find(make_store(tmp_path, 2), config=changed(roles={"trainer": elsewhere})).checkpoint is not None
 
 
-def test_an_engine_that_ran_out_of_memory_may_get_other_arguments(tmp_path: Path) -> None:
-    smaller = {"options": {"learning_rate": 0.1}, "engine": {"gpu_memory_utilization": 0.5}}
-    assert find(make_store(tmp_path, 2), config=changed(roles={"trainer": smaller})).checkpoint is not None
+def test_engine_arguments_may_change_only_where_the_plugin_calls_them_layout(tmp_path: Path) -> None:
+    store = make_store(tmp_path, 2)
+    layout = ["roles.trainer.engine.gpu_memory_utilization"]
+
+    def go_on(**engine: Any) -> Any:
+        now = changed(roles={"trainer": {"options": {"learning_rate": 0.1}, "engine": engine}})
+        return find_resume_point(store, "auto", now, 10, has_metrics=True, is_complete=False, may_change=layout)
+
+    assert go_on(gpu_memory_utilization=0.5).checkpoint is not None, "an engine that ran out of memory"
+    with pytest.raises(CheckpointError, match=r"roles\.trainer\.engine\.moe_router_topk: was not set, is 1"):
+        go_on(moe_router_topk=1, gpu_memory_utilization=0.5)
 
 
 def test_options_that_the_trainers_plugin_calls_layout_may_change(tmp_path: Path) -> None:
@@ -175,14 +183,19 @@ def test_options_that_the_trainers_plugin_calls_layout_may_change(tmp_path: Path
 def test_layout_is_asked_of_trainers_among_roles_of_several_backends() -> None:
     trainer = TrainerSpec(name="t", factory="a:b", options="a:c", layout_options=("dp_shard", "offload"))
     reward = RewardSpec(name="r", factory="a:b", options="a:c")
-    roles = {"trainer": [trainer], "reward": [reward, reward]}
+    generator = GeneratorSpec(name="g", factory="a:b", options="a:c", layout_arguments=("max_num_seqs",))
+    roles = {"trainer": [trainer], "sampler": [generator], "reward": [reward, reward]}
     plan: Any = SimpleNamespace(
         roles={
             name: SimpleNamespace(name=name, backends=[SimpleNamespace(record=record) for record in records])
             for name, records in roles.items()
         }
     )
-    assert layout_settings(plan) == ["roles.trainer.options.dp_shard", "roles.trainer.options.offload"]
+    assert layout_settings(plan) == [
+        "roles.trainer.options.dp_shard",
+        "roles.trainer.options.offload",
+        "roles.sampler.engine.max_num_seqs",
+    ]
 
 
 def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def make_run(
         ),
         registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
         algorithm=ReadingAlgorithm(),
+        policy="trainer",
         graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", input_kind="demonstrations"),
         evaluation=None,
         plan=SimpleNamespace(run_dir=run_dir, weight_syncs=(), roles={}),

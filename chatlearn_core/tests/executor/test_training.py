@@ -67,12 +67,20 @@ def make_experience(
     return Experience(step, samples, {})
 
 
-def trainer_of(runtime: FakeRuntime, losses: Any = None, *, mini: int = 1, epochs: int = 1, seed: int = 0) -> Any:
+def trainer_of(
+    runtime: FakeRuntime,
+    losses: Any = None,
+    *,
+    mini: int = 1,
+    epochs: int = 1,
+    seed: int = 0,
+    policy: str = "trainer",
+) -> Any:
     class Algorithm:
         def losses(self) -> Any:
             return losses or {"trainer": FakeLoss()}
 
-    return ExperienceTrainer(runtime, Algorithm(), num_mini_batches=mini, epochs=epochs, seed=seed)  # type: ignore[arg-type]  # the part that is used
+    return ExperienceTrainer(runtime, Algorithm(), num_mini_batches=mini, epochs=epochs, seed=seed, policy=policy)  # type: ignore[arg-type]  # the part that is used
 
 
 @settings(deadline=None)
@@ -123,6 +131,27 @@ def test_every_role_with_a_loss_learns() -> None:
     assert metrics["actor/loss"].value == 2.0, "a loss is a sum over its mini-batch: averaged over updates"
     assert metrics["critic/grad_norm"].value == 1.0
     assert metrics["kl"].value == 0.25
+    assert metrics["critic/kl"].value == 0.25, "what another role reports is never taken for the policy's"
+
+
+def test_the_policys_metrics_have_the_fields_names_whatever_it_is_called() -> None:
+    """It is the second that learns here, and still the one whose metrics keep their names."""
+    losses = {"helper": FakeLoss(), "policy": FakeLoss()}
+    runtime = FakeRuntime({"loss": Metric(2.0, reducer="sum"), "actor/ppo_kl": Metric(1.0, 4), "lr": Metric(0.1)})
+    runtime.metrics["helper/already"] = Metric(1.0)
+    metrics = asyncio.run(trainer_of(runtime, losses, policy="policy").train(make_experience(4), Timers()))
+    assert [role for role, _ in runtime.updates] == ["helper", "policy"], "in the algorithm's order"
+    assert metrics["helper/already"].value == 1.0, "a name that begins with the role stays"
+    named = {name for name in metrics if not name.startswith(("samples/", "perf/", "training/"))}
+    assert named == {
+        "actor/loss",
+        "actor/lr",
+        "actor/ppo_kl",
+        "helper/loss",
+        "helper/lr",
+        "helper/actor/ppo_kl",
+        "helper/already",
+    }
 
 
 def test_amounts_are_added_up_over_updates() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig, SamplingConfig
 from chatlearn_core.data import ExampleSet, PromptRenderer, Tokenizer, build_dataset
-from chatlearn_core.exceptions import ConfigError, ModelError
-from chatlearn_core.executor.evaluator import evaluation_flow
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
 from chatlearn_core.executor.flow_checks import check_devices, check_outputs, check_partial_rollouts, check_roles
 from chatlearn_core.executor.ground_truths import ground_truth_check
 from chatlearn_core.executor.logprob_bases import DeclaredBases
-from chatlearn_core.executor.planning import model_source, plan_run
+from chatlearn_core.executor.planning import model_source, plan_run, with_vocab_sizes
+from chatlearn_core.executor.policy import policy_of
+from chatlearn_core.executor.role_models import asked_for_by, check_role_models
 from chatlearn_core.flow import Graph, trace
 from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import (
@@ -36,6 +36,8 @@ class Assembly:
     loaded: LoadedConfig
     registry: PluginRegistry
     algorithm: Algorithm
+    policy: str | None
+    """The role whose weights the generators serve; None if no language model learns."""
     graph: Graph
     evaluation: Graph | None
     """None if the configuration evaluates nothing."""
@@ -56,6 +58,8 @@ class FlowAssembly:
     """What a configuration makes without a look at models and data."""
 
     algorithm: Algorithm
+    policy: str | None
+    """The role whose weights the generators serve; None if no language model learns."""
     graph: Graph
     evaluation: Graph | None
     plan: RunPlan
@@ -71,12 +75,16 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     algorithm = build_algorithm(loaded, registry)
     graph = trace_flow(loaded, algorithm)
     losses = algorithm.losses()
-    evaluation = trace(evaluation_flow, _kinds(config), name="evaluation") if config.data.eval else None
+    evaluation = None
+    if config.data.eval:
+        evaluation = trace(evaluation_flow(*evaluation_roles(config, graph)), _kinds(config), name="evaluation")
     check_roles(config, graph, losses, evaluation)
+    policy = policy_of(algorithm, losses, config)
     check_outputs(loaded, graph, losses)
     check_partial_rollouts(config, graph)
     check_devices(config)
-    return FlowAssembly(algorithm, graph, evaluation, plan_run(loaded, registry, graph, evaluation, losses))
+    plan = plan_run(loaded, registry, graph, evaluation, losses, policy)
+    return FlowAssembly(algorithm, policy, graph, evaluation, plan)
 
 
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
@@ -89,7 +97,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     flow = assemble_flow(loaded, registry)
     family = _model_family(registry)
     source = model_source(config.model, config.model)
-    with _asked_for_by(f"{loaded.source}, model.path"):
+    with asked_for_by(f"{loaded.source}, model.path"):
         facts = family.facts(source)
     sampling = sampling_params(config.sampling)
     eval_sampling = sampling_params(config.eval.sampling) if config.eval.sampling else greedy(sampling)
@@ -107,8 +115,9 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             f"{loaded.source}: data.max_prompt_tokens is {room_for_prompt} and sampling.max_tokens {room}, together "
             f"more than the longest sequence of the model, {max_length} tokens (model.max_length). Lower one of the two"
         )
-    with _asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
+    with asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
         tokenizer = family.load_tokenizer(source)
+    plan = with_vocab_sizes(flow.plan, check_role_models(loaded, family, flow.plan.roles, tokenizer, facts.vocab_size))
     stop_token_ids = _ends_of_turns(config, tokenizer)
     sampling = replace(sampling, stop_token_ids=stop_token_ids)
     eval_sampling = replace(eval_sampling, stop_token_ids=stop_token_ids)
@@ -138,9 +147,10 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         loaded=loaded,
         registry=registry,
         algorithm=flow.algorithm,
+        policy=flow.policy,
         graph=flow.graph,
         evaluation=flow.evaluation,
-        plan=flow.plan,
+        plan=plan,
         train_set=train_set,
         eval_set=eval_set,
         sampling=sampling,
@@ -171,15 +181,6 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 def greedy(sampling: SamplingParams) -> SamplingParams:
     """The same lengths and stops, without chance."""
     return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
-
-
-@contextmanager
-def _asked_for_by(where: str) -> Iterator[None]:
-    """What reads models knows directories, not who named them."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
 
 
 def _model_family(registry: PluginRegistry) -> ModelFamily:

@@ -66,7 +66,13 @@ def build_environment(
         [call] = assembly.graph.calls("generate")
         partial = partial_rollouts(assembly.config, rollouts, call.role)
     return Environment(
-        scheduler, assembly.algorithm, assembly.sampling, assembly.config.seed, rollouts=rollouts, partial=partial
+        scheduler,
+        assembly.algorithm,
+        assembly.sampling,
+        assembly.config.seed,
+        rollouts=rollouts,
+        partial=partial,
+        policy=assembly.policy,
     )
 
 
@@ -81,6 +87,7 @@ def build_trainer(assembly: Assembly, runtime: Runtime, memory: MemoryTurns) -> 
         seed=assembly.config.seed,
         memory=memory,
         roles=assembly.plan.roles,
+        policy=assembly.policy,
     )
 
 

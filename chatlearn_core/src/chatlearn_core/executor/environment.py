@@ -64,6 +64,7 @@ class Environment:
         seed: the run's seed.
         rollouts: what the scheduler has in front of the generators, for its metrics.
         partial: makes rollouts that may last longer than a step.
+        policy: the role whose logprobs are compared with the generator's.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Environment:
         *,
         rollouts: Rollouts | None = None,
         partial: PartialRollouts | None = None,
+        policy: str | None = None,
     ) -> None:
+        self.policy = policy
         self.scheduler = scheduler
         self.algorithm = algorithm
         self.sampling = sampling
@@ -139,13 +142,14 @@ class Environment:
 
     async def _mismatch(self, samples: Sequence[Sample]) -> Metrics:
         """Measured by the trainer that computed the logprobs: its workers have the arrays, or fetch them."""
-        role = next((node.role for node in self.scheduler.graph.nodes if node.field == "trainer_logprobs"), None)
-        if role is None:
+        nodes = self.scheduler.graph.nodes
+        node = next((node for node in nodes if node.role == self.policy and node.method.name == "logprobs"), None)
+        if node is None:
             return {}
-        batch = both_logprobs(samples, self.sampling)
+        batch = both_logprobs(samples, self.sampling, node.field)
         if not batch.num_sequences:
             return {}
-        return await self.scheduler.runtime.trainer(role).measure(batch, generator_mismatch)
+        return await self.scheduler.runtime.trainer(node.role).measure(batch, generator_mismatch)
 
 
 def make_slots(
@@ -200,8 +204,9 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def both_logprobs(samples: Sequence[Sample], sampling: SamplingParams) -> TrainBatch:
-    """The samples that have the logprobs of trainer and generator, and both of one distribution, in ``token_data``.
+def both_logprobs(samples: Sequence[Sample], sampling: SamplingParams, trained: str) -> TrainBatch:
+    """The samples that have the logprobs of policy and generator, and both of one distribution, in ``token_data`` as
+    ``trainer_logprobs`` and ``generator_logprobs``.
 
     The trainer divides its logits by the sampling temperature and cuts nothing off. Tokens that older weights sampled
     are masked out: there the two differ for a good reason.
@@ -211,8 +216,8 @@ def both_logprobs(samples: Sequence[Sample], sampling: SamplingParams) -> TrainB
     both: list[Sample] = []
     for sample in samples:
         logprobs = _generator_logprobs(sample, basis)
-        if logprobs is not None and "trainer_logprobs" in sample.token_data:
-            arrays = {"trainer_logprobs": sample.token_data["trainer_logprobs"], "generator_logprobs": logprobs}
+        if logprobs is not None and trained in sample.token_data:
+            arrays = {"trainer_logprobs": sample.token_data[trained], "generator_logprobs": logprobs}
             mask = fresh_mask(sample, version)
             both.append(replace(sample, loss_mask=mask, token_data=arrays, sequence_data={}))
     return pack_samples(both)

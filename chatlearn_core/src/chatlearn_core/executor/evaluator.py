@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.environment import make_slots
 from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.flow import Graph
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import Example, Metric, Metrics, RewardResult, Sample, SamplingParams
 
@@ -14,10 +17,36 @@ ACCURACY = ("accuracy", "acc")
 """Components by which a reward says whether the sample is right, the first that it has."""
 
 
-def evaluation_flow(prompts: Any, m: Any) -> Any:
-    """Generate and score; nothing is trained."""
-    samples = m.generator.generate(prompts)
-    return m.join(samples, m.reward.score(samples))
+def evaluation_flow(generator: str, reward: str) -> Callable[[Any, Any], Any]:
+    """A flow that generates with one role and scores with another; nothing is trained."""
+
+    def evaluate(prompts: Any, m: Any) -> Any:
+        samples = getattr(m, generator).generate(prompts)
+        return m.join(samples, getattr(m, reward).score(samples))
+
+    return evaluate
+
+
+def evaluation_roles(config: RunConfig, graph: Graph) -> tuple[str, str]:
+    """The generator and the reward that evaluation uses: those of the algorithm's flow; where it has none, the only
+    configured ones.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    chosen: list[str] = []
+    for kind, method in (("generator", "generate"), ("reward", "score")):
+        called = [node.role for node in graph.calls(method)]
+        roles = called or [name for name, role in config.roles.items() if role.kind == kind]
+        if len(roles) != 1:
+            found = f"there are {', '.join(roles)}" if roles else "there is none"
+            raise ConfigError(
+                f"data.eval needs a role of kind {kind}; the flow of algorithm {config.algorithm.name!r} calls none, "
+                f"and of the configured ones {found}. Keep or add one (roles.{kind} with kind: {kind}), or remove "
+                "data.eval"
+            )
+        chosen.append(roles[0])
+    return chosen[0], chosen[1]
 
 
 class Evaluator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, RunConfig
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
-from chatlearn_core.plugins.compatibility import choose_transport, placement_of, shared_channel
+from chatlearn_core.plugins.compatibility import choose_transport, mismatches, placement_of, shared_channel
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, RuntimeSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Loss, ModelSource
@@ -26,11 +27,15 @@ def plan_run(
     graph: Graph,
     evaluation: Graph | None,
     losses: Mapping[str, Loss],
+    policy: str | None,
 ) -> RunPlan:
     """The roles that flow, evaluation and losses use, and how weights get from the policy to its generators.
 
+    Args:
+        policy: the role whose weights the generators serve; None: no language model learns.
+
     Raises:
-        ConfigError: ``weight_sync.payload`` does not suit what the ends were told to send and take.
+        ConfigError: ``weight_sync`` does not suit the two ends, or what they were told to send and take.
     """
     config = loaded.config
     used = set(graph.roles) | set(losses) | set(evaluation.roles if evaluation else ())
@@ -38,7 +43,7 @@ def plan_run(
     return RunPlan(
         registry=registry,
         roles=roles,
-        weight_syncs=tuple(_weight_syncs(loaded, registry, roles)),
+        weight_syncs=() if policy is None else tuple(_weight_syncs(loaded, registry, roles, roles[policy])),
         run_dir=run_directory(config),
         seed=config.seed,
         total_updates=config.train.steps * config.train.epochs * config.train.mini_batches,
@@ -48,6 +53,15 @@ def plan_run(
 def run_directory(config: RunConfig) -> Path:
     """``output_dir``, with ``~`` as the home directory."""
     return Path(config.output_dir).expanduser()
+
+
+def with_vocab_sizes(plan: RunPlan, sizes: Mapping[str, int]) -> RunPlan:
+    """The plan, with what was read from the roles' models."""
+    roles: dict[str, RolePlan] = {}
+    for name, role in plan.roles.items():
+        model = role.model
+        roles[name] = role if model is None else replace(role, model=replace(model, vocab_size=sizes.get(name)))
+    return replace(plan, roles=roles)
 
 
 def model_source(model: ModelConfig, default: ModelConfig, head: str = "lm") -> ModelSource:
@@ -93,19 +107,17 @@ def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) 
 
 
 def _weight_syncs(
-    loaded: LoadedConfig, registry: PluginRegistry, roles: Mapping[str, RolePlan]
+    loaded: LoadedConfig, registry: PluginRegistry, roles: Mapping[str, RolePlan], policy: RolePlan
 ) -> list[WeightSyncPlan]:
     """From the policy to every generator that samples from it; a generator with a model of its own keeps it."""
     config = loaded.config
-    policies = [role for role in roles.values() if role.kind == "trainer" and role.trainable and role.head == "lm"]
     syncs: list[WeightSyncPlan] = []
     runtime = loaded.plugin("runtime")
     assert isinstance(runtime.record, RuntimeSpec)
     placement = placement_of(runtime.record, runtime.options)
     for generator in (role for role in roles.values() if role.kind == "generator"):
-        if not policies or config.roles[generator.name].model is not None:
+        if config.roles[generator.name].model is not None:
             continue
-        policy = policies[0]
         trainer_record, generator_record = policy.backend.record, generator.backend.record
         assert isinstance(trainer_record, TrainerSpec)
         assert isinstance(generator_record, GeneratorSpec)
@@ -124,8 +136,21 @@ def _weight_syncs(
         else:
             assert isinstance(choice.record, WeightSyncSpec)
             record, options, why = choice.record, choice.options, "weight_sync.backend names it"
+            reasons = mismatches(
+                trainer_record,
+                generator_record,
+                record,
+                placement,
+                config.weight_sync.payload,
+                rolling=config.weight_sync.fleet_rule == "rolling",
+            )
+            if reasons:  # config/rules says so earlier, where the policy is known from the algorithm's record
+                raise ConfigError(
+                    f"weight_sync.backend {record.name!r} does not suit roles {policy.name!r} and {generator.name!r}: "
+                    f"{'; '.join(reasons)}. Choose another transport, or 'auto'"
+                )
         channel = shared_channel(record, generator_record, config.weight_sync.payload)
-        assert channel is not None, "cross-checks refuse a transport that the generator has no channel for"
+        assert channel is not None, "a transport that the generator has no channel for is refused"
         syncs.append(
             WeightSyncPlan(
                 trainer=policy.name,

@@ -12,20 +12,20 @@ from typing import IO, Any, Literal
 
 from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
 from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
-from chatlearn_core.plugins.records import TrainerSpec
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 from chatlearn_core.runtime.plan import RunPlan
 
 ResumeMode = Literal["auto", "never"]
 
 MAY_CHANGE = (
     "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
-    "roles.*.ranks", "roles.*.replicas", "roles.*.device", "roles.*.engine", "rollout.max_retries",
+    "roles.*.ranks", "roles.*.replicas", "roles.*.device", "rollout.max_retries",
     "rollout.request_timeout_s",
 )  # fmt: skip
 """Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
 Some of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
-``train.steps``, and other ranks, another device, other arguments of an engine or another number of threads in
-``runtime`` round differently. Options of a trainer are added by its plugin (``TrainerSpec.layout_options``).
+``train.steps``, and other ranks, another device or another number of threads in ``runtime`` round differently. Options
+of a trainer and arguments of an engine are added by their plugins (``layout_options``, ``layout_arguments``).
 """
 
 _MOST_CHANGES = 8
@@ -33,14 +33,15 @@ _MOST_CHANGES = 8
 
 
 def layout_settings(plan: RunPlan) -> list[str]:
-    """Options of the run's trainers that may differ as well, because their plugins say so."""
-    return [
-        f"roles.{role.name}.options.{option}"
-        for role in plan.roles.values()
-        for backend in role.backends
-        if isinstance(backend.record, TrainerSpec)
-        for option in backend.record.layout_options
-    ]
+    """Options of the run's trainers and arguments of its engines that may differ, because their plugins say so."""
+    settings: list[str] = []
+    for role in plan.roles.values():
+        for backend in role.backends:
+            if isinstance(backend.record, TrainerSpec):
+                settings += [f"roles.{role.name}.options.{option}" for option in backend.record.layout_options]
+            if isinstance(backend.record, TrainerSpec | GeneratorSpec):
+                settings += [f"roles.{role.name}.engine.{name}" for name in backend.record.layout_arguments]
+    return settings
 
 
 @dataclass(slots=True, frozen=True)

@@ -340,8 +340,8 @@ class Run:
             text = f"{left} samples were not complete after the last step; they are in its checkpoint, and go on if "
             self.journal.say(f"{text}train.steps is raised", "unfinished", step=self.state.step, samples=left)
         model = None
-        if self.config.checkpoint.export:
-            role = next(iter(self.trainer.losses))
+        role = self.assembly.policy
+        if self.config.checkpoint.export and role is not None:
             self.journal.enter(Phase.EXPORTING)
             timers = Timers()
             async with self.memory.turn(Use(role, "export"), timers=timers):

@@ -9,6 +9,7 @@ import numpy as np
 from chatlearn_core.batching import mini_batches
 from chatlearn_core.executor.environment import Experience
 from chatlearn_core.executor.memory import MemoryTurns
+from chatlearn_core.executor.policy import POLICY_METRICS
 from chatlearn_core.executor.seeds import keyed_seed
 from chatlearn_core.executor.sharing import Use
 from chatlearn_core.metrics import Timers
@@ -27,6 +28,7 @@ class ExperienceTrainer:
     Args:
         memory: gives updates their turn where roles share devices; by default none do.
         roles: as planned; messages about what they return are led by their plugins.
+        policy: the role whose metrics are named ``actor/...``.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ExperienceTrainer:
         seed: int,
         memory: MemoryTurns | None = None,
         roles: Mapping[str, RolePlan] | None = None,
+        policy: str | None = None,
     ) -> None:
         self.runtime = runtime
         self.losses = dict(algorithm.losses())
@@ -47,6 +50,7 @@ class ExperienceTrainer:
         self.seed = seed
         self.memory = memory or MemoryTurns(runtime)
         self.roles = roles or {}
+        self.policy = policy
 
     async def train(self, experience: Experience, timers: Timers) -> Metrics:
         """Make the step's updates; returns their merged metrics."""
@@ -68,7 +72,7 @@ class ExperienceTrainer:
                         with timers.measure("update", role=role):
                             metrics = await self.runtime.trainer(role).update(batch, loss)
                     check_update(metrics, origin_of(self.roles, role, "trainer"))
-                    parts.append(_of_one_update(metrics, role))
+                    parts.append(_of_one_update(metrics, role, is_policy=role == self.policy))
         return merge_metrics(*parts)
 
     def _mini_batches(self, samples: Sequence[Sample], units: Sequence[int], step: int, epoch: int) -> list[list[int]]:
@@ -84,21 +88,25 @@ def unit_index(samples: Sequence[Sample], loss: Loss) -> list[int]:
     return [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
 
 
-def _of_one_update(metrics: Metrics, role: str) -> Metrics:
-    """One update's metrics as a part of the step's: the trainer's own get the names the field uses
-    (``actor/grad_norm``, ``critic/lr``), and a loss, which is a sum over its mini-batch, is averaged over updates.
+def _of_one_update(metrics: Metrics, role: str, *, is_policy: bool) -> Metrics:
+    """One update's metrics as a part of the step's, and a loss, which is a sum over its mini-batch, averaged over
+    updates. The policy's have the names the field uses (``actor/grad_norm``, and what its loss calls its own); those of
+    another role begin with the role (``critic/lr``), so that they are never taken for the policy's.
     """
-    prefix = _PREFIXES.get(role, role)
     named: Metrics = {}
     for name, metric in metrics.items():
-        if metric.reducer == "sum" and not name.startswith(_ADDED_UP):
+        adds_up = name.startswith(_ADDED_UP)
+        if metric.reducer == "sum" and not adds_up:
             metric = Metric(metric.total, 1.0, "mean")
-        named[f"{prefix}/{name}" if name in _OWN else name] = metric
+        if is_policy:
+            name = f"{POLICY_METRICS}/{name}" if name in _OWN else name
+        elif not adds_up and not name.startswith(f"{role}/"):
+            name = f"{role}/{name}"
+        named[name] = metric
     return named
 
 
 _OWN = frozenset({"loss", "grad_norm", "lr"})
-_PREFIXES = {"trainer": "actor"}
 _ADDED_UP = ("timing_s/", "perf/")
 """Metrics of an update that are amounts: a step's is the sum over its updates."""
 

@@ -261,14 +261,8 @@ def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
         "excluded": sample.exclusion,
         "token_ids": sample.token_ids[start:].tolist(),
     }
-    for name in (
-        "generator_logprobs",
-        "generator_raw_logprobs",
-        "trainer_logprobs",
-        "reference_logprobs",
-        "advantages",
-    ):
-        if name in sample.token_data:
+    for name in sorted(sample.token_data):
+        if name.endswith("_logprobs") or name == "advantages":
             record[name] = [round(float(x), 5) for x in sample.token_data[name][start:]]
     record["ground_truth"] = (
         record["ground_truth"] if _is_plain(record["ground_truth"]) else str(record["ground_truth"])

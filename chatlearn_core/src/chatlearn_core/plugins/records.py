@@ -84,6 +84,9 @@ class TrainerSpec(BackendRecord):
     layout_options: tuple[str, ...] = ()
     """Options that say how work is laid out over ranks and memory, not what is computed: they may differ when a run
     resumes, since checkpoints do not depend on them."""
+    layout_arguments: tuple[str, ...] = ()
+    """Engine arguments (``roles.<role>.engine``) that say how work is laid out and memory shared out, not what is
+    computed: they may differ when a run resumes. All others make it another run."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -113,6 +116,9 @@ class GeneratorSpec(BackendRecord):
     """``model_type`` values it can serve; None: whatever the engine can."""
     device_arguments: tuple[tuple[str, ...], ...] = ()
     """Engine arguments, each with its aliases, whose product is the number of devices that one replica drives."""
+    layout_arguments: tuple[str, ...] = ()
+    """Engine arguments (``roles.<role>.engine``) that say how work is laid out and memory shared out, not what is
+    computed: they may differ when a run resumes. All others make it another run."""
     refuses_families: tuple[tuple[str, str], ...] = ()
     """(``model_type``, reason) pairs that are refused at validation."""
     check_engine: ImportString | None = None

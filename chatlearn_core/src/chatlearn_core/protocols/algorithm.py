@@ -39,6 +39,13 @@ class Algorithm(Protocol):
     def group_size(self) -> int:
         """Completions sampled for one prompt."""
 
+    @property
+    def policy(self) -> str:
+        """The role that is the policy: its weights go to the generators, are exported at the end and are compared with
+        what was sampled, and its metrics are named ``actor/...``. An algorithm with a loss for a single language model
+        need not have this attribute: that one is the policy.
+        """
+
     def flow(self, prompts: Any, m: Any) -> Any:
         """The data flow: an ordinary function over roles, traced once. Its shape may depend on the options."""
 

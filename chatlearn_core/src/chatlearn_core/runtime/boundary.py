@@ -72,7 +72,7 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         return f"a {type(completion).__name__} was returned, not a Completion"
     if completion.request_id != request.id:
         return f"request_id is {completion.request_id!r}"
-    arrays = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
+    arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     if completion.raw_logprobs is not None:
         arrays["raw_logprobs"] = completion.raw_logprobs
     for name, values in arrays.items():

@@ -27,6 +27,12 @@ class Correcting(BaseModel):
     importance_correction: Literal["none", "truncate", "mask"] = "none"
     recompute_old_logprobs: bool = True
 
+    @property
+    def stale_tokens(self) -> tuple[tuple[str, ...], str] | None:
+        if self.importance_correction != "none" or not self.recompute_old_logprobs:
+            return None
+        return ("importance_correction", "recompute_old_logprobs"), "set one of the two"
+
 
 @pytest.fixture
 def plugins(registry: PluginRegistry, monkeypatch: pytest.MonkeyPatch) -> PluginRegistry:
@@ -89,7 +95,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "rollout.partial: trains on tokens that older weights sampled, which this algorithm would take for the "
             "current policy's (got 'resume')\n    algorithm.options.importance_correction = 'none' (default)\n"
             "    algorithm.options.recompute_old_logprobs = True (default)\n"
-            "    set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false",
+            "    set one of the two",
         ),
     ],
 }

@@ -56,6 +56,10 @@ class GRPO:
     def group_size(self) -> int:
         return self.options.group_size
 
+    @property
+    def policy(self) -> str:
+        return "trainer"
+
     def flow(self, prompts: Any, m: Any) -> Any:
         """Generate, then score and compute the logprobs that the options need."""
         samples = m.generator.generate(prompts)

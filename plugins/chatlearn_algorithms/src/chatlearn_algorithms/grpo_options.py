@@ -110,6 +110,14 @@ class GRPOOptions(BaseModel):
         return self
 
     @property
+    def stale_tokens(self) -> tuple[tuple[str, ...], str] | None:
+        """Partial rollouts: why tokens of older weights would be taken for the current policy's; None: corrected."""
+        if self.importance_correction != "none" or not self.recompute_old_logprobs:
+            return None
+        remedy = "set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false"
+        return ("importance_correction", "recompute_old_logprobs"), remedy
+
+    @property
     def warnings(self) -> tuple[tuple[str, str], ...]:
         """(option, sentence) pairs: what is allowed and hardly meant."""
         if self.kl_coef and self.kl_estimator == "k1" and self.kl_weight == "none":

@@ -60,6 +60,10 @@ class SFT:
     def group_size(self) -> int:
         return 1
 
+    @property
+    def policy(self) -> str:
+        return "trainer"
+
     def flow(self, demonstrations: Any, m: Any) -> Any:
         """Demonstrations are training samples as they are."""
         return demonstrations

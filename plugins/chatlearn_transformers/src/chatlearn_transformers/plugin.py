@@ -25,5 +25,6 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             streaming=True,
             resumable=True,
             seeded=True,
+            layout_arguments=("cache_dir", "local_files_only", "proxies", "token"),
         )
     ]

@@ -92,10 +92,24 @@ def warm_up_ends(checked: Checked) -> Iterator[Problem]:
             yield Problem(path, rule, warmup, "lower it, or train longer", ((("train", "steps"), train.steps),))
 
 
+def stale_tokens_are_known(checked: Checked) -> Iterator[Problem]:
+    """Partial rollouts need an algorithm that corrects for tokens of older weights, and it should say so."""
+    algorithm = checked.choices.selected.get("algorithm")
+    partial = checked.config.rollout.partial
+    if partial != "none" and algorithm is not None and not hasattr(algorithm.options, "stale_tokens"):
+        rule = (
+            "trains on tokens that older weights sampled, and this algorithm does not say whether it corrects for that "
+            "(attribute stale_tokens of its options)"
+        )
+        related: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
+        yield Problem(("rollout", "partial"), rule, partial, related=related)
+
+
 CAUTION_RULES: tuple[Rule, ...] = (
     options_are_meant,
     logprobs_compare,
     stop_texts_are_few,
     datasets_differ,
     warm_up_ends,
+    stale_tokens_are_known,
 )

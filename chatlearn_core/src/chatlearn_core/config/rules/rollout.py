@@ -71,24 +71,21 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
 
 
 def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
-    """A token that older weights sampled is trained on against the logprob that it was sampled with."""
+    """A token that older weights sampled is trained on against the logprob that it was sampled with.
+
+    An algorithm's options model has an attribute ``stale_tokens`` that says whether it does: None if so, otherwise the
+    options that decide it and what to set.
+    """
     rollout = checked.config.rollout
     algorithm = checked.choices.selected.get("algorithm")
     if rollout.partial == "none" or algorithm is None or not isinstance(algorithm.record, AlgorithmSpec):
         return
-    options = algorithm.options
-    if getattr(options, "importance_correction", None) == "none" and getattr(options, "recompute_old_logprobs", False):
-        related: Related = (
-            (("algorithm", "options", "importance_correction"), "none"),
-            (("algorithm", "options", "recompute_old_logprobs"), True),
-        )
-        yield Problem(
-            ("rollout", "partial"),
-            "trains on tokens that older weights sampled, which this algorithm would take for the current policy's",
-            rollout.partial,
-            "set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false",
-            related,
-        )
+    told: tuple[tuple[str, ...], str] | None = getattr(algorithm.options, "stale_tokens", None)
+    if told is not None:
+        names, remedy = told
+        related: Related = tuple((("algorithm", "options", name), getattr(algorithm.options, name)) for name in names)
+        rule = "trains on tokens that older weights sampled, which this algorithm would take for the current policy's"
+        yield Problem(("rollout", "partial"), rule, rollout.partial, remedy, related)
 
 
 ROLLOUT_RULES: tuple[Rule, ...] = (

@@ -9,9 +9,6 @@ from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import mismatches, placement_of
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, Reach, RuntimeSpec, TrainerSpec, WeightSyncSpec
 
-POLICY = "trainer"
-"""The role whose weights the generators serve."""
-
 
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     """The transport suits the policy's trainer and every generator that samples from it; under 'auto', one does.
@@ -25,7 +22,8 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         rule = "options belong to a named transport, and backend is 'auto'"
         related: Related = ((path, "auto"),)
         yield Problem(("weight_sync", "options"), rule, sync.options, "name the backend, or remove options", related)
-    trainer = checked.record(f"roles.{POLICY}", TrainerSpec)
+    policy = _policy(checked)
+    trainer = None if policy is None else checked.record(f"roles.{policy}", TrainerSpec)
     transport = checked.record("weight_sync", WeightSyncSpec)
     runtime = checked.choices.selected.get("runtime")
     placement: Reach = "process"
@@ -33,10 +31,10 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         placement = placement_of(runtime.record, runtime.options)
     for name in _policy_generators(checked):
         generator = checked.record(f"roles.{name}", GeneratorSpec)
-        if trainer is None or generator is None:
+        if policy is None or trainer is None or generator is None:
             continue
         ends: Related = (
-            (("roles", POLICY, "backend"), trainer.name),
+            (("roles", policy, "backend"), trainer.name),
             (("roles", name, "backend"), generator.name),
         )
         if transport is not None:
@@ -56,11 +54,20 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
             yield Problem(path, "\n".join(reasons), sync.backend, remedy, ends)
 
 
-def _policy_generators(checked: Checked) -> list[str]:
-    """The generators that sample from the policy: those the algorithm calls; where it calls none, the usual one."""
+def _policy(checked: Checked) -> str | None:
+    """The role whose weights the generators serve, as far as the algorithm's record tells: the only language model
+    among the trainers that it calls. Which of several it is, only the algorithm itself knows; planning then checks.
+    """
     record = checked.record("algorithm", AlgorithmSpec)
-    called = [name for name, kind in record.roles if kind == "generator"] if record else []
-    return called or ["generator"]
+    roles = checked.config.roles
+    called = [name for name, kind in record.roles if kind == "trainer" and name in roles] if record else []
+    learners = [name for name in called if roles[name].head == "lm" and roles[name].trainable is not False]
+    return learners[0] if len(learners) == 1 else None
+
+
+def _policy_generators(checked: Checked) -> list[str]:
+    """The generators that sample from the policy: those without a model of their own."""
+    return [name for name, role in checked.roles("generator") if role.model is None]
 
 
 def rolling_settings(checked: Checked) -> Iterator[Problem]:

@@ -1,0 +1,44 @@
+"""Which role is the policy: whose weights the generators serve, and what a run exports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import Algorithm, Loss
+
+POLICY_METRICS = "actor"
+"""Prefix of the policy's metrics, whatever its role is called: the name that the field uses."""
+
+
+def policy_of(algorithm: Algorithm, losses: Mapping[str, Loss], config: RunConfig) -> str | None:
+    """The role that the algorithm declares as its policy, or the only language model that it trains; None if it trains
+    no language model.
+
+    Raises:
+        ConfigError: the declared role has no loss or no language-model head, several might be meant, or another role
+            has the name under which the policy's metrics are logged.
+    """
+    name = config.algorithm.name
+    learners = [role for role in losses if role in config.roles and config.roles[role].head == "lm"]
+    declared: str | None = getattr(algorithm, "policy", None)
+    if declared is None and len(learners) > 1:
+        raise ConfigError(
+            f"algorithm {name!r} trains the language models {', '.join(map(repr, learners))} and does not say which of "
+            "them is the policy, whose weights the generators serve. Its class must have an attribute 'policy' that "
+            "names the role"
+        )
+    if declared is not None and declared not in learners:
+        raise ConfigError(
+            f"algorithm {name!r} declares the role {declared!r} as its policy, but that is no language model with a "
+            f"loss (it trains {', '.join(map(repr, losses)) or 'none'}). Correct the attribute 'policy' of its class, "
+            f"or roles.{declared}"
+        )
+    policy = declared or next(iter(learners), None)
+    if POLICY_METRICS in config.roles and policy not in (None, POLICY_METRICS):
+        raise ConfigError(
+            f"roles.{POLICY_METRICS} is not the policy of algorithm {name!r} (that is {policy!r}), but the policy's "
+            f"metrics are logged under '{POLICY_METRICS}/'. Rename the role"
+        )
+    return policy
