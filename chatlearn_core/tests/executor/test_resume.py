@@ -154,11 +154,16 @@ def test_another_number_of_ranks_and_another_device_may_go_on(tmp_path: Path) ->
 
 
 def test_engine_arguments_may_change_only_where_the_plugin_calls_them_layout(tmp_path: Path) -> None:
-    store = make_store(tmp_path, 2)
+    def with_engine(**engine: Any) -> dict[str, Any]:
+        return changed(roles={"trainer": {"engine": engine}})
+
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=10, keep_best=0)
+    with store.write(2, {"config": with_engine()}):
+        pass
     layout = ["roles.trainer.engine.gpu_memory_utilization"]
 
     def go_on(**engine: Any) -> Any:
-        now = changed(roles={"trainer": {"options": {"learning_rate": 0.1}, "engine": engine}})
+        now = with_engine(**engine)
         return find_resume_point(store, "auto", now, 10, has_metrics=True, is_complete=False, may_change=layout)
 
     assert go_on(gpu_memory_utilization=0.5).checkpoint is not None, "an engine that ran out of memory"

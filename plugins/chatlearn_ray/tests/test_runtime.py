@@ -248,7 +248,7 @@ async def test_a_request_that_is_made_again_does_not_get_what_the_first_one_was_
         first = asyncio.create_task(fleet.generate(request("same")))
         await asyncio.sleep(0.3)
         first.cancel()
-        again = replace(request("same"), prompt_ids=np.arange(5))
+        again = replace(request("same", max_tokens=5), prompt_ids=np.arange(5))
         waiting = asyncio.create_task(fleet.generate(again))
         await asyncio.sleep(0.3)
         slow.unlink()  # both come back, the first one first
@@ -264,9 +264,9 @@ async def test_a_request_that_resumes_from_lost_tokens_is_the_runs_matter_and_ki
     role = roles.role("generator", "generator", "echo")
     async with running(roles.plan(role), max_generator_restarts=0) as runtime:
         fleet = runtime.generator("generator")
-        first = await fleet.generate(replace(request("first"), prompt_ids=np.arange(1000)))
+        first = await fleet.generate(replace(request("first", max_tokens=1000), prompt_ids=np.arange(1000)))
         first.token_ids.pieces[0].block.reference = ray.remote(lose).remote()
-        again = replace(request("again"), resume_from=first)
+        again = replace(request("again", max_tokens=1003), resume_from=first)
         with pytest.raises(TrainerLostError, match="sampled tokens were lost with the node that held them"):
             await fleet.generate(again)
         assert (await fleet.generate(request("other"))).text == "first,other"
