@@ -151,15 +151,16 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "evaluation_has_roles": [
         (
             ["algorithm.name=sft", "~roles.reward", "data.eval=[{path: held.jsonl}]"],
-            "roles.reward: evaluation needs a role 'reward' of kind reward\n"
+            "roles: evaluation needs a role of kind reward (got ['trainer', 'generator'])\n"
             "    data.eval = ['held.jsonl'] (MARK)\n"
             "    add roles.reward with kind: reward, or remove data.eval",
         ),
         (
-            ["algorithm.name=sft", "roles.reward={kind: trainer, backend: fsdp}", "data.eval=[{path: held.jsonl}]"],
-            "roles.reward.kind: evaluation needs a reward as 'reward' (got 'trainer')\n"
+            ["algorithm.name=sft", "roles.rules={kind: reward, backend: math}", "data.eval=[{path: held.jsonl}]"],
+            "roles: evaluation needs one role of kind reward, and the algorithm does not say which "
+            "(got ['reward', 'rules'])\n"
             "    data.eval = ['held.jsonl'] (MARK)\n"
-            "    set kind: reward, or remove data.eval",
+            "    keep one of them, or remove data.eval",
         ),
     ],
     "algorithm_roles": [
