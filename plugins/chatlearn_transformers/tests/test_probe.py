@@ -7,11 +7,22 @@ import torch
 
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.model_directory import load_causal_lm
-from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_transformers import attention, probe
 from chatlearn_transformers.decoder import Decoder
-from chatlearn_transformers.probe import check_decoder, compare_logits
+from chatlearn_transformers.probe import decoding_problem, logits_problem, start_decoder
+from chatlearn_transformers.sequential_decoder import SequentialDecoder
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 LONG = {"max_length": 512, "sliding_window": 200}
 
 
@@ -41,12 +52,11 @@ def without_windows(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [{"sliding_window": 8}, LONG], ids=["short", "long"])
 def test_a_window_that_is_ignored_while_decoding_is_seen(config, dtype, make_decoder, monkeypatch):
-    check_decoder(make_decoder(dtype=dtype, **config), "m", 512)
+    assert decoding_problem(make_decoder(dtype=dtype, **config), "m", 512) is None
     without_windows(monkeypatch)
-    with pytest.raises(ModelError, match=r"cannot serve m \(model type 'mistral'\): .* logits differ"):
-        check_decoder(make_decoder(dtype=dtype, **config), "m", 512)
+    assert "logits differ" in decoding_problem(make_decoder(dtype=dtype, **config), "m", 512)
     # No sequence is longer than the window, so it does not matter.
-    check_decoder(make_decoder(dtype=dtype, **config), "m", config["sliding_window"])
+    assert decoding_problem(make_decoder(dtype=dtype, **config), "m", config["sliding_window"]) is None
 
 
 def test_a_long_window_is_looked_at_in_the_first_layers_only(make_decoder, monkeypatch):
@@ -58,7 +68,7 @@ def test_a_long_window_is_looked_at_in_the_first_layers_only(make_decoder, monke
         return forward(contexts, sources, row_start)
 
     monkeypatch.setattr(decoder, "prefill", prefill)
-    check_decoder(decoder, "m", 512)
+    assert decoding_problem(decoder, "m", 512) is None
     assert depths == [(2, 225), (6, 7)]  # 200 and an eighth; the whole model on 7 tokens
     assert len(decoder.model.model.layers) == 6
     assert decoder.cache.num_bytes == 0
@@ -67,39 +77,52 @@ def test_a_long_window_is_looked_at_in_the_first_layers_only(make_decoder, monke
 def test_a_window_too_long_to_look_at_is_refused_with_the_remedy(make_decoder, monkeypatch):
     monkeypatch.setattr(probe, "_MOST_TOKENS", 220)
     with pytest.raises(ModelError, match=r"reaches 200 tokens.* Set model\.max_length to 200"):
-        check_decoder(make_decoder(**LONG), "m", 512)
-    check_decoder(make_decoder(**LONG), "m", 200)
+        decoding_problem(make_decoder(**LONG), "m", 512)
+    assert decoding_problem(make_decoder(**LONG), "m", 200) is None
 
 
-def test_a_window_that_a_model_keeps_in_a_buffer_is_refused(make_decoder):
-    config = {"attention_types": [[["global", "local"], 1]], "window_size": 12, "num_layers": 2}
-    with pytest.raises(ModelError, match=r"model type 'gpt_neo'\): .* logits differ"):
-        check_decoder(make_decoder("gpt_neo", **config), "m", 64)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 12, "num_layers": 2}),
+        ("mamba", {"state_size": 4, "time_step_rank": 2}),
+        ("qwen3_next", LINEAR),
+    ],
+)
+def test_what_no_common_cache_holds_is_computed_one_sequence_at_a_time(family, config, make_decoder, model_dir, caplog):
+    assert decoding_problem(make_decoder(family, **config), "m", 64) is not None
+    model = load_causal_lm(str(model_dir(family, **config)), attention="eager")
+    assert isinstance(start_decoder(model, "m", fused_attention=True, max_length=64), SequentialDecoder)
+    assert f"m (model type {family}) is generated from one sequence at a time, which is slow: all" in caplog.text
 
 
-def test_a_recurrent_state_is_refused(tmp_path):
-    directory = build_tiny_model(tmp_path / "m", "mamba", state_size=4, time_step_rank=2)
-    model = load_causal_lm(str(directory), attention="eager")
-    with pytest.raises(ModelError, match="model type 'mamba'"):
-        check_decoder(Decoder(model, fused_attention=True), "m", 64)
+def test_what_neither_decoder_computes_is_refused_with_both_reasons(model_dir):
+    model = load_causal_lm(str(model_dir("bert")), attention="eager")
+    with pytest.raises(ModelError, match=r"model type 'bert'\): sequences together, .*; one at a time, .* Use another"):
+        start_decoder(model, "m", fused_attention=True, max_length=64)
+    assert not model.get_output_embeddings()._forward_pre_hooks, "the model is left as it was"
 
 
-def test_an_exception_is_a_refusal_that_names_it(make_decoder, monkeypatch):
+def test_an_exception_is_a_reason_that_names_it(make_decoder, monkeypatch):
     decoder = make_decoder(sliding_window=8)
 
     def broken(*args):
         raise IndexError("list index out of range")
 
     monkeypatch.setattr(decoder, "decode", broken)
-    with pytest.raises(ModelError, match=r"through its cache failed with IndexError: list index out of range\. Use"):
-        check_decoder(decoder, "m", 64)
+    assert decoding_problem(decoder, "m", 64) == "computing failed with IndexError: list index out of range"
+
+
+def test_weights_that_are_not_finite_are_refused(make_decoder):
+    decoder = make_decoder("qwen3")
+    decoder.model.model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="m: the model's logits are not finite on a short probe"):
+        decoding_problem(decoder, "m", 64)
 
 
 def test_low_precision_is_compared_loosely():
     exact = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    compare_logits(exact, exact + 1e-5, "m", "t")
-    compare_logits(exact.bfloat16(), exact.bfloat16() + 0.05, "m", "t")
-    with pytest.raises(ModelError, match=r"logits differ from the model's own by 0\.0"):
-        compare_logits(exact, exact + 0.05, "m", "t")
-    with pytest.raises(ModelError, match="not finite"):
-        compare_logits(exact * torch.nan, exact, "m", "t")
+    assert logits_problem(exact, exact + 1e-5) is None
+    assert logits_problem(exact.bfloat16(), exact.bfloat16() + 0.05) is None
+    assert logits_problem(exact, exact + 0.05).startswith("logits differ from the model's own by 0.0")
+    assert logits_problem(exact, exact * torch.nan) is not None

@@ -3,23 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from chatlearn_transformers import served_models
+from chatlearn_transformers import probe
 from chatlearn_transformers.decoder import Decoder
-from chatlearn_transformers.served_models import check_served_model
+from chatlearn_transformers.served_models import ServedModel, check_served_model
 
 
 def test_right_and_refused(model_dir):
-    assert check_served_model(model_dir("mistral", sliding_window=8)).status == "right"
-    # Needs no tokenizer: a directory of configuration and weights will do.
-    refused = check_served_model(
-        model_dir("gpt_neo", num_layers=2, attention_types=[[["local"], 2]], window_size=12), attention="eager"
-    )
+    assert check_served_model(model_dir("mistral", sliding_window=8)) == ServedModel("right")
+    neo = model_dir("gpt_neo", num_layers=2, attention_types=[[["local"], 2]], window_size=12)
+    assert check_served_model(neo, attention="eager") == ServedModel("right", together=False)
+    refused = check_served_model(model_dir("bert"))
     assert refused.status == "refused"
-    assert "model type 'gpt_neo'" in refused.reason
+    assert "model type 'bert'" in refused.reason
 
 
 def test_what_the_comparison_before_a_run_misses_is_wrong(model_dir, monkeypatch):
-    monkeypatch.setattr(served_models, "check_decoder", lambda *args: None)
+    monkeypatch.setattr(probe, "decoding_problem", lambda *args: None)
     decode = Decoder.decode
     # Positions are off by one from the eleventh token on.
     monkeypatch.setattr(

@@ -1,45 +1,33 @@
-"""One model with its KV cache: computes prompts into cache rows, and one more token of every row."""
+"""One model with one KV cache for all rows: prompts by batches, and one token of every row by one forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from chatlearn_transformers import attention
 from chatlearn_transformers.kv_cache import READ_STEP, SlotCache, round_up
-
-_FEW_TOKENS = 256
-"""So many tokens are compared by eager attention and with all logits, more by what costs less."""
-
-Ids = npt.NDArray[np.int64]
+from chatlearn_transformers.row_decoder import Ids, RowDecoder
 
 
-class Decoder:
-    """Runs forwards; knows rows and lengths, nothing of requests. All methods run under ``torch.inference_mode``.
+class Decoder(RowDecoder):
+    """Computes all rows together, each at a position of its own.
 
-    Forwards are the model's own, so whatever it does to its logits (a scale, a cap) is done; its head sees only the
-    last token of each prompt. A model whose attention follows transformers' interface makes its own masks, of windows
-    and chunks too (``attention.slot_mask``); others get a causal one.
+    A model whose attention follows transformers' interface makes its own masks, of windows and chunks too
+    (``attention.slot_mask``); others get a causal one.
     """
 
+    cache: SlotCache
+
     def __init__(self, model: Any, *, fused_attention: bool) -> None:
-        """Change the attention of ``model``, loaded with ``eager``, to the one that generating uses."""
-        self.model = model
-        self.run: Callable[..., Any] = model
-        """What computes a forward: the model."""
+        """See ``RowDecoder``."""
         self.cache = SlotCache()
-        self._head = model.get_output_embeddings()
-        self._head.register_forward_pre_hook(self._select_tokens)
-        self._selected: tuple[Tensor, Tensor] | None = None
         self._index = torch.arange(0)
-        self._text_config = model.config.get_text_config()
-        self._slot_attention = attention.NAME if fused_attention else attention.EAGER_NAME
-        self._makes_masks = self._attend_by(self._slot_attention)
+        super().__init__(model, attention.NAME if fused_attention else attention.EAGER_NAME)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -47,50 +35,9 @@ class Decoder:
         measured = self.cache.bytes_per_token
         return measured or _kv_bytes_per_token(self._text_config, self._head.weight.element_size())
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self._head.weight.device
-        return device
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return int(self._text_config.vocab_size)
-
-    @torch.inference_mode()
-    def own_logits(self, token_ids: Ids, first: int) -> Tensor:
-        """[T - first, V] logits after tokens ``first``.. of [T], by one forward of the model alone: no cache, its own
-        attention, no mask of ours, and its head over all tokens where they are few.
-        """
-        few = len(token_ids) <= _FEW_TOKENS
-        positions = torch.arange(first, len(token_ids), device=self.device)
-        if self._makes_masks:
-            # Eager attention is what a model means, but holds all scores of a layer at once.
-            capped = getattr(self._text_config, "attn_logit_softcapping", None) is not None
-            self._attend_by("sdpa" if self.model._supports_sdpa and not (few or capped) else "eager")
-        self._selected = None if few else (torch.zeros_like(positions), positions)
-        try:
-            output = self.run(input_ids=torch.from_numpy(token_ids).to(self.device)[None], use_cache=False)
-        finally:
-            self._selected = None
-            if self._makes_masks:
-                self._attend_by(self._slot_attention)
-        logits: Tensor = output.logits
-        return logits[0, first:] if few else logits[:, 0]
-
     @torch.inference_mode()
     def prefill(self, contexts: Sequence[Ids], sources: Ids, row_start: int) -> Tensor:
-        """Compute whole contexts into fresh cache rows.
-
-        Args:
-            contexts: U token sequences, computed as one right-padded batch.
-            sources: [R] which context each of the rows ``row_start + i`` takes.
-            row_start: first row; rows before it stay.
-
-        Returns:
-            [R, V] logits after the last token of each row.
-        """
+        """See ``RowDecoder``: one right-padded batch."""
         lengths = [len(context) for context in contexts]
         longest = max(lengths)
         padded = np.zeros((len(contexts), longest), dtype=np.int64)
@@ -108,7 +55,7 @@ class Decoder:
             logits = self._forward(
                 torch.from_numpy(padded).to(device),
                 torch.arange(longest, device=device)[None],
-                None if self._makes_masks else self._causal_mask(longest),
+                None if self._follows_interface else self._causal_mask(longest),
             )
         finally:
             self._selected = None
@@ -116,15 +63,7 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, token_ids: Ids, lengths: Ids) -> Tensor:
-        """Compute one token of each of the first N rows.
-
-        Args:
-            token_ids: [N] the token that follows what a row holds.
-            lengths: [N] tokens each row holds; the new one takes this position.
-
-        Returns:
-            [N, V] logits after that token.
-        """
+        """See ``RowDecoder``."""
         longest = int(lengths.max()) + 1
         width = round_up(longest, READ_STEP)
         self.cache.reserve(len(token_ids), width)
@@ -132,12 +71,12 @@ class Decoder:
         columns = torch.from_numpy(lengths).to(device)
         self.cache.expect_decode(columns, self._row_index(len(token_ids), device), width)
         mask = None
-        if not self._makes_masks:
+        if not self._follows_interface:
             mask = self._additive(torch.arange(width, device=device)[None, :] <= columns[:, None])[:, None, None]
         return self._forward(torch.from_numpy(token_ids).to(device)[:, None], columns[:, None], mask)
 
     def move_rows(self, sources: Ids, targets: Ids, longest: int) -> None:
-        """Copy cache rows ``sources`` over ``targets``; no row holds more than ``longest`` tokens."""
+        """See ``RowDecoder``."""
         device = self.device
         with torch.inference_mode():
             self.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), longest)
@@ -153,18 +92,6 @@ class Decoder:
         )
         logits: Tensor = output.logits[:, 0]
         return logits
-
-    def _select_tokens(self, head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the head: keep the hidden states [N, 1, H] of the selected (rows, columns) only."""
-        if self._selected is None:
-            return None
-        hidden, *others = inputs
-        return (hidden[self._selected][:, None], *others)
-
-    def _attend_by(self, implementation: str) -> bool:
-        """Switch the model's attention; whether it can be."""
-        self.model.set_attn_implementation(implementation)
-        return bool(self._text_config._attn_implementation == implementation)
 
     def _row_index(self, num_rows: int, device: torch.device) -> Tensor:
         if self._index.shape[0] < num_rows or self._index.device != device:

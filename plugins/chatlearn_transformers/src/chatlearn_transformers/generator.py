@@ -17,12 +17,10 @@ from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
 from chatlearn_hf.checkpoint_names import dtype_name
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_causal_lm, load_tokenizer, max_length
 from chatlearn_hf.request_checks import check_request
-from chatlearn_transformers.architecture import check_architecture
-from chatlearn_transformers.decoder import Decoder
 from chatlearn_transformers.engine_arguments import check_engine_arguments
 from chatlearn_transformers.offload import WeightStore
 from chatlearn_transformers.options import TransformersGeneratorOptions
-from chatlearn_transformers.probe import check_decoder
+from chatlearn_transformers.probe import start_decoder
 from chatlearn_transformers.scheduler import Limits, Scheduler, StepReport
 from chatlearn_transformers.stopping import end_of_sequence_ids
 from chatlearn_transformers.ticket import Ticket
@@ -83,10 +81,10 @@ class TransformersGenerator:
         tokenizer: Any = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
         lengths = [n for n in (source.max_length, max_length(model.config)) if n is not None]
         self._model_length = min(lengths, default=2**31)
-        check_architecture(model, source.path, self._model_length)
         check_tokenizer_fits(tokenizer, model.config, source.path)
-        decoder = Decoder(model, fused_attention=self._options.attention == "sdpa")
-        check_decoder(decoder, source.path, self._model_length)
+        decoder = start_decoder(
+            model, source.path, fused_attention=self._options.attention == "sdpa", max_length=self._model_length
+        )
         self._tokenizer = tokenizer
         self._store = WeightStore(model)
         kv_gb = self._options.max_kv_cache_gb

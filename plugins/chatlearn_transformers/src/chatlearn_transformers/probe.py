@@ -8,6 +8,7 @@ layers and no more than ``_MOST_TOKENS`` tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from chatlearn_core.exceptions import ChatLearnError, ModelError
-from chatlearn_transformers.architecture import attention_spans
-from chatlearn_transformers.decoder import Decoder, Ids
+from chatlearn_core.exceptions import ModelError
+from chatlearn_transformers.architecture import attention_spans, check_architecture
+from chatlearn_transformers.decoder import Decoder
+from chatlearn_transformers.row_decoder import Ids, RowDecoder
+from chatlearn_transformers.sequential_decoder import SequentialDecoder
+
+logger = logging.getLogger(__name__)
 
 _SHORT_SPAN = 64
 """Up to here a span costs little, so the whole model is compared."""
@@ -31,91 +36,119 @@ _LOW_PRECISION_TOLERANCE = 0.25
 to other experts, so in low precision some layers are compared in float32 as well."""
 
 
-def check_decoder(decoder: Decoder, path: str, max_length: int) -> None:
-    """Compare the decoder's logits with the model's own.
+def start_decoder(model: Any, path: str, *, fused_attention: bool, max_length: int) -> RowDecoder:
+    """The decoder that computes what ``model`` does: all sequences together, or else one at a time.
+
+    Args:
+        model: freshly loaded with ``eager`` attention.
+        path: of the model, for messages.
+        fused_attention: instead of the model's own loops.
+        max_length: longest sequence that will be asked for, tokens.
+
+    Raises:
+        ModelError: neither does, or how far its attention reaches cannot be looked at.
+    """
+    check_architecture(model, path, max_length)
+    together: RowDecoder = Decoder(model, fused_attention=fused_attention)
+    reason = decoding_problem(together, path, max_length)
+    if reason is None:
+        return together
+    together.release()
+    alone: RowDecoder = SequentialDecoder(model, fused_attention=fused_attention)
+    other_reason = decoding_problem(alone, path, max_length)
+    model_type = model.config.model_type
+    if other_reason is not None:
+        alone.release()
+        raise ModelError(
+            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): sequences together,"
+            f" {reason}; one at a time, {other_reason}. Use another generator backend (vllm, sglang)."
+        )
+    logger.warning(
+        "%s (model type %s) is generated from one sequence at a time, which is slow: all sequences together, %s."
+        " Another generator backend (vllm, sglang) may be faster",
+        path,
+        model_type,
+        reason,
+    )
+    return alone
+
+
+def decoding_problem(decoder: RowDecoder, path: str, max_length: int) -> str | None:
+    """Compare a decoder's logits with the model's own.
 
     Args:
         decoder: of a freshly loaded model; its cache is empty afterwards.
         path: of the model, for messages.
         max_length: longest sequence that will be asked for, tokens.
 
+    Returns:
+        What is wrong with it, if they differ by more than rounding.
+
     Raises:
-        ModelError: they differ by more than rounding, or a span of attention is too long to be looked at.
+        ModelError: a span of attention is too long to be looked at, or the model's own logits are not finite.
     """
-    model_type = decoder.model.config.model_type
     spans = attention_spans(decoder.model.config, max_length)
     if spans and spans[-1] + _overshoot(spans[-1]) > _MOST_TOKENS:
         raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): its attention reaches"
-            f" {spans[-1]} tokens, and sequences of up to {max_length} may be asked for; beyond"
+            f"the generator 'transformers' cannot serve {path} (model type {decoder.model.config.model_type!r}): its"
+            f" attention reaches {spans[-1]} tokens, and sequences of up to {max_length} may be asked for; beyond"
             f" {_MOST_TOKENS * 8 // 9} tokens that is not checked. Set model.max_length to {spans[-1]}, or use another"
             " generator backend (vllm, sglang)."
         )
     try:
+        reason = None
         if spans or decoder.model.dtype != torch.float32:
             with _shallow_float32(decoder, always=bool(spans) and spans[-1] > _SHORT_SPAN):
                 for span in spans or [1]:
-                    _check_span(decoder, span, path, max_length)
-        _check_rows(decoder, path, max_length)
-    except ChatLearnError:
+                    reason = reason or _check_span(decoder, span, path, max_length)
+        return reason or _check_rows(decoder, path, max_length)
+    except ModelError:
         raise
     # A model that the cache does not fit may raise anything.
     except Exception as error:
-        raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): computing through its cache"
-            f" failed with {type(error).__name__}: {error}. Use another generator backend (vllm, sglang)."
-        ) from error
+        return f"computing failed with {type(error).__name__}: {error}"
     finally:
         decoder.cache.clear()
 
 
-def compare_logits(expected: Tensor, found: Tensor, path: str, model_type: str) -> None:
-    """Refuse what differs by more than rounding.
-
-    Args:
-        expected: [T, V] the model's own.
-        found: [T, V] through the cache.
-        path: for the message.
-        model_type: for the message.
-
-    Raises:
-        ModelError: they differ, or are not finite.
-    """
-    if not bool(torch.isfinite(expected).all()):
-        raise ModelError(f"{path}: the model's logits are not finite on a short probe; its weights are damaged")
+def logits_problem(expected: Tensor, found: Tensor) -> str | None:
+    """How far logits [T, V] are from those expected, if by more than rounding."""
     allowed = _TOLERANCE if expected.dtype in (torch.float32, torch.float64) else _LOW_PRECISION_TOLERANCE
     spread = float(expected.float().std()) or 1.0
     difference = float((expected.float() - found.float()).square().mean().sqrt()) / spread
-    if not difference <= allowed:
-        raise ModelError(
-            f"the generator 'transformers' cannot serve {path} (model type {model_type!r}): computed through its"
-            f" cache, logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed. Use"
-            " another generator backend (vllm, sglang)."
-        )
+    if difference <= allowed:
+        return None
+    return f"logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed"
 
 
-def _check_rows(decoder: Decoder, path: str, max_length: int) -> None:
+def _check_rows(decoder: RowDecoder, path: str, max_length: int) -> str | None:
     """Sequences of unequal lengths, one of them twice, at the model's full depth and in its own precision."""
     longest = min(7, max_length - 1)
     if longest < 2:
-        return
+        return None
     first = _tokens(decoder, longest + _NUM_STEPS, 11)[:max_length]
     second = _tokens(decoder, 3 + _NUM_STEPS, 29)[:max_length]
     num_steps = min(_NUM_STEPS, max_length - longest)
-    _check_together(decoder, [first, second], [longest, min(3, longest)], [0, 1, 0], num_steps, path)
+    return _check_together(decoder, [first, second], [longest, min(3, longest)], [0, 1, 0], num_steps, path)
 
 
-def _check_span(decoder: Decoder, span: int, path: str, max_length: int) -> None:
+def _check_span(decoder: RowDecoder, span: int, path: str, max_length: int) -> str | None:
     """A prompt longer than ``span``, and one that passes it while decoding."""
     inside = max(1, min(span, max_length - _NUM_STEPS) - 1)
     beyond = max(inside, min(span + _overshoot(span), max_length - _NUM_STEPS))
     tokens = _tokens(decoder, beyond + _NUM_STEPS, 11)
-    _check_together(decoder, [tokens, tokens[: inside + _NUM_STEPS]], [beyond, inside], [0, 1], _NUM_STEPS, path)
+    sequences = [tokens, tokens[: inside + _NUM_STEPS]]
+    return _check_together(decoder, sequences, [beyond, inside], [0, 1], _NUM_STEPS, path)
 
 
 def _check_together(
-    decoder: Decoder, sequences: Sequence[Ids], splits: Sequence[int], sources: Sequence[int], num_steps: int, path: str
-) -> None:
+    decoder: RowDecoder,
+    sequences: Sequence[Ids],
+    splits: Sequence[int],
+    sources: Sequence[int],
+    num_steps: int,
+    path: str,
+) -> str | None:
     """Compare each sequence's tokens from the last of its prompt on: prompts in one batch, then step by step."""
     prompts = [ids[:split] for ids, split in zip(sequences, splits, strict=True)]
     steps = [decoder.prefill(prompts, np.array(sources), 0)]
@@ -129,21 +162,23 @@ def _check_together(
         decoder.own_logits(ids[: split + num_steps], split - 1) for ids, split in zip(sequences, splits, strict=True)
     ]
     expected = torch.stack([own[source] for source in sources])
-    compare_logits(expected.flatten(0, 1), found.flatten(0, 1), path, decoder.model.config.model_type)
+    if not bool(torch.isfinite(expected).all()):
+        raise ModelError(f"{path}: the model's logits are not finite on a short probe; its weights are damaged")
+    return logits_problem(expected.flatten(0, 1), found.flatten(0, 1))
 
 
-def _tokens(decoder: Decoder, count: int, start: int) -> Ids:
-    """Arbitrary fixed tokens."""
-    return (np.arange(count, dtype=np.int64) * 7919 + start) % decoder.vocab_size
+def _tokens(decoder: RowDecoder, count: int, seed: int) -> Ids:
+    """Arbitrary fixed tokens, without a pattern that attention could follow."""
+    return np.random.default_rng(seed).integers(decoder.vocab_size, size=count)
 
 
 def _overshoot(span: int) -> int:
     """Tokens to go beyond a span by: so many that attending to them as well would show."""
-    return max(8, span // 8)
+    return max(24, span // 8)
 
 
 @contextmanager
-def _shallow_float32(decoder: Decoder, *, always: bool) -> Iterator[None]:
+def _shallow_float32(decoder: RowDecoder, *, always: bool) -> Iterator[None]:
     """The first layers only, up to which each kind of layer has come, in float32; ``always``: also in a model that is
     float32 anyway.
     """

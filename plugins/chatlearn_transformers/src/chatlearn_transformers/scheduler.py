@@ -16,7 +16,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Completion, FinishReason
-from chatlearn_transformers.decoder import Decoder, Ids
+from chatlearn_transformers.row_decoder import Ids, RowDecoder
 from chatlearn_transformers.sampling import SamplingPlan, sample, seed_word, uniforms
 from chatlearn_transformers.slots import SlotTable
 from chatlearn_transformers.stopping import StopStrings, token_table
@@ -54,7 +54,7 @@ class Scheduler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         limits: Limits,
         eos_ids: Collection[int],
         decode_text: Callable[[Sequence[Sequence[int]], bool], list[str]],

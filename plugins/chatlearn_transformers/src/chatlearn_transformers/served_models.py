@@ -12,14 +12,15 @@ import torch
 from chatlearn_core.exceptions import ModelError
 from chatlearn_hf.model_directory import load_causal_lm, load_config, max_length
 from chatlearn_hf.plain_forward import load_plain_model
-from chatlearn_transformers.architecture import attention_spans, check_architecture
-from chatlearn_transformers.decoder import Decoder, Ids
-from chatlearn_transformers.probe import check_decoder
+from chatlearn_transformers.architecture import attention_spans
+from chatlearn_transformers.decoder import Decoder
+from chatlearn_transformers.probe import start_decoder
+from chatlearn_transformers.row_decoder import Ids, RowDecoder
 
 _TOLERANCE = 1e-4
 _NUM_TOKENS = 24
-_PROMPTS = (0.4, 1.0, 0.1)
-"""Lengths of the prompts, as shares of the tokens that are compared."""
+_PROMPTS = (0.1, 0.4, 1.0)
+"""Lengths of the prompts, as shares of the tokens that are compared. Ascending: rows are done from the last one on."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,6 +30,8 @@ class ServedModel:
     status: Literal["right", "refused", "wrong"]
     reason: str = ""
     """Why it was refused; how far it is off."""
+    together: bool = True
+    """Whether sequences are computed in one batch; else one at a time."""
 
 
 def check_served_model(
@@ -47,20 +50,19 @@ def check_served_model(
     longest = min(lengths, default=2**31)
     try:
         model = load_causal_lm(str(directory), attention="eager").requires_grad_(False)
-        check_architecture(model, str(directory), longest)
-        decoder = Decoder(model, fused_attention=attention == "sdpa")
-        check_decoder(decoder, str(directory), longest)
+        decoder = start_decoder(model, str(directory), fused_attention=attention == "sdpa", max_length=longest)
     except ModelError as error:
         return ServedModel("refused", str(error))
+    together = isinstance(decoder, Decoder)
     spans = attention_spans(model.config, longest)
     num_tokens = min(longest, max(_NUM_TOKENS, 2 * spans[-1] if spans else 0))
     difference = _largest_difference(decoder, directory, num_tokens)
     if not difference <= _TOLERANCE:
-        return ServedModel("wrong", f"logprobs differ by {difference:.3g} from a plain forward's")
-    return ServedModel("right")
+        return ServedModel("wrong", f"logprobs differ by {difference:.3g} from a plain forward's", together)
+    return ServedModel("right", together=together)
 
 
-def _largest_difference(decoder: Decoder, directory: str | Path, num_tokens: int) -> float:
+def _largest_difference(decoder: RowDecoder, directory: str | Path, num_tokens: int) -> float:
     """Of all logprobs of three sequences of random tokens, each computed to ``num_tokens``."""
     draw = np.random.default_rng(0)
     size = min(decoder.vocab_size, 200)
@@ -69,16 +71,16 @@ def _largest_difference(decoder: Decoder, directory: str | Path, num_tokens: int
     plain = load_plain_model(Path(directory))
     with torch.no_grad():
         own = [plain(torch.from_numpy(ids)).log_softmax(-1) for ids in sequences]
-    rows = range(len(sequences))
-    found = decoder.prefill([sequences[row][: splits[row]] for row in rows], np.arange(len(sequences)), 0)
-    largest = 0.0
+    found = decoder.prefill(
+        [ids[:split] for ids, split in zip(sequences, splits, strict=True)], np.arange(len(sequences)), 0
+    )
     lengths = np.array(splits)
+    largest = 0.0
     while True:
-        difference = [float((found[row].log_softmax(-1) - own[row][lengths[row] - 1]).abs().max()) for row in rows]
+        difference = [float((found[i].log_softmax(-1) - own[i][n - 1]).abs().max()) for i, n in enumerate(lengths)]
         largest = max(largest, *difference)
-        if int(lengths.min()) == num_tokens:
+        lengths = lengths[lengths < num_tokens]
+        if not lengths.size:
             return largest
-        # A sequence that is complete computes its last token again.
-        places = np.minimum(lengths, num_tokens - 1)
-        found = decoder.decode(np.array([sequences[row][places[row]] for row in rows]), places)
-        lengths = places + 1
+        found = decoder.decode(np.array([sequences[row][length] for row, length in enumerate(lengths)]), lengths)
+        lengths = lengths + 1
