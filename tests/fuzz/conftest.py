@@ -35,6 +35,7 @@ PRELOADED = (
     "chatlearn_hf.family",
     "chatlearn_transformers.generator",
     "transformers.models.qwen3.modeling_qwen3",
+    "configuration_target",
 )
 """Imported once by the server that the processes of all cases are forked from."""
 MEMORY_BYTES = 16 << 30

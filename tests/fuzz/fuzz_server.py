@@ -32,9 +32,8 @@ DUMP_BEFORE_S = 0.5
 
 
 def function_of(target: str) -> Any:
-    """The function that ``file.py:function`` names; the file's folder can be imported from."""
+    """The function that ``file.py:function`` names, of a file beside this one: a script's folder is imported from."""
     file, _, name = target.rpartition(":")
-    sys.path.insert(0, str(Path(file).parent))
     return getattr(importlib.import_module(Path(file).stem), name)
 
 
@@ -96,6 +95,7 @@ def outcome(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(preloaded: list[str]) -> None:
+    """Modules beside this file can be preloaded, too."""
     for name in preloaded:
         importlib.import_module(name)
     print(json.dumps({"ready": True}), flush=True)
