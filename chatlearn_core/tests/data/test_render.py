@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chatlearn_core.data import PromptRenderer
-from chatlearn_core.exceptions import DataError
+from chatlearn_core.exceptions import DataError, ModelError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
@@ -86,3 +86,19 @@ def test_bad_completions_are_refused(tokenizer: Any) -> None:
     tokenizer.eos_token_id = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         PromptRenderer(tokenizer).completion("ok")
+
+
+def test_a_template_that_does_not_end_is_ended(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatlearn_core.data.render.TEMPLATE_TIMEOUT_S", 0.05)
+    template = tokenizer.apply_chat_template
+
+    def loops(conversation: Any, **settings: Any) -> str:
+        while any("loop" in message["content"] for message in conversation):
+            pass
+        return template(conversation, **settings)
+
+    tokenizer.apply_chat_template = loops
+    renderer = PromptRenderer(tokenizer)
+    with pytest.raises(ModelError, match=r"chat template did not end within 0\.05 s .*data\.apply_chat_template=false"):
+        renderer.prompt("loop")
+    assert renderer.prompt("Hi").text == "[user]Hi[assistant]"

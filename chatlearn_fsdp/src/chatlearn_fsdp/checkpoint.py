@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import CheckpointError
@@ -80,9 +81,12 @@ def save(directory: Path, state: TrainerState) -> None:
     """Write a checkpoint. Collective. Atomic replacement of an older one is the caller's."""
     directory.mkdir(parents=True, exist_ok=True)
     if state.ranks is None:
-        weights = {name: tensor.contiguous() for name, tensor in state.weights().items()}
+        weights = {name: _whole(tensor).contiguous() for name, tensor in state.weights().items()}
         save_file(weights, directory / WEIGHTS_FILE)
-        torch.save({"optimizer": state.moments(), "random": _random_state(state.device)}, directory / OPTIMIZER_FILE)
+        moments = {
+            name: {key: _whole(tensor) for key, tensor in entry.items()} for name, entry in state.moments().items()
+        }
+        torch.save({"optimizer": moments, "random": _random_state(state.device)}, directory / OPTIMIZER_FILE)
     else:
         save_sharded(
             _sharded_content(state, with_optimizer=state.updates > 0),
@@ -100,6 +104,11 @@ def save(directory: Path, state: TrainerState) -> None:
         (directory / TRAINER_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if state.ranks is not None:
         state.ranks.barrier()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor as a plain one; ``cpu_offload`` shards it even over a single rank, which has all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load(directory: Path, state: TrainerState) -> None:

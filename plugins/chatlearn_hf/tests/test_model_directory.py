@@ -126,3 +126,54 @@ def test_pickled_weights_cannot_execute(copy, tmp_path, monkeypatch) -> None:
     with pytest.raises(ModelError, match="more than tensors; nothing of it was executed"):
         load_causal_lm(str(copy))
     assert not (tmp_path / "executed").exists()
+
+
+def edit(directory, **fields) -> str:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return str(directory)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_description_that_is_nested_deeply(copy, text) -> None:
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json is (nested too deeply|not valid JSON)"):
+        check_model_directory(str(copy))
+
+
+def test_a_billion_layers(copy) -> None:
+    with pytest.raises(ModelError, match=r"num_hidden_layers: 1000000000, and the weights beside it have \d+ tensors"):
+        check_model_directory(edit(copy, num_hidden_layers=10**9))
+    with pytest.raises(ModelError, match="num_labels: 1000000000"):
+        check_model_directory(edit(copy, num_hidden_layers=2, text_config={"num_labels": 10**9}))
+
+
+@pytest.mark.parametrize("value", ["many", 0, -5, [512], 1.5])
+def test_sizes_that_are_none(copy, value) -> None:
+    with pytest.raises(ModelError, match=r"vocab_size|cannot load the (configuration|model)"):
+        load_causal_lm(edit(copy, vocab_size=value))
+    with pytest.raises(ModelError, match=r"max_position_embeddings|cannot load the configuration"):
+        max_length(load_config(edit(copy, vocab_size=512, max_position_embeddings=value)))
+
+
+@pytest.mark.parametrize("fields", [{"num_attention_heads": 0}, {"hidden_size": 10**12}, {"rope_parameters": 3}])
+def test_shapes_that_make_no_sense(copy, fields) -> None:
+    with pytest.raises(ModelError, match=r"cannot load the|are not those its config\.json describes"):
+        load_causal_lm(edit(copy, **fields))
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ({"weight_map": {"a": "../elsewhere.safetensors"}}, r"names files outside its directory: '\.\./elsewhere"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "names files outside its directory"),
+        ({"weight_map": ["model.safetensors"]}, "is not a safetensors index"),
+        ({"weight_map": {}}, "is not a safetensors index"),
+        ([], "is not a safetensors index"),
+        ({"weight_map": {"a": {"b": 1}}}, "names files that are not there"),
+    ],
+)
+def test_an_index_that_cannot_be_used(copy, index, problem) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=problem):
+        check_model_directory(str(copy))

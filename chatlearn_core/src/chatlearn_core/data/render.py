@@ -12,12 +12,16 @@ import numpy.typing as npt
 
 from chatlearn_core.data.control_tokens import ControlTokens, Hidden
 from chatlearn_core.data.conversation import MarkedConversation, marked_conversation
+from chatlearn_core.data.deadline import Deadline, TooSlowError
 from chatlearn_core.data.format import Message
 from chatlearn_core.data.messages import checked_completion, checked_prompt, has_assistant, single_text, text_of
 from chatlearn_core.data.settings import ControlTokenPolicy
 from chatlearn_core.data.tokenizer import ShortestEncoding, Tokenizer
-from chatlearn_core.exceptions import DataError
+from chatlearn_core.exceptions import DataError, ModelError
 from chatlearn_core.types import TokenIds
+
+TEMPLATE_TIMEOUT_S = 20.0
+"""A conversation takes milliseconds; what takes so long does not end."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,8 +77,10 @@ class PromptRenderer:
     _control: ControlTokens = field(init=False, repr=False)
     _shortest: ShortestEncoding = field(init=False, repr=False)
     _end_of_turn: str | None = field(init=False, repr=False)
+    _deadline: Deadline = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_deadline", Deadline(TEMPLATE_TIMEOUT_S))
         object.__setattr__(self, "_control", ControlTokens(self.tokenizer))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
@@ -283,12 +289,24 @@ class PromptRenderer:
 
     def _template(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
         settings: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        try:
+
+        def rendered() -> Any:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt, **settings
             )
+
+        try:
+            text = self._deadline.call(rendered)
+        except TooSlowError as error:
+            raise ModelError(
+                f"the tokenizer's chat template {error} for one conversation: it loops, or takes time that grows with"
+                " the length of a text; take another template, or set data.apply_chat_template=false"
+            ) from error
         except Exception as error:  # templates are programs of other people and raise what they like
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise DataError(f"the chat template gives {type(text).__name__}, not text")
+        return text
 
     def _verbatim(self, text: str) -> list[int]:
         """Ids of plain text; an end-of-sequence token that the tokenizer appends would end the prompt: dropped."""

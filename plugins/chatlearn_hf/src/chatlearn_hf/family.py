@@ -42,8 +42,11 @@ class TransformersFamily:
             raise ModelError(
                 f"the configuration of {source.path} does not say how long sequences may be: set model.max_length"
             )
+        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ModelError(
+                f"the configuration of {source.path} ({config.model_type}) says no vocab_size: is it a language model?"
+            )
         return ModelFacts(
-            model_type=config.model_type,
-            max_length=length or source.max_length or 0,
-            vocab_size=config.get_text_config().vocab_size,
+            model_type=config.model_type, max_length=length or source.max_length or 0, vocab_size=vocab_size
         )

@@ -83,7 +83,9 @@ def build_on_meta(
                 trust_remote_code=trust_remote_code,
                 **how,
             )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # a shape or a size that makes no sense is met by whatever computes with it first
         raise not_loadable("model", str(directory), error) from error
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)

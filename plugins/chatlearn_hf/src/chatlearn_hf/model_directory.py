@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, register_varlen_atte
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+MAX_JSON_BYTES = 64 << 20
+"""Of a configuration or an index; the largest published ones have a few MiB."""
+LAYER_FIELDS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_labels",
+)
+"""Fields of configurations that make lists of so many items."""
+MANY_LAYERS = 10_000
+"""More layers than this need as many tensors."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -52,8 +67,8 @@ def check_model_directory(path: str, *, tokenizer_path: str | None = None) -> Pa
             f" ({CONFIG_FILE}, {WEIGHTS_FILE}, tokenizer files), or a hub id such as 'Qwen/Qwen3-0.6B'."
         )
     config = read_config_file(directory)
-    for file in weight_files(directory):
-        _open_header(file)
+    num_tensors = sum(_num_tensors(file) for file in weight_files(directory))
+    check_layers(config, num_tensors, directory / CONFIG_FILE)
     tokens_from = Path(tokenizer_path or path).expanduser()
     if tokens_from.is_dir() and any((tokens_from / name).exists() for name in TOKENIZER_FILES):
         check_tokenizer_fits(load_tokenizer(str(tokens_from)), config, str(directory))
@@ -69,13 +84,46 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG_FILE
     if not file.is_file():
         raise ModelError(f"model directory {directory} has no {CONFIG_FILE}; save_pretrained writes one.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    content = _read_json(file)
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def _read_json(file: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        ModelError: unreadable, too large, nested too deeply, or not JSON.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelError(f"{file} has {size} bytes; a description of a model has at most {MAX_JSON_BYTES}")
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise ModelError(f"{file} is nested too deeply to be read") from None
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+
+
+def check_layers(config: Mapping[str, Any], num_tensors: int, file: Path) -> None:
+    """Refuse a configuration with far more layers than its weights have tensors, before lists as long are made.
+
+    Raises:
+        ModelError: names the field.
+    """
+    sections = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for section in sections:
+        for name in LAYER_FIELDS:
+            value = section.get(name)
+            if isinstance(value, int) and value > max(MANY_LAYERS, num_tensors):
+                raise ModelError(
+                    f"{file} says {name}: {value}, and the weights beside it have {num_tensors} tensors. Was it edited?"
+                    " Take the configuration that was saved with the weights"
+                )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -86,10 +134,14 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX_FILE
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
+        content = _read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+        if not names:
+            raise ModelError(f"{index} is not a safetensors index: it has no weight_map that names files")
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ModelError(f"{index} names files outside its directory: {', '.join(map(repr, outside[:4]))}")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ModelError(
@@ -113,7 +165,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each architecture's configuration checks its fields in its own way
         raise not_loadable("configuration", path, error) from error
 
 
@@ -211,13 +263,13 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,  # refused below, with names
                 **extra,
             )
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise not_loadable("model", path, error) from error
     except pickle.UnpicklingError as error:  # whose text advises to run what the file says
         raise ModelError(
             f"cannot load the model in {path}: its weights are no safetensors, and a file is damaged or holds more than"
             " tensors; nothing of it was executed. Use a model that is saved as safetensors."
         ) from error
+    except Exception as error:  # a shape or a size that makes no sense is met by whatever computes with it first
+        raise not_loadable("model", path, error) from error
     missing = sorted(set(report["missing_keys"]) - set(may_be_missing))
     misshapen = sorted(str(entry) for entry in report["mismatched_keys"])
     if missing or misshapen:
@@ -236,9 +288,15 @@ def wrong_weights(path: str, missing: list[str], misshapen: list[str]) -> ModelE
 
 
 def max_length(config: Any) -> int | None:
-    """Longest sequence a model was built for, tokens; None if its configuration does not say."""
+    """Longest sequence a model was built for, tokens; None if its configuration does not say.
+
+    Raises:
+        ModelError: it says nonsense.
+    """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(length) if length is not None else None
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ModelError(f"the model's configuration says max_position_embeddings: {length!r}, which is no length")
+    return length
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model: str) -> None:
@@ -253,11 +311,16 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model:
         ModelError: names the largest id and the vocabulary size.
     """
     if isinstance(config, dict):
-        vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        text_config = config.get("text_config")
+        vocab_size = config.get("vocab_size") or (
+            text_config.get("vocab_size") if isinstance(text_config, dict) else None
+        )
     else:
         vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+        raise ModelError(f"the configuration of the model {model!r} says vocab_size: {vocab_size!r}, which is no size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if vocab_size is not None and largest >= int(vocab_size):
+    if vocab_size is not None and largest >= vocab_size:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} does not belong to the model {model!r}: its largest token id is"
             f" {largest}, the model's vocabulary has {vocab_size} entries. Use the tokenizer saved with the model."
@@ -270,10 +333,11 @@ def _could_be_hub_id(path: str) -> bool:
     return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and os.sep + os.sep not in path
 
 
-def _open_header(file: Path) -> None:
+def _num_tensors(file: Path) -> int:
+    """How many tensors a file holds, by its header."""
     try:
         with safe_open(file, framework="pt") as handle:
-            handle.keys()
+            return len(handle.keys())
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is cut short or not a safetensors file: {error}. Copy or export it again.") from error
 
