@@ -16,8 +16,8 @@ from chatlearn_core.config.load import load_config
 from chatlearn_core.config.show import resolved_values
 from chatlearn_core.plugins.loader import discover_plugins
 
-RUN_EVERY = 12
-"""In ``make test`` one of so many valid configurations is run, the others are assembled."""
+RUN_EVERY = 4
+"""In ``make test`` one of so many configurations is run if it is valid, the others are assembled."""
 LONGEST_MESSAGE = 20_000
 MOST_FAILURES = 5
 """Enough to see whether they have one cause."""
@@ -244,7 +244,7 @@ def test_what_validates_runs_and_the_rest_is_refused_with_a_sentence(
     defaults = [with_defaults(base) for base in bases]
     ends: Counter[str] = Counter()
     failures: list[str] = []
-    for case in cases(quick=240):
+    for case in cases(quick=180):
         which = case.random.randrange(len(bases))
         text = yaml.safe_dump(mutated(bases[which], defaults[which], case.random), allow_unicode=True)
         run = cases.seconds is not None or case.number % RUN_EVERY == 0
@@ -260,7 +260,7 @@ def test_what_validates_runs_and_the_rest_is_refused_with_a_sentence(
             break
     print(dict(ends))
     assert not failures, "\n\n".join(failures)
-    assert cases.seconds is not None or min(ends["refused"], ends["assembled"]) > 40, ends
+    assert cases.seconds is not None or min(ends["refused"], ends["assembled"] + ends["completed"]) > 15, ends
 
 
 def may_need_the_run(text: str) -> bool:

@@ -141,7 +141,7 @@ def test_every_row_is_an_example_or_bad_for_a_reason(
     cases: Any, tiny_model: Path, tmp_path: Path, bounded: Any
 ) -> None:
     examples = 0
-    for case in cases(quick=32):
+    for case in cases(quick=16):
         draw = case.random
         name = draw.choice(list(GOOD))
         rows: list[Any] = []
