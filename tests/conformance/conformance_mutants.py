@@ -164,6 +164,16 @@ class OffloadInName(FSDPTrainer):
             self._parts[name].is_offloaded = True
 
 
+class ReusedBuffer(FSDPTrainer):
+    """Every streamed tensor is a view of one buffer, which the next one overwrites."""
+
+    def weights(self, export="full_tensors") -> Iterator[WeightShard]:
+        buffer = torch.empty(max(spec.num_elements for spec in self.manifest().tensors.values()))
+        for shard in super().weights(export):
+            view = buffer[: shard.tensor.numel()].view(shard.tensor.shape)
+            yield replace(shard, tensor=view.copy_(shard.tensor))
+
+
 class WrappedNames(FSDPTrainer):
     """Names carry a wrapper's prefix instead of the checkpoint's."""
 
@@ -323,6 +333,20 @@ class NeverLoaded(_LoaderMutant):
     """New weights are confirmed and not loaded."""
 
     loader_class = _IgnoringLoader
+
+
+class _KeepingLoader(TransformersWeightLoader):
+    async def load_tensors(self, tensors):
+        given = list(tensors)
+        await super().load_tensors(iter(given))
+        for name, tensor in given:
+            self._model.get_parameter(name).data = tensor
+
+
+class KeptTensors(_LoaderMutant):
+    """The tensors that were given become the parameters, without a copy."""
+
+    loader_class = _KeepingLoader
 
 
 class NamelessErrors(TransformersGenerator):
@@ -523,6 +547,7 @@ MUTANTS = [
         Ascent="test_updates_descend",
         LostOptimizer="test_save_and_load_continue_bit_identically",
         StaleStream="test_stream_and_export_follow_updates",
+        ReusedBuffer="test_streamed_tensors_outlive_the_step_of_the_stream",
         WrappedNames="test_manifest_has_the_names_of_the_model_directory",
         OffloadInName="test_offloaded_parts_occupy_nothing",
     ),
@@ -541,6 +566,7 @@ MUTANTS = [
         AcceptedUnknownNames="test_weights_that_were_not_announced_are_refused",
         WrongName="test_new_weights_change_the_output",
         NeverLoaded="test_new_weights_change_the_output",
+        KeptTensors="test_tensors_that_were_given_are_not_kept",
         NamelessErrors="test_errors_name_the_request",
         SleepInName="test_an_offloaded_generator_occupies_nothing",
     ),

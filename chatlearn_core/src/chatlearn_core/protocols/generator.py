@@ -46,10 +46,16 @@ class WeightLoader(Protocol):
         """
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Channel ``tensors``: take whole tensors, in any order and any number of calls."""
+        """Channel ``tensors``: take whole tensors, in any order and any number of calls.
+
+        The tensors live until the call returns: copy them, keep none. A transport uses their memory again for the next
+        bucket, and in one process they may be the trainer's own parameters, which it goes on to update.
+        """
 
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
-        """Channel ``boxes``: take parts of tensors; together they cover every tensor exactly once."""
+        """Channel ``boxes``: take parts of tensors; together they cover every tensor exactly once. They live until the
+        call returns, as in ``load_tensors``.
+        """
 
     async def load_checkpoint(self, directory: Path) -> None:
         """Channel ``checkpoint``: read safetensors from a directory."""

@@ -66,7 +66,9 @@ class Trainer(Lifecycle, Protocol):
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
         """Stream the weights in checkpoint names. Collective: all ranks step it in one order, and a step never waits
-        for a send. A yielded tensor stays valid until the next ``update``, unless it was gathered for this stream.
+        for a send. Senders gather shards into buckets and hold them, under their ``bucket_bytes``, until they are sent:
+        the memory of a yielded tensor is neither used for a later shard nor changed before the next ``update`` as long
+        as anyone refers to it. What was gathered for this stream is freed with the last reference.
 
         Args:
             export: one of the forms the plugin record declares: whole tensors, which ``owner_rank`` sends, or what

@@ -23,8 +23,8 @@ class WeightSender(Protocol):
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
         """Step ``trainer.weights()`` and move the bytes; blocks. Returns the number of bytes this rank sent.
 
-        All ranks step the stream in one order, and a step never waits for a send. Memory beyond the weights stays
-        under ``plan.bucket_bytes``.
+        All ranks step the stream in one order, and a step never waits for a send. Memory beyond the weights, the
+        tensors held of the stream included, stays under ``plan.bucket_bytes``; none is held after ``send`` returned.
 
         Raises:
             WeightSyncError, BackendTimeoutError: names the receivers it waits for.
@@ -44,7 +44,8 @@ class WeightReceiver(Protocol):
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Take the bytes that ``offers`` announce and hand them to the loader's ``load_*`` of this transport's channel.
 
-        ``begin`` and ``finish`` are the caller's. Returns the number of bytes received.
+        ``begin`` and ``finish`` are the caller's. Returns the number of bytes received. Memory that was handed to a
+        ``load_*`` may be used again as soon as that call returned.
 
         Raises:
             WeightSyncError: a checksum, a name or a shape is wrong; names the tensor.

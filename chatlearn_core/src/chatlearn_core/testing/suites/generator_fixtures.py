@@ -16,6 +16,7 @@ from chatlearn_core.protocols import Generator, ModelSource, RoleContext
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.fakes.sampling import basis_logprobs
 from chatlearn_core.testing.model_directory import manifest_of
+from chatlearn_core.testing.reused_memory import ReusedMemoryLoader
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_core.testing.suites.model_suite import ModelSuite
 from chatlearn_core.types import (
@@ -58,10 +59,10 @@ class Replica:
         return self.run(together())
 
     def sync(self, tensors: Mapping[str, Tensor], version: int, manifest: WeightManifest | None = None) -> int:
-        """Load whole tensors as a transport of channel ``tensors`` does."""
+        """Load whole tensors as a transport of channel ``tensors`` does, whose memory does not outlive a call."""
 
         async def load() -> int:
-            loader = self.generator.loader
+            loader = ReusedMemoryLoader(self.generator.loader)
             offered = manifest or manifest_of(tensors, loader.expected_manifest().aliases)
             await loader.begin(version, offered)
             await loader.load_tensors(iter(tensors.items()))

@@ -13,6 +13,7 @@ from torch import Tensor
 from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.testing.applicability import not_applicable
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_core.testing.reused_memory import ReusedMemoryLoader
 from chatlearn_core.testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
 from chatlearn_core.testing.suites.generator_fixtures import (
     LONG,
@@ -81,7 +82,8 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         if channel not in self.record().channels:
             not_applicable(f"the record does not declare the channel {channel!r}")
         new = read_checkpoint(new_model)
-        loader, version = synced.generator.loader, synced.generator.policy_version + 1
+        loader = ReusedMemoryLoader(synced.generator.loader)
+        version = synced.generator.policy_version + 1
         synced.ask(*(ask(f"warm-{i}", prompt) for i, prompt in enumerate(PROMPTS)))
 
         async def load() -> int:
@@ -98,6 +100,21 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
 
         assert synced.run(load()) == version, "finish confirmed another version"
         self._assert_serves(synced, new_reference, version)
+
+    def test_tensors_that_were_given_are_not_kept(
+        self, synced: Replica, new_reference: torch.nn.Module, new_model: Path, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """What is loaded lives in the generator's own memory: tensors are overwritten when ``load_tensors`` returns.
+
+        Garbage or the weights of a later version: parameters were replaced by what was given, instead of filled from
+        it. Transports use their buffers again, and a trainer in the same process goes on updating what it streamed.
+        """
+        if "tensors" not in self.record().channels:
+            not_applicable("the record does not declare the channel 'tensors'")
+        version = synced.generator.policy_version + 1
+        synced.sync(tensors, version)
+        synced.sync(read_checkpoint(new_model), version + 1)
+        self._assert_serves(synced, new_reference, version + 1)
 
     def test_a_kept_request_goes_on_under_new_weights(
         self, start: Callable[[], Replica], reference: torch.nn.Module, new_model: Path

@@ -88,6 +88,18 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             assert torch.equal(shard.tensor.cpu(), whole[shard.name][place]), f"{shard.name}: box {shard.box} differs"
         assert all(bool((count == 1).all()) for count in times.values()), "an element came twice or not at all"
 
+    def test_streamed_tensors_outlive_the_step_of_the_stream(self, make_trainer: MakeTrainer) -> None:
+        """A yielded tensor keeps its values while the stream goes on: senders hold a bucket of them.
+
+        Values of a later tensor: all are gathered into one buffer.
+        """
+        trainer = make_trainer()
+        held: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for shard in trainer.weights("full_tensors"):
+            held.append((shard.name, shard.tensor, shard.tensor.detach().clone()))
+        changed = [name for name, tensor, before in held if not torch.equal(tensor, before)]
+        assert not changed, f"these changed while the stream went on: {', '.join(changed)}"
+
     def test_stream_starts_as_the_model_directory(self, make_trainer: MakeTrainer, model_directory: Path) -> None:
         """Before any update the stream is the model directory's tensors, bit for bit."""
         expected, found = read_checkpoint(model_directory), stream(make_trainer())
