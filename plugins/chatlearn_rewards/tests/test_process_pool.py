@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -206,6 +207,16 @@ async def test_a_parent_killed_by_sigkill_leaves_no_orphan(tmp_path, work):
     process.wait()
     process.stdout.close()
     await until(lambda: all(gone(worker) for worker in workers))
+
+
+def test_a_machine_that_starts_no_worker_is_told(tmp_path, monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("chatlearn_rewards.worker_process.socket.socketpair", refuse)
+    pool = ProcessPool(Task("pool_tasks:build"), name="the pool", timeout_s=1, num_workers=2)
+    with pytest.raises(BackendError, match=r"the pool: no worker process can start: .*Too many open files"):
+        pool.start()
 
 
 def test_no_start_takes_for_ever(tmp_path, monkeypatch):

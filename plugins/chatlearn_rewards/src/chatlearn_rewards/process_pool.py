@@ -93,11 +93,12 @@ class ProcessPool:
         memory_mb: int | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        self._description = {
+        description = {
             "factory": task.factory,
             "arguments": dict(task.arguments),
             "memory_bytes": None if memory_mb is None else memory_mb << 20,
         }
+        self._description = pickle.dumps(description)
         self._name = name
         self._output = PoolOutput(name)
         self._timeout_s = timeout_s
@@ -239,10 +240,12 @@ class ProcessPool:
                 self._workers[slot] = worker
                 if self._closed:
                     worker.end()
-            worker.build(pickle.dumps(self._description), self._start_timeout_s)
-        except WorkerStartError as error:
+            worker.build(self._description, self._start_timeout_s)
+        except (WorkerStartError, OSError) as error:  # OSError: this process has no descriptors left
             if worker is not None:
                 self._discard(slot, worker)
+            if not isinstance(error, WorkerStartError):
+                error = WorkerStartError(f"no worker process can start: {error}")
             with self._condition:
                 self._failures[slot] = error
                 self._condition.notify_all()
