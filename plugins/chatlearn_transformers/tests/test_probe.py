@@ -74,6 +74,26 @@ def test_a_long_window_is_looked_at_in_the_first_layers_only(make_decoder, monke
     assert decoder.cache.num_bytes == 0
 
 
+def test_kernels_that_know_low_precision_only_are_compared_in_it(make_decoder, monkeypatch):
+    precisions = []
+
+    def refused(*args, **kwargs):
+        precisions.append("float32")
+        raise RuntimeError("expected bfloat16")
+
+    monkeypatch.setattr(probe, "functional_call", refused)
+    assert decoding_problem(make_decoder(dtype=torch.bfloat16, sliding_window=8), "m", 64) is None
+    assert precisions == ["float32"]
+    own = attention.slot_mask
+
+    def everything(*args, **kwargs):  # far enough from what is right to be seen in low precision, too
+        mask = own(*args, **kwargs)
+        return None if mask is None else torch.zeros_like(mask)
+
+    monkeypatch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, everything)
+    assert "0.25 is allowed" in decoding_problem(make_decoder(dtype=torch.bfloat16, sliding_window=8), "m", 64)
+
+
 def test_a_window_too_long_to_look_at_is_refused_with_the_remedy(make_decoder, monkeypatch):
     monkeypatch.setattr(probe, "_MOST_TOKENS", 220)
     with pytest.raises(ModelError, match=r"reaches 200 tokens.* Set model\.max_length to 200"):

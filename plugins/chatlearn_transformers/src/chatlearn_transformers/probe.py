@@ -9,7 +9,7 @@ layers and no more than ``_MOST_TOKENS`` tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,12 +96,7 @@ def decoding_problem(decoder: RowDecoder, path: str, max_length: int) -> str | N
             " generator backend (vllm, sglang)."
         )
     try:
-        reason = None
-        if spans or decoder.model.dtype != torch.float32:
-            with _shallow_float32(decoder, always=bool(spans) and spans[-1] > _SHORT_SPAN):
-                for span in spans or [1]:
-                    reason = reason or _check_span(decoder, span, path, max_length)
-        return reason or _check_rows(decoder, path, max_length)
+        return _check_spans(decoder, spans, path, max_length) or _check_rows(decoder, path, max_length)
     except ModelError:
         raise
     # A model that the cache does not fit may raise anything.
@@ -130,6 +125,29 @@ def _check_rows(decoder: RowDecoder, path: str, max_length: int) -> str | None:
     second = _tokens(decoder, 3 + _NUM_STEPS, 29)[:max_length]
     num_steps = min(_NUM_STEPS, max_length - longest)
     return _check_together(decoder, [first, second], [longest, min(3, longest)], [0, 1, 0], num_steps, path)
+
+
+def _check_spans(decoder: RowDecoder, spans: Sequence[int], path: str, max_length: int) -> str | None:
+    """Every span, in float32 if the model computes in it."""
+    is_float32 = decoder.model.dtype == torch.float32
+    shallow = not is_float32 or (bool(spans) and spans[-1] > _SHORT_SPAN)
+    lengths = spans if spans or is_float32 else [1]
+    try:
+        with _first_layers(decoder, shallow=shallow, upcast=not is_float32):
+            return _first_problem(_check_span(decoder, span, path, max_length) for span in lengths)
+    except ModelError:
+        raise
+    # Kernels of experts may know low precision only, and memory may be short of what float32 takes.
+    except Exception:
+        if is_float32:
+            raise
+        decoder.cache.clear()
+        with _first_layers(decoder, shallow=shallow, upcast=False):
+            return _first_problem(_check_span(decoder, span, path, max_length) for span in lengths)
+
+
+def _first_problem(problems: Iterable[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _check_span(decoder: RowDecoder, span: int, path: str, max_length: int) -> str | None:
@@ -178,19 +196,16 @@ def _overshoot(span: int) -> int:
 
 
 @contextmanager
-def _shallow_float32(decoder: RowDecoder, *, always: bool) -> Iterator[None]:
-    """The first layers only, up to which each kind of layer has come, in float32; ``always``: also in a model that is
-    float32 anyway.
-    """
+def _first_layers(decoder: RowDecoder, *, shallow: bool, upcast: bool) -> Iterator[None]:
+    """``shallow``: only the layers up to which each kind of layer has come; ``upcast``: computed in float32."""
     model = decoder.model
-    is_float32 = model.dtype == torch.float32
-    place = _layers(model) if always or not is_float32 else None
+    place = _layers(model) if shallow else None
     if place is not None:
         parent, name = place
         layers: nn.ModuleList = getattr(parent, name)
         setattr(parent, name, nn.ModuleList(list(layers)[: _depth(layers)]))
     try:
-        if not is_float32:
+        if upcast:
             values = {
                 key: tensor.float()
                 for key, tensor in (*model.named_parameters(), *model.named_buffers())
