@@ -152,3 +152,23 @@ def test_changed_settings_are_refused(recipe: Any, chatlearn: Any) -> None:
     assert "seed: was 0, is 1" in refused.output
     assert "learning_rate: was 0.003, is 0.1" in refused.output
     assert "Traceback" not in refused.output
+
+
+def test_going_back_deletes_nothing_unasked(recipe: Any, chatlearn: Any, result_of: Any) -> None:
+    settings = ("train.steps=2", "checkpoint.keep_last=2")
+    assert chatlearn("run", recipe.file, *settings).code == 0
+    first = result_of(recipe.run_dir)
+    refused = chatlearn("run", recipe.file, *settings, "--resume", "step_1")
+    assert refused.code == 2, refused.output
+    commands = [line.strip() for line in refused.output.splitlines() if line.startswith("  chatlearn run")]
+    again = f"chatlearn run {recipe.file} {' '.join(settings)}"
+    assert commands == [
+        again,
+        f"{again} --resume step_1 --rewind",
+        f"{again} --resume step_1 output_dir=ANOTHER",
+    ]
+    assert result_of(recipe.run_dir) == first
+    gone_back = chatlearn(*commands[1].split()[1:])
+    assert gone_back.code == 0, gone_back.output
+    assert "removing checkpoints newer than step 1, of step 2" in gone_back.output
+    assert result_of(recipe.run_dir) == first
