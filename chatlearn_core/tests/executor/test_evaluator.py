@@ -14,7 +14,9 @@ from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
     RAW_BASIS,
+    UNGRADED,
     Completion,
+    Metric,
     Prompt,
     RewardResult,
     Sample,
@@ -161,3 +163,14 @@ def test_a_flow_that_generates_nothing_is_evaluated_with_the_only_roles_there_ar
         evaluation_roles(roles_config(**ROLES), graph)
     with pytest.raises(ConfigError, match=r"data\.eval needs a role of kind reward.*there is none.*roles.reward"):
         evaluation_roles(roles_config(policy="trainer", sampler="generator"), graph)
+
+
+def test_samples_that_were_too_hard_to_judge_are_counted() -> None:
+    rewards = [RewardResult(0.0, {"accuracy": 0.0, UNGRADED: 1.0}), RewardResult(1.0, {"accuracy": 1.0})]
+    metrics = evaluation_metrics("eval", [finished(f"s{i}", "a", reward) for i, reward in enumerate(rewards)])
+    assert metrics["eval/ungraded"].value == 1
+    assert metrics["eval/accuracy"] == Metric(1.0, 2)
+    rewards[0] = RewardResult(-1.0, {UNGRADED: 1.0})
+    metrics = evaluation_metrics("eval", [finished(f"s{i}", "a", reward) for i, reward in enumerate(rewards)])
+    assert metrics["eval/accuracy"] == Metric(1.0, 2), "its function never got to say what is right"
+    assert "eval/ungraded" not in evaluation_metrics("eval", [finished("s", "a", rewards[1])])

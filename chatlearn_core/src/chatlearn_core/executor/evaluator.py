@@ -11,7 +11,7 @@ from chatlearn_core.executor.environment import make_slots
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import Graph
 from chatlearn_core.metrics import Timers
-from chatlearn_core.types import Example, Metric, Metrics, RewardResult, Sample, SamplingParams
+from chatlearn_core.types import UNGRADED, Example, Metric, Metrics, RewardResult, Sample, SamplingParams
 
 ACCURACY = ("accuracy", "acc")
 """Components by which a reward says whether the sample is right, the first that it has."""
@@ -103,7 +103,10 @@ def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
         f"{prefix}/samples": Metric(len(samples), reducer="sum"),
         f"{prefix}/failed": Metric(failed, reducer="sum"),
     }
-    verdicts = [accuracy(sample.reward) for sample in samples if sample.reward and sample.reward.value is not None]
+    if ungraded := sum(s.reward is not None and UNGRADED in s.reward.components for s in samples):
+        metrics[f"{prefix}/ungraded"] = Metric(ungraded, reducer="sum")
+    judged = [s.reward for s in samples if s.reward and s.reward.value is not None]
+    verdicts = [v for r in judged if (v := accuracy(r)) is not None or UNGRADED not in r.components]
     right = [verdict for verdict in verdicts if verdict is not None]
     if right and len(right) == len(verdicts):
         metrics[f"{prefix}/accuracy"] = Metric(sum(right), len(samples))
