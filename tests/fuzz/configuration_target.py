@@ -65,6 +65,11 @@ def check(case: dict[str, Any]) -> dict[str, str]:
     return {"end": "completed", "by": "", "text": ""}
 
 
+def train(text: str) -> None:
+    """Run a configuration to its end."""
+    asyncio.run(Run(assemble(load_config(text, (), REGISTRY), REGISTRY)).train("never"))
+
+
 def less_work(loaded: LoadedConfig) -> list[str]:
     """Overrides that leave the shape of a run and take most of its work away."""
     overrides = []

@@ -185,6 +185,12 @@ def fuzz_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
+@pytest.fixture(scope="session")
+def bounded_in(fuzz_server: subprocess.Popen[str]) -> Callable[[Path], Bounded]:
+    """``bounded_in(folder)``: the same as ``bounded``, for fixtures that outlive a test."""
+    return lambda folder: Bounded(fuzz_server, folder)
+
+
 @pytest.fixture
 def bounded(fuzz_server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Outcome]:
     """``bounded("file.py:function", argument)``: an ``Outcome``, whatever the function does to its process."""

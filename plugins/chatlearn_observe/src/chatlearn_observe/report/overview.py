@@ -116,9 +116,10 @@ def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
     facts = [("Steps", f"{steps} of {planned}" if planned else str(steps)), ("Wall time", _wall_time(files))]
     if algorithm:
         facts.append(("Algorithm", str(algorithm)))
-    if "samples/total" in totals:
-        facts.append(("Samples", f"{totals['samples/total']:,.0f}, excluded {totals.get('samples/excluded', 0):,.0f}"))
-    if "perf/trained_tokens" in totals:
+    if _is_number(totals.get("samples/total")):
+        excluded = _number(totals.get("samples/excluded"))
+        facts.append(("Samples", f"{totals['samples/total']:,.0f}, excluded {excluded:,.0f}"))
+    if _is_number(totals.get("perf/trained_tokens")):
         facts.append(("Trained tokens", f"{totals['perf/trained_tokens']:,.0f}"))
     if "step" in best:
         facts.append(("Best checkpoint", f"step {best['step']}"))
@@ -134,6 +135,7 @@ def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
 
 def _wall_time(files: RunFiles) -> str:
     wall = files.summary.get("wall_s")
+    wall = wall if _is_number(wall) else None
     resumed = any(record.get("event") == "resume" for record in files.events)
     if isinstance(wall, int | float) and not resumed:
         return duration(wall)

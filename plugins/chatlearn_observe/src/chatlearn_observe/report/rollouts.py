@@ -17,6 +17,8 @@ _SAMPLES_PER_FILE = 16
 """A step is left out rather than shown with fewer samples than this."""
 _TOKEN_DATA = ("generator_logprobs", "trainer_logprobs", "reference_logprobs", "advantages")
 _DIGITS = 4
+_MANY_TOKENS = 1 << 31
+"""More than any vocabulary has; larger ids are damage, and tokenizers take no more than 32 bits."""
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ def collect_rollouts(
 
     Only files of which something is shown are read. Long completions reduce the number further (``MAX_TOKENS``).
     """
-    sizes = {file: _num_lines(file) for file in files}
+    sizes = {file: _num_lines(file, notes) for file in files}
     chosen = choose_files([file for file in files if sizes[file]], list(filter(None, sizes.values())), max_rollouts)
     shares = dict(zip(chosen, shared_out([sizes[file] for file in chosen], max_rollouts), strict=True))
     data = RolloutData()
@@ -48,7 +50,7 @@ def collect_rollouts(
     token_share = MAX_TOKENS / max(1, len(chosen))
     for place, file in enumerate(chosen, start=1):
         for members in _whole_groups(file, shares[file], notes):
-            lengths = sum(len(record.get("token_ids") or ()) for record in members)
+            lengths = sum(len(_listed(record, "token_ids")) for record in members)
             if num_tokens and num_tokens + lengths > place * token_share:
                 break
             num_tokens += lengths
@@ -107,26 +109,37 @@ def _add_group(
             "kind": file.kind,
             "step": file.step,
             "source": first.get("data_source"),
-            "prompt": first.get("prompt"),
+            "prompt": _text(first, "prompt"),
             "truth": first.get("ground_truth"),
         }
     )
     for record in members:
-        ids = [token for token in record.get("token_ids") or () if isinstance(token, int)]
+        ids = [token for token in _listed(record, "token_ids") if type(token) is int and 0 <= token < _MANY_TOKENS]
         data.samples.append(
             {
                 "id": record.get("id"),
                 "group": group,
-                "text": record.get("completion"),
+                "text": _text(record, "completion"),
                 "finish": record.get("finish_reason"),
                 "reward": record.get("reward"),
-                "parts": record.get("reward_components") or {},
+                "parts": parts if isinstance(parts := record.get("reward_components"), dict) else {},
                 "error": record.get("reward_error"),
                 "excluded": record.get("excluded"),
                 "tokens": texts.indices(ids) if texts else ids,
-                **{name: _compact(record[name]) for name in _TOKEN_DATA if record.get(name)},
+                **{name: _compact(values) for name in _TOKEN_DATA if (values := _listed(record, name))},
             }
         )
+
+
+def _listed(record: dict[str, Any], name: str) -> list[Any]:
+    """The list under a name; a damaged record may have anything there."""
+    value = record.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _text(record: dict[str, Any], name: str) -> str | None:
+    value = record.get(name)
+    return value if value is None or isinstance(value, str) else str(value)
 
 
 def _compact(values: Sequence[Any]) -> list[Any] | Any:
@@ -135,6 +148,10 @@ def _compact(values: Sequence[Any]) -> list[Any] | Any:
     return rounded[0] if len(set(map(repr, rounded))) == 1 else rounded
 
 
-def _num_lines(file: RolloutFile) -> int:
-    with file.path.open("rb") as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+def _num_lines(file: RolloutFile, notes: list[str]) -> int:
+    try:
+        with file.path.open("rb") as stream:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+    except OSError as error:
+        notes.append(f"{file.path.name} cannot be read: {error.strerror or error}")
+        return 0

@@ -14,6 +14,8 @@ import yaml
 
 from chatlearn_core.exceptions import ChatLearnError
 
+_LONGEST_INT = 18
+"""Digits of a whole number, fewer than 64 bits can hold."""
 RolloutKind = Literal["step", "eval"]
 _ROLLOUT_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl")
 
@@ -64,7 +66,7 @@ def read_run(path: Path) -> RunFiles:
             files.notes.append(f"metrics.jsonl: a line without a whole number under 'step' is left out: {record!r:.80}")
     files.metrics = [by_step[step] for step in sorted(by_step)]
     files.events = list(read_lines(path / "events.jsonl", files.notes))
-    files.summary = _mapping(path / "summary.json", json.loads, files.notes)
+    files.summary = _mapping(path / "summary.json", _parse_json, files.notes)
     files.config = _mapping(path / "config.yaml", yaml.safe_load, files.notes)
     files.config_text = _text(path / "config.yaml", files.notes)
     files.flow_svg = _text(path / "flow.svg", files.notes)
@@ -89,8 +91,8 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    record = json.loads(line, parse_constant=str, parse_float=_finite_or_text)
-                except ValueError as error:
+                    record = _parse_json(line)
+                except (ValueError, RecursionError) as error:
                     reason = "is not whole yet" if not line.endswith("\n") else f"cannot be read ({error})"
                     notes.append(f"{path.name}, line {number} {reason} and is left out")
                     continue
@@ -100,6 +102,16 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                     notes.append(f"{path.name}, line {number} is no JSON object and is left out")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+
+
+def _parse_json(text: str) -> Any:
+    """JSON whose numbers are finite, and whose whole numbers have 64 bits at most; others are text."""
+    return json.loads(text, parse_constant=str, parse_float=_finite_or_text, parse_int=_int_or_text)
+
+
+def _int_or_text(text: str) -> int | str:
+    """Arithmetic with floats takes no whole number of hundreds of digits."""
+    return int(text) if len(text) <= _LONGEST_INT else text
 
 
 def _finite_or_text(text: str) -> float | str:
@@ -137,7 +149,7 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         content = parse(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
     if isinstance(content, dict):
