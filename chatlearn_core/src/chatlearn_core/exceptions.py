@@ -74,7 +74,7 @@ class BackendError(ChatLearnError):
     place: WorkerPlace | None = None
     """Who failed, for programs and the failure page; the message says it too."""
     process_is_gone = False
-    """Whether a process ended, rather than answered that it failed: another one may do better."""
+    """Whether a process was killed, or hangs, rather than answered that it failed: another one may do better."""
     stack: str = ""
     """Where it hangs, or the traceback that it ended with, in the worker."""
 
@@ -94,6 +94,10 @@ class ReplicaLostError(RoleLostError):
 
 class TrainerLostError(RoleLostError):
     """A rank of a trainer died or hangs: the others cannot go on without it; the runtime may rebuild the role."""
+
+
+class RuntimeLostError(RoleLostError):
+    """What the workers of all roles stand on is gone, such as the cluster: nothing can be rebuilt on it."""
 
 
 class BackendTimeoutError(BackendError):

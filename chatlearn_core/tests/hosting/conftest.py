@@ -32,7 +32,12 @@ def make(package: Path) -> Iterator[Callable[..., HostedProcess]]:
     made: list[HostedProcess] = []
 
     def build(
-        factory: str = "Target", *, python: str | None = None, environment: Any = None, **arguments: Any
+        factory: str = "Target",
+        *,
+        python: str | None = None,
+        environment: Any = None,
+        silence_s: float | None = None,
+        **arguments: Any,
     ) -> HostedProcess:
         made.append(
             HostedProcess(
@@ -42,6 +47,7 @@ def make(package: Path) -> Iterator[Callable[..., HostedProcess]]:
                 arguments=arguments,
                 python=python,
                 environment=environment,
+                silence_s=silence_s,
             )
         )
         return made[-1]

@@ -1,6 +1,7 @@
 """What the tests of hosting run in a child: copied into a package of its own, so it imports nothing of this folder."""
 
 import asyncio
+import ctypes
 import mmap
 import os
 import signal
@@ -23,6 +24,8 @@ class Target:
         if fault == "exit":
             print("fatal: the engine gives up", flush=True)
             os._exit(3)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "sleep":
             time.sleep(60)
 
@@ -43,6 +46,17 @@ class Target:
 
     def block(self, seconds):
         time.sleep(seconds)
+
+    def compute(self, count):
+        """In C code that keeps the interpreter's lock."""
+        return sum(range(count))
+
+    def hang(self, seconds):
+        """The same, and no CPU is used."""
+        ctypes.PyDLL(None).sleep(seconds)
+
+    def start_helper(self):
+        return subprocess.Popen(["sleep", "60"]).pid
 
     def noise(self, text, count=1):
         print("\n".join([text] * count), flush=True)

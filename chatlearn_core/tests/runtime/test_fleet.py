@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ReplicaLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError, ReplicaLostError
 from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams
@@ -36,6 +36,10 @@ class FakeGenerator:
 
     def setup(self) -> None:
         self.calls.append("setup")
+        if self.behaviour == "killed in setup":
+            error = HostedProcessLostError("its process 7 was killed by signal 9 (SIGKILL)")
+            error.process_is_gone = True
+            raise error
         self.state = "serving"
 
     def close(self) -> None:
@@ -112,6 +116,20 @@ async def started(builder: Builder, lane: Lane, *, replicas: int = 1, max_restar
     fleet = LocalFleet("generator", builder, replicas, lane, max_restarts)
     await fleet.start()
     return fleet
+
+
+async def test_a_replica_whose_engine_is_killed_as_it_starts_is_built_again(lane: Lane) -> None:
+    builder = Builder("killed in setup", "answer")
+    fleet = await started(builder, lane, replicas=2)
+    assert [(g.index, g.generation, g.calls) for g in builder.built] == [
+        (0, 0, ["setup", "close"]),
+        (0, 1, ["setup"]),
+        (1, 0, ["setup", "close"]),
+        (1, 1, ["setup"]),
+    ]
+    assert fleet.num_restarts == 2
+    with pytest.raises(ReplicaLostError, match=r"1 restart\(s\), the limit .* killed by signal 9"):
+        await started(Builder("killed in setup"), lane, max_restarts=1)
 
 
 async def hold(fleet: LocalFleet, builder: Builder, count: int) -> list[asyncio.Task[Completion]]:

@@ -6,7 +6,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from chatlearn_core.exceptions import BackendError, ConfigError, ReplicaLostError, TrainerLostError, WorkerPlace
+from chatlearn_core.exceptions import (
+    BackendError,
+    ConfigError,
+    ReplicaLostError,
+    RuntimeLostError,
+    TrainerLostError,
+    WorkerPlace,
+)
 from chatlearn_core.protocols import RuntimeEvent
 from chatlearn_core.runtime.restarts import Restarts
 
@@ -109,3 +116,16 @@ async def test_a_first_start_counts_nothing_unless_a_process_dies() -> None:
     with pytest.raises(BackendError, match="does not fit"):
         await owner.start("replica 0", build)
     assert len(attempts) == 1, "a process that answers would answer the same again"
+
+
+@pytest.mark.parametrize("error", [ReplicaLostError, TrainerLostError])
+async def test_nothing_is_rebuilt_on_a_runtime_that_is_lost(error: type[BackendError]) -> None:
+    lost = RuntimeLostError("the cluster is gone")
+    build, attempts = builds(lost)
+    owner = restarts(5, error=error)
+    with pytest.raises(RuntimeLostError, match="the cluster is gone"):
+        await owner.rebuild("replica 0", lost, build)
+    assert (len(attempts), owner.count) == (0, 0)
+    with pytest.raises(RuntimeLostError, match="the cluster is gone"):
+        await owner.rebuild("replica 0", BackendError("killed"), build)
+    assert len(attempts) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
+from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
@@ -93,9 +93,12 @@ class FakeLoader:
         self.refuses = ""
         self.hangs = False
         self.failure: str | None = None
+        self.is_dead = False
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         self.events.append(f"begin {self.name}")
+        if self.is_dead:
+            raise WeightSyncError(f"{self.name} is dead and cannot begin version {policy_version}")
         if self.refuses:
             raise WeightSyncError(self.refuses)
         if self.hangs:
@@ -108,6 +111,18 @@ class FakeLoader:
 
     async def fail(self, reason: str) -> None:
         self.failure = reason
+        self.is_dead = True
+
+
+class FakeReplica:
+    """Dead or not."""
+
+    def __init__(self, loader: FakeLoader) -> None:
+        self.loader = loader
+
+    @property
+    def state(self) -> str:
+        return "dead" if self.loader.is_dead else "serving"
 
 
 class Scene:
@@ -144,7 +159,7 @@ class Scene:
         self.trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
 
     def replica(self, index: int) -> Any:
-        return SimpleNamespace(loader=self.loaders[index])
+        return FakeReplica(self.loaders[index])
 
     async def sync(self, version: int = 3) -> Any:
         replicas = [(index, self.replica(index)) for index in range(len(self.loaders))]
@@ -191,17 +206,43 @@ async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> Non
     assert scene.loaders[0].failure == "another replica refused the weights: w: shape [2, 3] offered, [2, 4] expected"
 
 
-async def test_a_replica_that_never_stops_serving_ends_the_sync_and_is_named(
+async def test_a_replica_that_never_stops_serving_is_dead_and_the_other_gets_the_weights(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chatlearn_core.runtime.weight_transfer._GRACE_S", 0.0)
     scene = make_scene(timeout_s=0.05)
     scene.loaders[1].hangs = True
-    message = r"version 3: role 'generator', replica 1: it did not stop serving within 0\.05 s \(weight_sync\.timeout_s"
-    with pytest.raises(BackendTimeoutError, match=message):
-        await scene.sync(3)
+    dead, serving = await scene.sync(3)
+    assert (dead.replica, dead.state, serving.replica, serving.state) == (1, "dead", 0, "serving")
+    assert "replica 1: it did not stop serving within 0.05 s (weight_sync.timeout_s" in dead.error
+    assert "receive a" in scene.events
+    assert "receive b" not in scene.events
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_a_replica_that_died_before_it_began_keeps_the_weights_from_no_other(
+    make_scene: Callable[..., Scene], replayable: bool
+) -> None:
+    scene = make_scene(fleet_rule="rolling" if replayable else "barrier", max_loading=2, replayable=replayable)
+    scene.loaders[0].is_dead = True
+    planned: list[tuple[int, ...]] = []
+    offer = scene.sender.offer
+    scene.sender.offer = lambda plan: planned.append(tuple(r.replica for r in plan.receivers)) or offer(plan)  # type: ignore[method-assign]
+    dead, serving = await scene.sync(3)
+    assert (dead.replica, dead.state, dead.error) == (
+        0,
+        "dead",
+        "WeightSyncError: a is dead and cannot begin version 3",
+    )
+    assert (serving.replica, serving.policy_version, serving.state) == (1, 3, "serving")
+    assert planned == [(0, 1) if replayable else (1,)], "a sender waits for those who come"
+
+
+async def test_nothing_is_sent_where_every_replica_is_dead(scene: Scene) -> None:
+    for loader in scene.loaders:
+        loader.is_dead = True
+    assert [receipt.state for receipt in await scene.sync(3)] == ["dead", "dead"]
     assert scene.events == ["begin a", "begin b"]
-    assert all(loader.failure is not None for loader in scene.loaders), "neither is relied on"
 
 
 async def test_requests_go_past_the_replicas_of_a_turn_from_before_it_begins(make_scene: Callable[..., Scene]) -> None:

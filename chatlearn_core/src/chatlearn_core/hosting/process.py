@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError
@@ -26,6 +27,7 @@ from chatlearn_core.hosting.launch import BOOTSTRAP, child_environment, package_
 from chatlearn_core.hosting.link import Link
 from chatlearn_core.hosting.process_group import end_group, live_members
 from chatlearn_core.hosting.stack_file import StackFile
+from chatlearn_core.hosting.watchdog import SILENCE_S, Watchdog
 
 KEPT_LINES = 200
 SHOWN_LINES = 20
@@ -47,7 +49,7 @@ class HostedProcess:
 
     The child's interpreter needs nothing of ChatLearn: it finds the package by its directory. What may travel is in
     ``engine_side.wire``. The child leads a process group; ``close``, its own death and the death of this process end
-    the whole group.
+    the whole group. So does a process of the group that is stopped, or a child that hangs for good (``Watchdog``).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class HostedProcess:
         arguments: Mapping[str, Any],
         python: str | None = None,
         environment: Mapping[str, str | None] | None = None,
+        silence_s: float | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -70,9 +73,12 @@ class HostedProcess:
             arguments: plain builtins.
             python: the child's interpreter; None: this one.
             environment: variables to set beside this process's own, None to unset one.
+            silence_s: how long it may neither answer nor work until it is given up; None: ``watchdog.SILENCE_S``.
         """
         self.name = name
         self.python = python or sys.executable
+        self._silence_s = silence_s
+        self._watchdog: Watchdog | None = None
         self._factory = factory
         self._arguments = dict(arguments)
         self._packages = package_directories(package)
@@ -87,6 +93,8 @@ class HostedProcess:
         self._ended = threading.Event()
         self._reaper: threading.Thread | None = None
         self._lost: str | None = None
+        self._was_killed = False
+        """By a signal, or by us since it did nothing: another one may do better. One that exits would do so again."""
         self._shared_files: set[str] = set()
         """What the engine was seen to map of shared memory; whoever is killed removes nothing."""
         self._closing = threading.Lock()
@@ -143,9 +151,17 @@ class HostedProcess:
             on_output=self._on_output,
             on_end=self._on_end,
         )
+        self._watchdog = Watchdog(
+            self.name,
+            self._process.pid,
+            ping=partial(self._link.send, ("ping",)),
+            give_up=self._stopped_working,
+            silence_s=SILENCE_S if self._silence_s is None else self._silence_s,
+        )
         self._reaper.start()
         try:
             self._wait_for_build(timeout_s)
+            self._watchdog.expect_answers()
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -295,6 +311,10 @@ class HostedProcess:
         if messages[0][0] == "hello":
             self._greeted = True
             messages = messages[1:]
+        if ("pong",) in messages:
+            assert self._watchdog is not None, "it asked"
+            self._watchdog.heard()
+            messages = [message for message in messages if message != ("pong",)]
         self._calls.deliver(messages)
 
     def _on_output(self, data: bytes) -> None:
@@ -313,6 +333,13 @@ class HostedProcess:
         if not self._ended.wait(END_GRACE_S) and self._process is not None:
             self._process.kill()
 
+    def _stopped_working(self, reason: str) -> None:
+        """It has not ended and does nothing: end it, as if it had died."""
+        if self._lost is None and self._process is not None:
+            self._lost, self._was_killed = reason, True
+            self._fail_calls()
+            self._process.kill()
+
     def _reap(self) -> None:
         """Wait for the child's end, tell everybody, end what it left behind."""
         process, link = self._process, self._link
@@ -322,13 +349,17 @@ class HostedProcess:
         assert status is not None
         self._ended.set()
         assert link is not None
+        if self._watchdog is not None:
+            self._watchdog.stop()
         link.stop()
         if self._unfinished:
             self._lines.append(self._unfinished.decode(errors="replace"))
         if self._lost is None:
-            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            self._was_killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             how = (
-                f"was killed by {_signal_name(status.si_status)}" if killed else f"exited with code {status.si_status}"
+                f"was killed by {_signal_name(status.si_status)}"
+                if self._was_killed
+                else f"exited with code {status.si_status}"
             )
             self._lost = f"its process {process.pid} {how}"
         self._fail_calls()
@@ -338,11 +369,13 @@ class HostedProcess:
         self._stacks.close()
 
     def _fail_calls(self) -> None:
-        reason = self._lost
+        reason, was_killed = self._lost, self._was_killed
 
         def error(method: str) -> HostedProcessLostError:
             said = "" if reason == "it was closed" else f"\nWhat it printed last:\n{self.last_output()}"
-            return HostedProcessLostError(f"{self.name}: {method} failed: {reason}{said}")
+            lost = HostedProcessLostError(f"{self.name}: {method} failed: {reason}{said}")
+            lost.process_is_gone = was_killed
+            return lost
 
         self._calls.fail_all(error)
 

@@ -17,18 +17,29 @@ _DEATH_S = 5.0
 
 def live_members(leader: int) -> list[int]:
     """Processes in the group or the session that ``leader`` leads, zombies left out."""
-    members = []
+    return list(processes_of(leader))
+
+
+def processes_of(leader: int) -> dict[int, list[str]]:
+    """The same with what ``process_fields`` says of each."""
+    members = {}
     for process in all_processes():
-        entry = Path("/proc", str(process))
-        try:
-            # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
+        fields = process_fields(Path("/proc", str(process)))
+        if fields is None:
             continue  # it ended while we looked
         state, _, group, session = fields[:4]
         if state not in ("Z", "X") and leader in (int(group), int(session)):
-            members.append(process)
+            members[process] = fields
     return members
+
+
+def process_fields(entry: Path) -> list[str] | None:
+    """What follows the name in ``stat`` of a process or thread, its state first; None if it has ended."""
+    try:
+        # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
+        return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def all_processes() -> list[int]:

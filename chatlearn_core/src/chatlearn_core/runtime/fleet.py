@@ -35,11 +35,13 @@ class LocalFleet(ReplicaFleet[Generator]):
         self._build = build
 
     async def start(self) -> None:
-        """Build and set up every replica, one after the other."""
+        """Build and set up every replica, one after the other; one whose engine is killed meanwhile is built again."""
         for index in range(self.num_replicas):
-            replica = self._build(index)
-            self.replicas.append(replica)
-            await self.lane.run("setup", replica.setup)
+
+            async def build(index: int = index) -> None:
+                self.replicas.append(await self._launch(index))
+
+            await self._restarts.start(f"replica {index}", build)
 
     async def _launch(self, index: int) -> Generator:
         replica = self._build(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from chatlearn_core.exceptions import BackendError, ReplicaLostError, TrainerLostError, WorkerPlace
+from chatlearn_core.exceptions import BackendError, ReplicaLostError, RuntimeLostError, TrainerLostError, WorkerPlace
 from chatlearn_core.protocols import RuntimeEvent
 
 Tell = Callable[[RuntimeEvent], None]
@@ -61,7 +61,10 @@ class Restarts:
 
         Raises:
             BackendError: none is left; of the class that the role uses, with ``cause`` as its cause.
+            RuntimeLostError: that is the cause; no restart helps.
         """
+        if isinstance(cause, RuntimeLostError):
+            raise cause
         key = self._key(worker)
         spent = self._spent[key]
         if spent >= self.limit:

@@ -18,7 +18,7 @@ from chatlearn_core.runtime.lane import Lane
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.runtime.sync_answers import checked_num_bytes, checked_offer
 from chatlearn_core.runtime.sync_planner import SyncPlanner
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt, WeightManifest
 
 _GRACE_S = 5.0
 """The transport's own timeout speaks first: it knows whom it waits for."""
@@ -73,9 +73,15 @@ class WeightTransfer:
         receipts: list[SyncReceipt] = []
         for turn in turns:
             plan = self._make_plan(trainer, turn, policy_version)
-            together = [(index, replica_of[index]) for index in turn]
             with self._loading(turn):
-                await self._begin(plan, together)
+                dead = await self._begin(plan, [(index, replica_of[index]) for index in turn])
+                receipts += dead
+                gone = {receipt.replica for receipt in dead}
+                together = [(index, replica_of[index]) for index in turn if index not in gone]
+                if gone and together:  # nobody waits for them
+                    plan = self._plan(plan.manifest, [index for index, _ in together], policy_version)
+                if not together:
+                    continue
                 try:
                     receipts += await self._transfer(plan, trainer, lane, together)
                 finally:
@@ -98,25 +104,38 @@ class WeightTransfer:
             [receipt] = await self.sync(trainer, lane, [(index, replica)], policy_version)
             return receipt
         with self._loading([index]):
-            await self._begin(plan, [(index, replica)])
+            for receipt in await self._begin(plan, [(index, replica)]):
+                return receipt
             return await self._receive(plan, [], index, replica, time.perf_counter())
 
     def _make_plan(self, trainer: Trainer, indices: Sequence[int], policy_version: int) -> SyncPlan:
+        return self._plan(trainer.manifest(self.plan.payload), indices, policy_version)
+
+    def _plan(self, manifest: WeightManifest, indices: Sequence[int], policy_version: int) -> SyncPlan:
         receivers = [self._receiver_endpoints[index] for index in indices]
-        manifest = trainer.manifest(self.plan.payload)
         return self.planner.make(policy_version, manifest, [self._sender_endpoint], receivers)
 
-    async def _begin(self, plan: SyncPlan, replicas: Replicas) -> None:
-        """Every replica checks the manifest; if one refuses, those that had stopped serving are given up."""
+    async def _begin(self, plan: SyncPlan, replicas: Replicas) -> list[SyncReceipt]:
+        """Every replica checks the manifest; if one refuses, those that had stopped serving are given up.
+
+        Returns:
+            Receipts of those that are dead, or do not come to it: no reason to keep the weights from the others.
+        """
         begun: list[Generator] = []
+        dead: list[SyncReceipt] = []
         for index, replica in replicas:
             try:
                 await self._begin_one(plan, index, replica)
             except BaseException as error:
+                if isinstance(error, Exception) and replica.state == "dead":
+                    receipt = SyncReceipt(index, plan.policy_version, "dead", error=f"{type(error).__name__}: {error}")
+                    dead.append(self._confirmed(plan, receipt))
+                    continue
                 for other in begun:
                     await other.loader.fail(f"another replica refused the weights: {error}")
                 raise
             begun.append(replica)
+        return dead
 
     async def _begin_one(self, plan: SyncPlan, index: int, replica: Generator) -> None:
         try:
@@ -203,9 +222,15 @@ class WeightTransfer:
                 ) from error
             for turn in turns:
                 with self._loading(turn):
-                    await self._begin(plan, [(index, replicas[index]) for index in turn])
+                    dead = await self._begin(plan, [(index, replicas[index]) for index in turn])
+                    receipts += dead
+                    gone = {receipt.replica for receipt in dead}
                     start = time.perf_counter()
-                    receiving = [self._receive(plan, [offer], index, replicas[index], start) for index in turn]
+                    receiving = [
+                        self._receive(plan, [offer], index, replicas[index], start)
+                        for index in turn
+                        if index not in gone
+                    ]
                     receipts += await asyncio.gather(*receiving)
         finally:
             self.sender.release(plan)

@@ -28,6 +28,7 @@ from .wire import Decoder, Message, encode
 STACK_SIGNAL = signal.SIGUSR2
 """Makes this process write what all its threads are doing to the stack file."""
 CHUNK_BYTES = 1 << 20
+PONG = encode(("pong",))
 PARENT_CHECK_S = 5.0
 """How often a silent connection is checked for a parent that is gone: something it forked may hold its end open."""
 
@@ -48,6 +49,8 @@ class Server:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outgoing: list[bytes] = []
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        """The loop sends, and the thread that reads."""
 
     def serve(self, target: Any) -> None:
         """Answer calls to ``target`` until told to stop or until the caller is gone."""
@@ -75,10 +78,17 @@ class Server:
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         if outgoing:
-            self._connection.sendall(b"".join(outgoing))
+            self._send(b"".join(outgoing))
+
+    def _send(self, data: bytes) -> None:
+        with self._sending:
+            self._connection.sendall(data)
 
     def read(self) -> None:
-        """Take messages until the other end is gone; then end this process with all that it started."""
+        """Take messages until the other end is gone; then end this process with all that it started.
+
+        A ping is answered from here: also while a method holds the loop up.
+        """
         decoder, parent = Decoder(), os.getppid()
         waiting = select.poll()
         waiting.register(self._connection, select.POLLIN)
@@ -94,6 +104,9 @@ class Server:
             if not data:
                 break
             messages = decoder.feed(data)
+            if ("ping",) in messages:
+                messages = [message for message in messages if message != ("ping",)]
+                self._send(PONG)
             if messages:
                 self._loop.call_soon_threadsafe(self._take, messages)
         try:
