@@ -43,8 +43,9 @@ FAST_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 3,
+    "health_check_timeout_ms": 2000,
 }
-"""A killed node is noticed after two seconds."""
+"""A killed node is noticed after two seconds, one that is stopped after six."""
 BLOCKS_ARE_STORED_FROM = 500
 """Bytes; by default blocks as small as those of these tests travel in messages, and no node can take them with it."""
 SMALL_NODE: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 10**8}

@@ -1,7 +1,8 @@
-"""Light backends in which processes are killed: each says where it is, and where a trap waits, somebody dies.
+"""Light backends in which processes are killed or stopped: each says where it is, and where a trap waits, it springs.
 
 The folder that ``CHATLEARN_FAULTS`` names holds ``trap.json`` while a trap is set: the call in which it springs, the
-kind of process that must be in that call, and who dies. Every process writes down its id there.
+kind of process that must be in that call, and the victim: a kind that is killed, or ``frozen-`` and a kind that is
+stopped. Every process writes down its id there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from chatlearn_core.testing.fakes.trainer import FakeTrainer
 from chatlearn_core.types import RewardResult
 
 OPTIONS = "chatlearn_core.testing.fakes.options"
+FROZEN = "frozen-"
 
 
 @hookimpl
@@ -88,18 +90,29 @@ class Folder:
         except FileNotFoundError:
             return
         trap["time"] = time.time()
-        trap["pids"] = self._victims(trap["victim"], kind)
+        victim = trap["victim"].removeprefix(FROZEN)
+        trap["pids"] = self._victims(victim, kind)
         taken.write_text(json.dumps(trap))
         taken.rename(self.path / f"sprung-{len(self.sprung())}.json")
         for pid in trap["pids"]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL if victim == trap["victim"] else signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let everyone go on who was stopped: a node that comes back finds that it was given up."""
+        for trap in self.sprung():
+            for pid in trap["pids"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _victims(self, victim: str, kind: str) -> list[int]:
         if victim == kind:
             return [os.getpid()]
+        if victim == "raylet":
+            return [os.getppid()]
         if victim == "node":
-            return self._everyone_on(os.getppid())
+            pids = self._everyone_on(os.getppid())
+            return [*(pid for pid in pids if pid != os.getpid()), os.getpid()]  # nobody acts who is stopped
         return [next(process["pid"] for process in self._alive() if process["kind"] == victim)]
 
     def kill_node_of(self, kind: str) -> None:

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 STEPS = 3
 FAULT_STEP = 2
 """Phases that come in every step are disturbed in this one: a checkpoint is behind it, and another before it."""
-TARGETS = ("generator", "reward", "trainer", "node", "driver")
+FROZEN = "frozen-"
+KILLED = ("generator", "reward", "trainer", "node", "driver")
+TARGETS = (*KILLED, *(FROZEN + target for target in KILLED if target != "driver"))
+"""Who is killed, or stopped and never goes on by itself."""
+HEARTBEAT_S = 3.0
+"""Of runs in which somebody is stopped."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,11 +62,11 @@ TRAPS: dict[str, Trap] = {
 
 def trap_for(target: str, phase: str) -> Trap:
     """The trap of one cell: a worker dies in its own call where the phase has one for its kind."""
-    trap = TRAPS[phase]
-    if phase == "syncing" and target == "generator":
+    trap, kind = TRAPS[phase], target.removeprefix(FROZEN)
+    if phase == "syncing" and kind == "generator":
         return Trap("receive", "generator", trap.step)
-    if trap.by == "any" and target in ("generator", "reward", "trainer"):
-        return Trap(trap.call, target, trap.step)
+    if trap.by == "any" and kind in ("generator", "reward", "trainer"):
+        return Trap(trap.call, kind, trap.step)
     return trap
 
 

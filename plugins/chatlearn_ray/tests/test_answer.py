@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.exceptions import BackendError, HostedProcessLostError, WeightSyncError
+from chatlearn_core.runtime.restarts import is_death
 from chatlearn_ray.answer import Failure
 
 
@@ -30,3 +31,10 @@ def test_a_foreign_error_is_shown_with_its_traceback() -> None:
     assert type(error) is BackendError
     assert str(error).startswith("role 'trainer', rank 1 of 2, update: KeyError: 'x'\nTraceback (most recent")
     assert "raise error" in str(error)
+
+
+def test_the_death_of_an_engine_is_one_on_the_driver_too() -> None:
+    lost = HostedProcessLostError("its process 7 was killed by signal 9 (SIGKILL)")
+    lost.process_is_gone = True
+    assert is_death(described(lost).error("role 'generator', replica 0", "setup"))
+    assert not is_death(described(HostedProcessLostError("it exited")).error("role 'generator', replica 0", "setup"))

@@ -1,8 +1,9 @@
-"""Real SIGKILLs: whoever dies, in whichever phase of a run, nothing is lost, nothing is made twice, and it goes on.
+"""Real SIGKILLs and SIGSTOPs: whoever dies or freezes, in whichever phase of a run, nothing is lost, nothing is made
+twice, and it goes on.
 
 Five kinds of process (a generator replica, a reward worker, a trainer rank, a whole node, the driver) die in every
-phase that the executor enumerates; a run ends with the same bits as one in which nobody died. One kill a kind is among
-the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
+phase that the executor enumerates, and all but the driver are stopped; a run ends with the same bits as one in which
+nothing happened. One cell a kind is among the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from chatlearn_core.executor.phases import Phase
 from chatlearn_core.testing.fakes.bigram import build_bigram_model
 
 from .conftest import SMALL_NODE, write_distribution
-from .fault_run import FAULT_STEP, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
+from .fault_run import FAULT_STEP, FROZEN, HEARTBEAT_S, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "chatlearn_ray_fault_backends"
@@ -34,6 +35,10 @@ ORDINARY = {
     "trainer": Phase.SAVING,
     "node": Phase.UPDATING,
     "driver": Phase.SYNCING,
+    "frozen-generator": Phase.SYNCING,
+    "frozen-reward": Phase.SCORING,
+    "frozen-trainer": Phase.UPDATING,
+    "frozen-node": Phase.GENERATING,
 }
 """The one phase a target that is tested every time."""
 DRIVER_GONE_S = 60.0
@@ -85,7 +90,8 @@ class Cell:
     async def train(self, target: str, phase: str, *overrides: str) -> Watch:
         watch = Watch(self.faults, target, phase)
         resume: Any = self.checkpoint() if phase == "restoring" else "auto"
-        await make_run(self.config, list(overrides), watch, resume)
+        heartbeat = [f"runtime.options.heartbeat_timeout_s={HEARTBEAT_S}"] if target.startswith(FROZEN) else []
+        await make_run(self.config, [*overrides, *heartbeat], watch, resume)
         return watch
 
     def checkpoint(self) -> Path:
@@ -174,8 +180,8 @@ async def test_nothing_is_lost_when(
     cell = scene.cell(f"{target}-{phase}")
     if target == "driver":
         await killed_driver(cell, phase, cluster)
-    elif target == "node":
-        await killed_node(cell, phase, cluster)
+    elif target.endswith("node"):
+        await killed_node(cell, target, phase, cluster)
     else:
         watch = await cell.train(target, phase)
         assert phase in watch.phases
@@ -227,15 +233,15 @@ async def killed_driver(cell: Cell, phase: str, cluster: Any) -> None:
         assert again.returncode == 0, output
 
 
-async def killed_node(cell: Cell, phase: str, cluster: Any) -> None:
-    """A node with a rank, a replica and a reward worker dies; a third one has room for them."""
+async def killed_node(cell: Cell, target: str, phase: str, cluster: Any) -> None:
+    """A node with a rank, a replica and a reward worker dies or freezes; a third one has room for them."""
     pool = {"slots": 2, "cpus": 3, "resources": {"slot": 1}, "strategy": "node_each"}
     seats = {role: {"pool": "apart"} for role in ("trainer", "generator", "reward")}
     nodes = [cluster.add_node(num_cpus=3, resources={"slot": 1}, **SMALL_NODE) for _ in range(3)]
     cluster.wait_for_nodes()
     try:
         await cell.train(
-            "node",
+            target,
             phase,
             f"runtime.options.pools.apart={json.dumps(pool)}",
             f"runtime.options.roles={json.dumps(seats)}",
@@ -243,6 +249,7 @@ async def killed_node(cell: Cell, phase: str, cluster: Any) -> None:
     finally:
         for node in nodes:
             await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        cell.faults.thaw()
 
 
 class SamplesKiller(Watch):

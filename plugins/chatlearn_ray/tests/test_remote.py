@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ObjectLostError
+from ray.exceptions import ObjectLostError, RayActorError
 
 from chatlearn_core.runtime.restarts import is_death
+from chatlearn_ray import remote
+from chatlearn_ray.answer import Answer
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.remote import RemoteWorker
 
@@ -15,10 +20,91 @@ async def test_an_answer_that_is_lost_with_its_node_is_a_death() -> None:
     """The process had answered before its node went: only another one can answer now."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     answer.set_exception(ObjectLostError("00ff", None, ""))
-    worker = RemoteWorker("role 'trainer', rank 1 of 2", None, 1.0, "roles.trainer.timeout_s")
+    worker = RemoteWorker("role 'trainer', rank 1 of 2", None, 1.0, "roles.trainer.timeout_s", 60.0)
     with pytest.raises(
         WorkerDiedError, match=r"'trainer', rank 1 of 2, update: its answer was lost with its node"
     ) as e:
         await worker._answer("update", answer, 1.0)
     assert is_death(e.value)
     assert (e.value.place.role, e.value.place.method) == ("trainer", "update")
+
+
+class Process:
+    """Stands in for an actor: may be stopped, and is killed as Ray kills one."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self.num_asked = 0
+        self.open: list[asyncio.Future[Any]] = []
+        self.invoke = self.start = self.method(control=False)
+        self.is_there = self.method(control=True)
+
+    def method(self, *, control: bool) -> Any:
+        def call(*args: Any) -> asyncio.Future[Any]:
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self.num_asked += control
+            if self.is_stopped or args == ("hang",):
+                self.open.append(answer)
+            else:
+                answer.set_result(Answer(None))
+            return answer
+
+        made = SimpleNamespace(remote=call)
+        made.options = lambda **_: made
+        return made
+
+    def kill(self) -> None:
+        for answer in self.open:
+            if not answer.done():
+                answer.set_exception(RayActorError(error_msg="The actor is dead because it was killed"))
+
+
+@pytest.fixture
+async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteWorker]:
+    monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart: actor.kill())
+    worker = RemoteWorker("role 'reward', worker 0", Process(), 60.0, "roles.reward.timeout_s", 0.06)
+    yield worker
+    worker.kill()
+
+
+async def asked(worker: RemoteWorker, times: int) -> None:
+    before = worker.actor.num_asked
+    async with asyncio.timeout(30):
+        while worker.actor.num_asked < before + times:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_process_that_stops_answering_is_killed_and_dead(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    await asked(worker, 2)
+    worker.actor.is_stopped = True
+    with pytest.raises(WorkerDiedError, match=r"score: the process is gone: it did not answer for .*heartbeat_time"):
+        await worker.call("score")
+
+
+async def test_one_that_is_busy_and_answers_is_left_alone(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    busy = asyncio.create_task(worker.call("hang"))
+    await asked(worker, 20)
+    assert not busy.done()
+    busy.cancel()
+
+
+async def test_a_driver_that_is_held_up_blames_nobody(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    await asked(worker, 2)
+    busy = asyncio.create_task(worker.call("hang"))
+    await asyncio.sleep(0)
+    time.sleep(5 * worker.silence_s)
+    await asked(worker, 3)
+    assert not busy.done()
+    busy.cancel()
+
+
+async def test_one_that_starts_may_be_silent_for_longer_but_not_for_ever(worker: RemoteWorker) -> None:
+    starting = asyncio.create_task(worker.start("hang", 60.0))
+    await asked(worker, 2)
+    worker.actor.is_stopped = True
+    with pytest.raises(WorkerDiedError, match=r"start: the process is gone: it did not answer for"):
+        await starting
+    assert is_death(WorkerDiedError())

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.types import Endpoint, SyncReceipt, TensorSpec, WeightManifest
 from chatlearn_ray import weight_transfer
+from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.weight_transfer import RayWeightTransfer
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
@@ -47,12 +48,15 @@ class FakeReplica:
     def __init__(self, index, events):
         self.index, self.events = index, events
         self.state, self.policy_version = "serving", 0
+        self.fails_to_begin: Exception | None = None
         self.worker = SimpleNamespace(call=self.call)
 
     async def call(self, method, *args, timeout_s=None):
         if method != "open_transport":
             self.events.append(f"{method} {self.index}")
         await asyncio.sleep(0)
+        if method == "begin" and self.fails_to_begin is not None:
+            raise self.fails_to_begin
         if method == "open_transport":
             return Endpoint("generator", self.index, 0, "host", "cpu", 10 + self.index)
         if method == "receive":
@@ -60,6 +64,10 @@ class FakeReplica:
             self.events.append(f"received {self.index}" + ("" if offers else " kept"))
             return SyncReceipt(self.index, plan.policy_version, "serving", 24)
         return None
+
+
+async def lives(replica):
+    return replica.state != "dead"
 
 
 @pytest.fixture
@@ -76,6 +84,7 @@ def make_transfer(tmp_path, monkeypatch):
         fleet = SimpleNamespace(
             replicas=[FakeReplica(index, events) for index in range(num_replicas)],
             loading=lambda indices: nullcontext(),
+            lives=lives,
         )
         transfer = RayWeightTransfer(plan, None, tmp_path, FakeTrainerGroup(events), fleet)
         await transfer.open_senders()
@@ -169,3 +178,49 @@ async def test_a_rebuilt_replica_gets_the_weights_once_more_where_nothing_is_kep
     await transfer.resync(1, 4)
     assert "send" in events
     assert [event for event in events if event.endswith(("0", "2"))] == [], "the others serve on"
+
+
+@pytest.mark.parametrize("engine_only", [False, True])
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_a_replica_that_dies_as_a_sync_begins_keeps_the_weights_from_no_other(
+    make_transfer, engine_only, replayable
+):
+    transfer, events = await make_transfer(fleet_rule="rolling", max_loading=3, replayable=replayable)
+    dying = transfer._fleet.replicas[1]
+    if engine_only:  # the worker answers, its engine is gone
+        dying.fails_to_begin = WeightSyncError("the replica is dead and cannot begin version 4")
+        dying.state = "dead"
+    else:
+        dying.fails_to_begin = WorkerDiedError("the process is gone")
+    planned = []
+    every_rank = transfer._trainer.every_rank
+
+    async def watched(method, *args, **limits):
+        if method == "send":
+            planned.append([receiver.replica for receiver in args[1].receivers])
+        return await every_rank(method, *args, **limits)
+
+    transfer._trainer.every_rank = watched
+    receipts = {receipt.replica: receipt for receipt in await transfer.sync(range(3), 4)}
+    assert {index: receipt.state for index, receipt in receipts.items()} == {0: "serving", 1: "dead", 2: "serving"}
+    assert dying.state == "dead"
+    assert planned == [[0, 1, 2] if replayable else [0, 2]], "a sender waits for those who come"
+    assert "receive 1" not in events
+
+
+async def test_a_replica_that_refuses_the_manifest_ends_the_sync(make_transfer):
+    transfer, events = await make_transfer()
+    transfer._fleet.replicas[2].fails_to_begin = WeightSyncError("w: shape [2, 3] offered, [2, 4] expected")
+    with pytest.raises(WeightSyncError, match="w: shape"):
+        await transfer.sync(range(3), 4)
+    assert [replica.state for replica in transfer._fleet.replicas] == ["dead", "dead", "serving"]
+    assert {"fail 0", "fail 1"} <= set(events)
+    assert "send" not in events
+
+
+async def test_no_replica_left_means_nothing_to_send(make_transfer):
+    transfer, events = await make_transfer(num_replicas=2)
+    for replica in transfer._fleet.replicas:
+        replica.fails_to_begin = BackendTimeoutError("no answer within 30 s")
+    assert [receipt.state for receipt in await transfer.sync(range(2), 4)] == ["dead", "dead"]
+    assert "send" not in events

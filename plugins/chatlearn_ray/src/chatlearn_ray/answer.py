@@ -20,14 +20,17 @@ class Failure:
     traceback: str
     stack: str = ""
     """Where the worker says that it hangs."""
+    process_is_gone: bool = False
+    """Of an engine in a process of its own."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Describe an error that is being handled."""
         known = (cls.__name__ for cls in type(error).__mro__ if getattr(exceptions, cls.__name__, None) is cls)
         text = str(error) if isinstance(error, ChatLearnError) else f"{type(error).__name__}: {error}"
-        stack = error.stack if isinstance(error, BackendError) else ""
-        return Failure(next(known, "BackendError"), text, "".join(traceback.format_exception(error)), stack)
+        stack, is_gone = (error.stack, error.process_is_gone) if isinstance(error, BackendError) else ("", False)
+        trace = "".join(traceback.format_exception(error))
+        return Failure(next(known, "BackendError"), text, trace, stack, is_gone)
 
     def error(self, label: str, method: str, place: WorkerPlace | None = None) -> ChatLearnError:
         """The error as the driver raises it.
@@ -42,6 +45,7 @@ class Failure:
             return BackendError(f"{error}\n{self.traceback.rstrip()}").at(place, self.traceback)
         if isinstance(error, BackendError):
             error.at(place, self.stack)
+            error.process_is_gone = self.process_is_gone
         error.add_note(f"raised in the worker:\n{self.traceback.rstrip()}")
         return error
 

@@ -11,7 +11,11 @@ from typing import Annotated
 import typer
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_ray.cluster_token import MODE, TOKEN_PATH, use_token
 from chatlearn_ray.launch import DEFAULT_PORT, node_role
+
+USAGE_STATS = "RAY_USAGE_STATS_ENABLED"
+"""Ray reports how it is used to its makers unless this is 0."""
 
 app = typer.Typer(help="Bring a Ray cluster up, for runs with runtime.options.address: auto.", no_args_is_help=True)
 
@@ -24,19 +28,35 @@ def cluster() -> None:
 @app.command()
 def up(
     port: Annotated[int, typer.Option(help="Port of the head.")] = DEFAULT_PORT,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the cluster's token, on a disk that every node sees; the head writes it if it is not "
+            "there. By default RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the command of this node, run nothing.")] = False,
 ) -> None:
     """Start head or worker on this node, as torchrun, SLURM or PAI-DLC numbered it. Run it once on every node."""
     role = node_role(os.environ)
     command = role.command(port)
     part = "head" if role.is_head else f"worker of {role.head}"
-    typer.echo(f"{role.launcher}: node {role.rank} of {role.num_nodes}, {part}: {shlex.join(command)}")
+    environment = dict(os.environ)
+    environment.setdefault(USAGE_STATS, "0")
+    starts = role.local_rank == 0 and not show
+    if starts:
+        source = use_token(environment, token_file, is_head=role.is_head)
+    elif token_file is not None:
+        environment |= {MODE: "token", TOKEN_PATH: str(token_file.expanduser().absolute())}
+    told = [f"{name}={environment[name]}" for name in (USAGE_STATS, MODE, TOKEN_PATH) if name in environment]
+    typer.echo(f"{role.launcher}: node {role.rank} of {role.num_nodes}, {part}: {shlex.join([*told, *command])}")
     if show:
         return
-    if role.local_rank != 0:
+    if not starts:
         typer.echo("another process of this node starts Ray")
         return
+    typer.echo(source)
     ray = Path(sys.executable).with_name("ray")
     if not ray.exists():
         raise ConfigError(f"there is no {ray}: Ray is not installed in this interpreter's environment")
-    os.execv(ray, [str(ray), *command[1:]])
+    os.execve(ray, [str(ray), *command[1:]], environment)

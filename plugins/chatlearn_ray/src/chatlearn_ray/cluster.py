@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, RuntimeLostError
 from chatlearn_ray.amounts import Amounts, amounts_text
+from chatlearn_ray.cluster_token import observe_token, use_token
 from chatlearn_ray.gpus import NodeGpus, gpus_of_slot
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.room import shortage
 from chatlearn_ray.seating import Seat, Seating
+from chatlearn_ray.watch import RayWatch, owned_processes
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _SAY_EVERY_S = 30.0
 _LOOK_EVERY_S = 1.0
+_SHUTDOWN_S = 30.0
+"""How long the leaving of a Ray that is lost may take."""
+FAILURE_PAGE = "failure.md"
 
 
 class Cluster:
@@ -39,6 +48,9 @@ class Cluster:
         self._groups: dict[str, PlacementGroup] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         """By slot: who asks for its GPUs needs all of them."""
+        self._watch: RayWatch | None = None
+        self.lost: asyncio.Future[str] | None = None
+        """Done, with a sentence, when what the workers stand on is gone."""
 
     def require_room(self, seating: Seating) -> None:
         """Check a run against a Ray that would be started here; a cluster that is joined may still grow.
@@ -52,14 +64,61 @@ class Cluster:
         if missing is not None:
             raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
 
-    def join(self, seating: Seating) -> None:
-        """Start Ray on this machine, or connect to the cluster that ``address`` names. Blocks for seconds.
+    def join(self, seating: Seating, run_dir: Path) -> None:
+        """Start Ray on this machine, or connect to the cluster that ``address`` names, and watch it from then on.
+        Blocks for seconds.
+
+        Args:
+            run_dir: where a failure page is written if Ray takes this process with it.
 
         Raises:
             BackendError: Ray does not start, or there is no cluster at that address.
         """
-        if ray.is_initialized():
-            return
+        if not ray.is_initialized():
+            self._connect(seating)
+        loop = asyncio.get_running_loop()
+        lost = self.lost = loop.create_future()
+
+        def lose(sentence: str) -> None:
+            if not lost.done():
+                lost.set_result(sentence)
+                if self._watch is not None:
+                    self._watch.heard()
+
+        def on_lost(sentence: str) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lose, sentence)
+
+        self._watch = RayWatch(
+            owned=owned_processes() if self._owns and self.options.cluster_address is None else {},
+            silence_s=self.options.heartbeat_timeout_s,
+            sentence=self._sentence(),
+            page=run_dir / FAILURE_PAGE,
+            on_lost=on_lost,
+        )
+
+    def _sentence(self) -> str:
+        """What it means that Ray is lost."""
+        if self.options.cluster_address is None:
+            remedy = (
+                "All workers ended with it. Run the same command again: it starts Ray anew and goes on from the last "
+                "checkpoint. What ended it may be in /tmp/ray/session_latest/logs/raylet.out, or in the log of the "
+                "system (no memory left?)"
+            )
+        else:
+            remedy = (
+                "The driver cannot reach any worker without it. Start Ray on this node again (chatlearn cluster up, or "
+                "ray start), then run the same command: it goes on from the last checkpoint"
+            )
+        where = self.options.cluster_address or "started by this run"
+        return f"Ray ({where}) is lost on node {socket.gethostname()}: {{reason}}. {remedy}"
+
+    def check(self) -> None:
+        """Raises RuntimeLostError: Ray is lost, and must not be called any more: it would end this process."""
+        if self.lost is not None and self.lost.done():
+            raise RuntimeLostError(self.lost.result())
+
+    def _connect(self, seating: Seating) -> None:
         options = self.options
         arguments: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if options.working_dir is not None:
@@ -78,14 +137,19 @@ class Cluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         else:
             arguments["address"] = options.cluster_address
+            if options.token_file is not None:
+                use_token(os.environ, Path(options.token_file), is_head=False, wait_s=0.0)
+                observe_token()
         try:
             with _own_signal_handlers():
                 ray.init(**arguments)
+        except AuthenticationError as error:
+            raise BackendError(f"the cluster at {options.cluster_address} {_NO_TOKEN}: {error}") from error
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             where = (
                 "on this machine"
                 if options.cluster_address is None
-                else f"at {options.cluster_address} (runtime.options.address)"
+                else f"at {options.cluster_address} (runtime.options.address). If a cluster is there, it {_NO_TOKEN}"
             )
             raise BackendError(f"Ray did not start {where}: {type(error).__name__}: {error}") from error
         self._owns = True
@@ -99,6 +163,7 @@ class Cluster:
         start = time.monotonic()
         said = 0.0
         while (missing := shortage(seating, nodes())) is not None:
+            self.check()
             waited = time.monotonic() - start
             if waited >= self.options.resource_wait_s or self.options.cluster_address is None:
                 raise BackendError(f"the roles do not fit the cluster, after {waited:.0f} s:\n{missing}\n  {_REMEDY}")
@@ -110,6 +175,7 @@ class Cluster:
             self._groups[group.name] = placement_group([dict(b) for b in group.bundles], strategy=group.strategy)
         for name, reserved in self._groups.items():
             while not await asyncio.to_thread(reserved.wait, _LOOK_EVERY_S):
+                self.check()
                 waited = time.monotonic() - start
                 free = amounts_text(ray.available_resources())  # type: ignore[no-untyped-call]  # Ray has no types here
                 state = f"{name} waits for its place since {waited:.0f} s; free in the cluster: {free}"
@@ -171,15 +237,41 @@ class Cluster:
     def leave(self) -> None:
         """Give reservations back, and stop a Ray that was started here. Twice is fine."""
         groups, self._groups = self._groups, {}
-        if ray.is_initialized():
-            for group in groups.values():
-                remove_placement_group(group)
-            if self._owns:
-                with _own_signal_handlers():
-                    ray.shutdown()
+        watch, self._watch = self._watch, None
+        is_lost = self.lost is not None and self.lost.done()
+        try:
+            if is_lost:
+                self._leave_what_is_lost(watch)
+            elif ray.is_initialized():
+                for group in groups.values():
+                    remove_placement_group(group)
+                if self._owns:
+                    with _own_signal_handlers():
+                        ray.shutdown()
+        finally:
+            if watch is not None and not is_lost:  # else the guard sees to it that this process ends
+                watch.close()
         self._owns = False
 
+    def _leave_what_is_lost(self, watch: RayWatch | None) -> None:
+        """A raylet that is stopped would keep this process from ending."""
+        if watch is not None:
+            watch.end_ray()
+        if not self._owns:
+            return
+        leaving = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
+        with _own_signal_handlers():
+            leaving.start()
+            leaving.join(_SHUTDOWN_S)
+        if leaving.is_alive():
+            logger.error("Ray does not let this process leave within %.0f s", _SHUTDOWN_S)
+            atexit.unregister(ray.shutdown)
 
+
+_NO_TOKEN = (
+    "does not take this driver's token, or the driver has none: name the file that the cluster was brought up with "
+    "(runtime.options.token_file), or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+)
 _REMEDY = "Add nodes, or lower roles.*.ranks and replicas, or what they take (runtime.options.roles, pools)"
 
 

@@ -212,6 +212,10 @@ class RayGeneratorFleet(ReplicaFleet[Replica]):
             replica.lose(timeout)
         return timeout
 
+    async def lives(self, replica: Replica) -> bool:
+        """Ask a replica how it is; one that does not live is dead when this returns."""
+        return await self._lives(replica)
+
     async def _lives(self, replica: Replica) -> bool:
         """While no request is open nothing else tells that its engine has died."""
         try:

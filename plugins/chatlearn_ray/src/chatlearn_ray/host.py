@@ -78,6 +78,9 @@ class WorkerHost:
         facts, arrays = answer.value
         return Answer(facts), arrays
 
+    async def is_there(self) -> None:
+        """Answers while the process lives and its interpreter turns."""
+
     async def stacks(self) -> str:
         """Where every thread of this process is now."""
         from chatlearn_ray.stacks import all_stacks

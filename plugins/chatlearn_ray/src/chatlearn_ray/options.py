@@ -73,6 +73,11 @@ class RayRuntimeOptions(Part):
         description="null: start Ray on this machine, or join the cluster of RAY_ADDRESS (ray job submit sets it); "
         "auto or host:port: join a cluster that runs.",
     )
+    token_file: str | None = Field(
+        None,
+        description="File with the token of the cluster to join, as given to chatlearn cluster up; by default "
+        "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token.",
+    )
     num_cpus: Positive | None = Field(
         None,
         description="Logical CPUs of a Ray started here; by default the machine's, or more if the roles ask for it.",
@@ -105,6 +110,11 @@ class RayRuntimeOptions(Part):
         description="How long to wait for a cluster's resources; what cannot fit a Ray started here fails at once.",
     )
     start_timeout_s: Seconds = Field(600.0, description="Longest time until a worker's process is up.")
+    heartbeat_timeout_s: Seconds = Field(
+        60.0,
+        description="How long a worker's process may not answer until it is killed and treated as dead. It answers "
+        "while it computes, unless C code holds Python's lock.",
+    )
     max_generator_restarts: Count = Field(2, description="How often in a run each dead generator replica is rebuilt.")
     max_reward_restarts: Count = Field(2, description="How often in a run each dead reward worker is rebuilt.")
     max_trainer_restarts: Count = Field(

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WorkerPlace
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RuntimeLostError, WorkerPlace
 from chatlearn_ray.answer import Failure
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.worker import GRACE_S, WorkerFacts
@@ -17,6 +17,11 @@ from chatlearn_ray.worker import GRACE_S, WorkerFacts
 _STACK_WAIT_S = 5.0
 CONTROL = "control"
 """A concurrency group with a thread of its own: it answers while the worker's event loop is blocked."""
+LOOKS = 6
+"""In the time after which a silent process is given up. Looks are counted, not seconds: while the driver's own event
+loop is held up, the worker is not to blame."""
+START_PATIENCE = 5
+"""A worker that is starting may be silent so many times as long: libraries are loaded with the interpreter's lock."""
 PEERS_S = 10.0
 """When one rank failed: how long to wait for what the others say. A death is noticed after their broken connections."""
 
@@ -24,17 +29,36 @@ PEERS_S = 10.0
 class RemoteWorker:
     """A handle on one ``WorkerHost``.
 
+    The process is asked now and then whether it is there, beside whatever it does. One that does not answer, such as
+    one that was stopped, is killed: whoever waits for it then hears that it died.
+
     Args:
         label: leads every message, such as ``role 'trainer', rank 1 of 2``.
         timeout_key: the setting that bounds its calls, for messages.
+        silence_s: how long it may not answer.
+        lost: done, with a sentence, when Ray itself is gone; then it must not be called any more.
     """
 
-    def __init__(self, label: str, actor: Any, timeout_s: float, timeout_key: str) -> None:
+    def __init__(
+        self,
+        label: str,
+        actor: Any,
+        timeout_s: float,
+        timeout_key: str,
+        silence_s: float,
+        lost: asyncio.Future[str] | None = None,
+    ) -> None:
         self.name = label
         self.actor = actor
         self.timeout_s = timeout_s
         self.timeout_key = timeout_key
+        self.silence_s = silence_s
         self.facts: WorkerFacts | None = None
+        self._lost = lost
+        self._is_starting = True
+        self._watch: asyncio.Task[None] | None = None
+        self._silence = ""
+        """Why it was killed, if it was silent."""
 
     @property
     def label(self) -> str:
@@ -57,32 +81,82 @@ class RemoteWorker:
         Raises:
             BackendTimeoutError: no answer in time.
             WorkerDiedError: its process is gone.
+            RuntimeLostError: Ray is gone.
             ChatLearnError: what the worker raised.
         """
+        self.check()
         limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
         return await self._answer(method, self.actor.invoke.remote(method, *args), limit)
 
     async def call_for_block(self, method: str, *args: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
         """Call a method that returns (facts, arrays); gives the facts and a reference to the arrays."""
+        self.check()
         limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
         facts, arrays = self.actor.invoke_with_block.options(num_returns=2).remote(method, *args)
         return await self._answer(method, facts, limit), arrays
 
     async def start(self, spec: Any, timeout_s: float) -> None:
-        """Wait until the process is up and has built its worker."""
+        """Wait until the process is up and has built its worker; from then on it must answer."""
+        self._watch = asyncio.create_task(self._keep_asking())
         await self._answer("start", self.actor.start.remote(spec), timeout_s)
+        self._is_starting = False
+
+    async def _keep_asking(self) -> None:
+        look_s, num_missed, is_up = self.silence_s / LOOKS, 0, False
+        while True:
+            answer = asyncio.ensure_future(self._is_there())
+            while not (await asyncio.wait({answer}, timeout=look_s))[0]:
+                num_missed += is_up  # a process that is not up yet cannot answer
+                if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
+                    answer.cancel()
+                    self._silence = (
+                        f"it did not answer for {num_missed * look_s:.0f} s (runtime.options.heartbeat_timeout_s is "
+                        f"{self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
+                    )
+                    ray.kill(self.actor, no_restart=True)
+                    return
+            if not answer.result():
+                return
+            num_missed, is_up = 0, True
+            await asyncio.sleep(look_s)
+
+    async def _is_there(self) -> bool:
+        """False when it has ended, which whoever waits for it hears as well."""
+        try:
+            await self.actor.is_there.options(concurrency_group=CONTROL).remote()
+        except RayError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raises RuntimeLostError: Ray is gone, and a call of it would end this process."""
+        if self._lost is not None and self._lost.done():
+            raise RuntimeLostError(self._lost.result())
+
+    async def _result(self, reference: Any, limit_s: float) -> Any:
+        """What a reference stands for; TimeoutError, or RuntimeLostError if Ray is lost meanwhile."""
+        answer = asyncio.ensure_future(reference)
+        lost = [] if self._lost is None else [self._lost]
+        try:
+            await asyncio.wait([answer, *lost], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        self.check()
+        raise TimeoutError
 
     async def _answer(self, method: str, reference: Any, limit_s: float) -> Any:
         try:
-            async with asyncio.timeout(limit_s):
-                answer = await reference
+            answer = await self._result(reference, limit_s)
         except TimeoutError:
             stack = await self.stacks()
             raise BackendTimeoutError(
                 f"{self.label}, {method}: no answer within {limit_s:g} s ({self.timeout_key}). {stack}"
             ).at(self.place(method), stack) from None
         except RayActorError as error:
-            raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {_first_lines(error)}").at(
+            reason = self._silence or _first_lines(error)
+            raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {reason}").at(
                 self.place(method)
             ) from None
         except ObjectLostError as error:
@@ -113,7 +187,10 @@ class RemoteWorker:
 
     def kill(self) -> None:
         """End the process now."""
-        ray.kill(self.actor, no_restart=True)
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._lost is None or not self._lost.done():
+            ray.kill(self.actor, no_restart=True)
 
 
 def _first_lines(error: Exception, count: int = 3) -> str:

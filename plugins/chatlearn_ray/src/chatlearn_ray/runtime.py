@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from chatlearn_core.exceptions import ChatLearnError, TrainerLostError
+from chatlearn_core.exceptions import ChatLearnError, RuntimeLostError, TrainerLostError
 from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
@@ -91,7 +91,7 @@ class RayRuntime:
         Given ``role_is_up``, roles that share devices are launched one after the other.
         """
         try:
-            self.cluster.join(self._seating)
+            self.cluster.join(self._seating, self.plan.run_dir)
             self._code = self._shipped_code()
             self._seating = self._seat(gpus=any(node.get("GPU", 0) > 0 for node in nodes().values()))
             await self.cluster.reserve(self._seating)
@@ -200,6 +200,7 @@ class RayRuntime:
         """Start the process of one worker and let it find its plugins."""
         if (left := self._workers.pop((role.name, index), None)) is not None:
             left.kill()  # one that did not come up keeps its place for as long as it lives
+        self.cluster.check()
         seat = self._seating.of(role.name)[index]
         host: Any = ray.remote(concurrency_groups={CONTROL: 1})(WorkerHost)  # type: ignore[call-overload]  # Ray's stub lacks it
         gpus = await self.cluster.gpus_of(seat)
@@ -207,7 +208,10 @@ class RayRuntime:
         actor = host.options(max_restarts=0, **options).remote(
             self._environment(), [entry for entry in sys.path if entry], self._directory, self._code, gpus
         )
-        worker = RemoteWorker(_label(role, index), actor, role.timeout_s, f"roles.{role.name}.timeout_s")
+        key = f"roles.{role.name}.timeout_s"
+        worker = RemoteWorker(
+            _label(role, index), actor, role.timeout_s, key, self.options.heartbeat_timeout_s, self.cluster.lost
+        )
         self._workers[role.name, index] = worker
         spec = replace(self._spec(role, index), gpus=gpus.ids if gpus is not None else ())
         await worker.start(spec, self.options.start_timeout_s)
@@ -354,7 +358,7 @@ async def _close(worker: RemoteWorker) -> None:
     try:
         if worker.facts is not None:
             await worker.call("close", timeout_s=_CLOSE_S)
-    except WorkerDiedError:
+    except (WorkerDiedError, RuntimeLostError):
         pass  # it is closed
     finally:
         worker.kill()

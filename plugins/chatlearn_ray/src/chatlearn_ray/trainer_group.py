@@ -114,6 +114,8 @@ class RayTrainerGroup:
         Args:
             for_block: the method returns (facts, arrays); the arrays stay in the store.
         """
+        for worker in self.workers:
+            worker.check()  # before anything is put into a store that may be gone
         start = time.perf_counter()
         assignment = assign(batch, self.num_slices)
         parts = [BatchArrays.of(part) for part in take(batch, assignment)]

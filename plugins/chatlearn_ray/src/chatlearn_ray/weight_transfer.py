@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import ray
 from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError, WeightSyncError
 from chatlearn_core.runtime.plan import WeightSyncPlan
 from chatlearn_core.runtime.sync_planner import SyncPlanner
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt
+from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt, WeightManifest
 from chatlearn_ray.errors import WorkerDiedError
 from chatlearn_ray.generator_fleet import RayGeneratorFleet, Replica
 from chatlearn_ray.trainer_group import RayTrainerGroup
@@ -21,6 +21,8 @@ from chatlearn_ray.worker_spec import PluginChoice
 
 NOTICE_S = 2.0
 """How long senders may take to notice that every receiver has failed; then they are told to stop."""
+_FAIL_S = 30.0
+"""How long a replica may take to give up what it began."""
 
 
 class RayWeightTransfer:
@@ -72,9 +74,16 @@ class RayWeightTransfer:
         for turn in turns:
             replicas = {index: self._fleet.replicas[index] for index in turn}
             plan = await self._make_plan(replicas.values(), policy_version)
-            shared = ray.put(plan)
             with self._fleet.loading(turn):
-                await self._begin(shared, replicas)
+                dead = await self._begin(plan, replicas)
+                receipts += dead
+                gone = {receipt.replica for receipt in dead}
+                replicas = {index: replica for index, replica in replicas.items() if index not in gone}
+                if not replicas:
+                    continue
+                if gone:  # nobody waits for them
+                    plan = await self._plan(plan.manifest, replicas.values(), policy_version)
+                shared = ray.put(plan)
                 try:
                     receipts += self._note(plan, replicas, await self._transfer(shared, plan, replicas))
                 finally:
@@ -88,9 +97,8 @@ class RayWeightTransfer:
             replica = self._fleet.replicas[index]
             try:
                 await self._endpoint(replica)
-            except WorkerDiedError as error:
-                replica.state = "dead"
-                receipts.append(SyncReceipt(index, policy_version, "dead", error=str(error)))
+            except (WorkerDiedError, BackendTimeoutError) as error:
+                receipts.append(_dead(index, replica, policy_version, error))
         return receipts
 
     async def resync(self, index: int, policy_version: int) -> SyncReceipt:
@@ -105,15 +113,19 @@ class RayWeightTransfer:
             return receipt
         shared, replicas = ray.put(plan), {index: replica}
         with self._fleet.loading([index]):
-            await self._begin(shared, replicas)
-            receipt = await self._receive(plan, shared, [], index, replica, plan.timeout_s + GRACE_S)
+            for receipt in await self._begin(plan, replicas):
+                return receipt
+            receipt = await self._receive(shared, plan, [], index, replica)
             self._note(plan, replicas, [receipt])
         return receipt
 
-    async def _make_plan(self, replicas: Any, policy_version: int) -> SyncPlan:
+    async def _make_plan(self, replicas: Iterable[Replica], policy_version: int) -> SyncPlan:
         manifests = await self._trainer.every_rank("manifest", self.plan.payload)
+        return await self._plan(manifests[0], replicas, policy_version)
+
+    async def _plan(self, manifest: WeightManifest, replicas: Iterable[Replica], policy_version: int) -> SyncPlan:
         receivers = [await self._endpoint(replica) for replica in replicas]
-        return self._planner.make(policy_version, manifests[0], self._senders, receivers)
+        return self._planner.make(policy_version, manifest, self._senders, receivers)
 
     async def _send_ahead(self, turns: list[list[int]], policy_version: int) -> list[SyncReceipt]:
         """Send once while every replica serves on; then they take the version in turns.
@@ -123,12 +135,12 @@ class RayWeightTransfer:
         """
         everyone = [self._fleet.replicas[index] for turn in turns for index in turn]
         plan = await self._make_plan(everyone, policy_version)
-        shared, limit = ray.put(plan), plan.timeout_s + GRACE_S
+        shared = ray.put(plan)
         receipts: list[SyncReceipt] = []
         try:
             try:
                 offers: list[SyncOffer] = await self._trainer.every_rank("offer", self.key, shared)
-                await self._send(plan, shared, limit)
+                await self._send(shared, plan)
             except ChatLearnError as error:
                 if self._trainer.is_broken:
                     raise
@@ -139,9 +151,15 @@ class RayWeightTransfer:
             for turn in turns:
                 replicas = {index: self._fleet.replicas[index] for index in turn}
                 with self._fleet.loading(turn):
-                    await self._begin(shared, replicas)
+                    dead = await self._begin(plan, replicas)
+                    receipts += dead
+                    gone = {receipt.replica for receipt in dead}
                     answers = await asyncio.gather(
-                        *(self._receive(plan, shared, offers, i, replica, limit) for i, replica in replicas.items())
+                        *(
+                            self._receive(shared, plan, offers, index, replica)
+                            for index, replica in replicas.items()
+                            if index not in gone
+                        )
                     )
                     receipts += self._note(plan, replicas, answers)
         finally:
@@ -161,27 +179,34 @@ class RayWeightTransfer:
             self._planner.confirm(plan, self._receivers[replica], receipt)
         return receipts
 
-    async def _begin(self, shared: Any, replicas: dict[int, Replica]) -> None:
+    async def _begin(self, plan: SyncPlan, replicas: dict[int, Replica]) -> list[SyncReceipt]:
         """Every replica checks the manifest; if one refuses, those that stopped serving are given up.
 
-        A replica whose process is gone is dead, which is no reason to keep the new weights from the others.
+        Returns:
+            Receipts of those that are dead, or do not come to it: no reason to keep the weights from the others.
         """
+        shared = ray.put(plan)
         outcomes = await asyncio.gather(
-            *(replica.worker.call("begin", shared) for replica in replicas.values()), return_exceptions=True
+            *(replica.worker.call("begin", shared, timeout_s=plan.timeout_s) for replica in replicas.values()),
+            return_exceptions=True,
         )
-        refusals = [o for o in outcomes if isinstance(o, BaseException) and not _is_gone(o)]
-        for replica, outcome in zip(replicas.values(), outcomes, strict=True):
-            if isinstance(outcome, BaseException) and _is_gone(outcome):
-                replica.state = "dead"
-            elif refusals and outcome is None:
-                await replica.worker.call("fail", f"another replica refused the weights: {refusals[0]}")
-                replica.state = "dead"
+        dead: list[SyncReceipt] = []
+        refusals: list[BaseException] = []
+        begun: list[Replica] = []
+        for (index, replica), outcome in zip(replicas.items(), outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                begun.append(replica)
+            elif isinstance(outcome, WorkerDiedError | BackendTimeoutError) or not await self._fleet.lives(replica):
+                dead.append(_dead(index, replica, plan.policy_version, outcome))
+            else:
+                refusals.append(outcome)
         if refusals:
+            await self._fail(begun, f"another replica refused the weights: {refusals[0]}")
             raise refusals[0]
+        return dead
 
     async def _transfer(self, shared: Any, plan: SyncPlan, replicas: dict[int, Replica]) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
-        limit = plan.timeout_s + GRACE_S
         try:
             offers: list[SyncOffer] = await self._trainer.every_rank("offer", self.key, shared)
         except ChatLearnError as error:
@@ -189,9 +214,9 @@ class RayWeightTransfer:
             if self._trainer.is_broken:
                 raise
             return receipts
-        sending = asyncio.create_task(self._send(plan, shared, limit))
+        sending = asyncio.create_task(self._send(shared, plan))
         receiving = {
-            index: asyncio.create_task(self._receive(plan, shared, offers, index, replica, limit))
+            index: asyncio.create_task(self._receive(shared, plan, offers, index, replica))
             for index, replica in replicas.items()
         }
         try:
@@ -214,21 +239,14 @@ class RayWeightTransfer:
             return receipts
         return [receiving[index].result() for index in replicas]
 
-    async def _send(self, plan: SyncPlan, shared: Any, limit: float) -> None:
-        await self._trainer.every_rank("send", self.key, shared, timeout_s=limit)
+    async def _send(self, shared: Any, plan: SyncPlan) -> None:
+        await self._trainer.every_rank("send", self.key, shared, timeout_s=plan.timeout_s + GRACE_S)
         self._planner.sent(plan)
 
     async def _receive(
-        self,
-        plan: SyncPlan,
-        shared: Any,
-        offers: Sequence[SyncOffer],
-        index: int,
-        replica: Replica,
-        limit: float,
+        self, shared: Any, plan: SyncPlan, offers: Sequence[SyncOffer], index: int, replica: Replica
     ) -> SyncReceipt:
-        if replica.state == "dead":
-            return SyncReceipt(index, plan.policy_version, "dead", error="its process is gone")
+        limit = plan.timeout_s + GRACE_S
         try:
             receipt: SyncReceipt = await replica.worker.call("receive", self.key, shared, offers, timeout_s=limit)
         except ChatLearnError as error:
@@ -236,13 +254,17 @@ class RayWeightTransfer:
         return receipt
 
     async def _give_up(self, plan: SyncPlan, replicas: dict[int, Replica], reason: str) -> list[SyncReceipt]:
-        await asyncio.gather(
-            *(replica.worker.call("fail", reason) for replica in replicas.values()), return_exceptions=True
-        )
-        for replica in replicas.values():
-            replica.state = "dead"
+        await self._fail(replicas.values(), reason)
         return [SyncReceipt(index, plan.policy_version, "dead", error=reason) for index in replicas]
 
+    async def _fail(self, replicas: Collection[Replica], reason: str) -> None:
+        """Give replicas up; one that does not even hear of it is killed when it is replaced."""
+        calls = (replica.worker.call("fail", reason, timeout_s=_FAIL_S) for replica in replicas)
+        await asyncio.gather(*calls, return_exceptions=True)
+        for replica in replicas:
+            replica.state = "dead"
 
-def _is_gone(error: BaseException) -> bool:
-    return isinstance(error, WorkerDiedError | BackendTimeoutError)
+
+def _dead(index: int, replica: Replica, policy_version: int, error: BaseException) -> SyncReceipt:
+    replica.state = "dead"
+    return SyncReceipt(index, policy_version, "dead", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,116 @@
+"""The token of a cluster: every node and every driver needs the same one, also where nodes have homes of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from chatlearn_core.exceptions import ConfigError
+
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+MODE = "RAY_AUTH_MODE"
+DEFAULT_WAIT_S = 120.0
+"""The head may come up later than the others; the file may take a while to show on a network disk."""
+_LOOK_S = 0.2
+_NUM_BYTES = 32
+
+
+def default_token_file() -> Path:
+    """Where Ray looks if nothing else is said."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def use_token(
+    environment: MutableMapping[str, str], token_file: Path | None, *, is_head: bool, wait_s: float = DEFAULT_WAIT_S
+) -> str:
+    """Let a Ray that is started with ``environment`` ask for a token and have one; returns where it is from.
+
+    What the environment says counts, unless a file is named: ``RAY_AUTH_MODE=disabled``, ``RAY_AUTH_TOKEN`` or
+    ``RAY_AUTH_TOKEN_PATH``. Else it is Ray's file in the home directory. The head writes a file that is not there yet;
+    other nodes wait for it.
+
+    Raises:
+        ConfigError: there is no token on this node.
+    """
+    if environment.get(MODE, "token").lower() != "token":
+        if token_file is not None:
+            raise ConfigError(f"--token-file is given, but {MODE} is {environment[MODE]!r}; unset one of them")
+        return f"no token ({MODE}={environment[MODE]}): whoever reaches the cluster's ports can run code on it"
+    environment[MODE] = "token"
+    if token_file is None and environment.get(TOKEN):
+        return f"token: the variable {TOKEN}"
+    named = token_file or (Path(environment[TOKEN_PATH]) if environment.get(TOKEN_PATH) else None)
+    path = (named or default_token_file()).expanduser().absolute()
+    environment.pop(TOKEN, None)  # Ray would prefer it to the file
+    environment[TOKEN_PATH] = str(path)
+    if is_head:
+        write_token(path)
+    else:
+        _wait_for(path, wait_s, is_default=named is None)
+    return f"token: the file {path}{_is_open(path)}"
+
+
+def observe_token() -> None:
+    """Let the Ray of this process, which read the variables when it was imported, read them again."""
+    try:
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+    except (ImportError, AttributeError) as error:  # Ray 2.60 has both; neither is public
+        raise ConfigError(
+            f"the installed Ray does not take a token once it is imported ({error}); leave runtime.options.token_file "
+            f"out and set {MODE}=token and {TOKEN_PATH} in the environment of the driver"
+        ) from error
+
+
+def write_token(path: Path) -> None:
+    """Write a new token, for the owner's eyes only; a file that is there stays.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path.exists():
+        return
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(_NUM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)  # whoever sees the file sees all of it
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise ConfigError(f"the cluster's token cannot be written to {path}: {error}") from error
+
+
+def _wait_for(path: Path, wait_s: float, *, is_default: bool) -> None:
+    deadline = time.monotonic() + wait_s
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            where = (
+                "this node has a home of its own, and" if is_default else "it should be on a disk that all nodes see:"
+            )
+            raise ConfigError(
+                f"the cluster's token is not in {path} after {wait_s:g} s; {where} the head writes it there only. Name "
+                f"a file on a disk that every node sees (chatlearn cluster up --token-file FILE), or let the launcher "
+                f"set {TOKEN} on every node"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _is_open(path: Path) -> str:
+    return (
+        ", which others than its owner can read: chmod 600"
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        else ""
+    )

@@ -1,0 +1,163 @@
+"""Watching the Ray that a run stands on: its processes on this machine, and whether its head still answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from chatlearn_ray import guard
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 6
+"""In the time after which a silent head is given up. Looks are counted, not seconds: while this process is suspended
+nobody else is to blame."""
+_END_S = guard.WORKERS_S + guard.DEATH_S + 5.0
+
+
+class RayWatch:
+    """Watches the Ray of this process, and has a guard beside it that outlives it (``guard``).
+
+    Args:
+        owned: processes of a Ray that was started here, by name; they end with this process. Empty for a cluster that
+            was joined.
+        silence_s: how long a process may be stopped, or the head not answer.
+        sentence: what it means for the run, with ``{reason}`` in it.
+        page: where the guard writes that if this process cannot.
+        on_lost: called on a thread with the sentence; ``heard`` says that it was taken in.
+    """
+
+    def __init__(
+        self,
+        *,
+        owned: Mapping[str, int],
+        silence_s: float,
+        sentence: str,
+        page: Path,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._silence_s = silence_s
+        self._sentence = sentence
+        self._on_lost = on_lost
+        self._node = ray.get_runtime_context().get_node_id()
+        self._closed = threading.Event()
+        self._ended = threading.Event()
+        self._num_answers = 0
+        """Of the head."""
+        self._is_held_for_dead = False
+        raylet = raylet_here()
+        watched = {f"its {name}": pid for name, pid in owned.items() if name in ("raylet", "gcs_server")}
+        if raylet is not None:
+            watched["its raylet"] = raylet
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", guard.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        facts = {
+            "watched": watched,
+            "owned": list(owned.values()),
+            "raylet": raylet,
+            "worker_mark": f"RAY_RAYLET_PID={raylet}",
+            "driver": os.getpid(),
+            "silence_s": silence_s,
+            "sentence": sentence,
+            "page": str(page),
+        }
+        self._write(json.dumps(facts))
+        for name, run in (("reader", self._read), ("questions", self._ask_head)):
+            threading.Thread(target=run, name=f"ray watch {name}", daemon=True).start()
+
+    def heard(self) -> None:
+        """This process is not held up by a call of Ray's, and ends by itself."""
+        self._write("heard")
+
+    def end_ray(self) -> None:
+        """End the Ray that was started here, whatever state it is in; blocks for seconds."""
+        self._write("end")
+        if not self._ended.wait(_END_S):
+            logger.error("Ray's processes on this machine did not end within %.0f s", _END_S)
+
+    def close(self) -> None:
+        """Watch no more. Twice is fine."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._write("bye")
+            with suppress(OSError):
+                assert self._guard.stdin is not None
+                self._guard.stdin.close()
+            self._guard.wait()
+            assert self._guard.stdout is not None
+            self._guard.stdout.close()
+
+    def _write(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError):
+            self._guard.stdin.write(line.encode() + b"\n")
+
+    def _read(self) -> None:
+        """What the guard says, and what the head does not."""
+        assert self._guard.stdout is not None
+        output, unread, num_missed, num_answers = self._guard.stdout.fileno(), b"", 0, 0
+        while not self._closed.is_set():
+            if not select.select([output], [], [], self._silence_s / _LOOKS)[0]:
+                num_missed = 0 if self._num_answers > num_answers else num_missed + 1
+                num_answers = self._num_answers
+                if num_missed > _LOOKS:
+                    self._lose(f"its head (GCS) has not answered for {self._silence_s:g} s")
+                elif self._is_held_for_dead:
+                    self._lose("its head holds this node for dead, since the raylet did not answer")
+                continue
+            data = os.read(output, 4096)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                message: dict[str, Any] = json.loads(line)
+                if "lost" in message:
+                    self._on_lost(message["lost"])
+                else:
+                    self._ended.set()
+
+    def _lose(self, reason: str) -> None:
+        self._on_lost(self._sentence.replace("{reason}", reason))
+
+    def _ask_head(self) -> None:
+        while not self._closed.wait(self._silence_s / _LOOKS / 2):
+            try:
+                nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+            except Exception as error:  # Ray raises many kinds; silence is what is acted upon
+                logger.debug("ray.nodes: %s", error)
+                continue
+            self._is_held_for_dead = any(node["NodeID"] == self._node and not node["Alive"] for node in nodes)
+            self._num_answers += 1
+
+
+def raylet_here() -> int | None:
+    """The process of the raylet that this driver talks to; None where that cannot be found."""
+    node = ray._private.worker._global_node
+    mark = f"--raylet_socket_name={node.raylet_socket_name}".encode() if node is not None else None
+    for entry in Path("/proc").iterdir() if mark is not None else ():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark in (entry / "cmdline").read_bytes().split(b"\0"):
+                    return int(entry.name)
+    return None
+
+
+def owned_processes() -> dict[str, int]:
+    """Ray's processes that this one has started, by name."""
+    node = ray._private.worker._global_node
+    return {name: infos[0].process.pid for name, infos in node.all_processes.items()} if node is not None else {}
