@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import stat
@@ -9,6 +10,7 @@ import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from chatlearn_core.exceptions import ConfigError
 
@@ -59,10 +61,9 @@ def use_token(
 def observe_token() -> None:
     """Let the Ray of this process, which read the variables when it was imported, read them again."""
     try:
-        from ray._raylet import AuthenticationTokenLoader, Config
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        inside: Any = importlib.import_module("ray._raylet")
+        inside.Config.initialize("")
+        inside.AuthenticationTokenLoader.instance().reset_cache()
     except (ImportError, AttributeError) as error:  # Ray 2.60 has both; neither is public
         raise ConfigError(
             f"the installed Ray does not take a token once it is imported ({error}); leave runtime.options.token_file "

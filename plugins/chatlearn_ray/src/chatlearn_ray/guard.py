@@ -205,7 +205,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver gets them too, and what it does then counts
     os.setsid()
-    line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]  # a pipe's buffer has it
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as unbuffered:
+        line = unbuffered.readline()
     if line:
         Guard(json.loads(line)).run()
 

@@ -148,8 +148,10 @@ class RayWatch:
 def raylet_here() -> int | None:
     """The process of the raylet that this driver talks to; None where that cannot be found."""
     node = ray._private.worker._global_node
-    mark = f"--raylet_socket_name={node.raylet_socket_name}".encode() if node is not None else None
-    for entry in Path("/proc").iterdir() if mark is not None else ():
+    if node is None:
+        return None
+    mark = f"--raylet_socket_name={node.raylet_socket_name}".encode()
+    for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if mark in (entry / "cmdline").read_bytes().split(b"\0"):
