@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.compatibility import choose_transport, mismatches, shared_channel
+from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, shared_channel
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 
@@ -17,6 +18,7 @@ TRAINER = TrainerSpec(name="fsdp", factory="m:F", options="m:O", exports=frozens
 GENERATOR = GeneratorSpec(name="vllm", factory="m:F", options="m:O", channels=frozenset({"tensors", "checkpoint"}))
 DIRECT = transport("direct", channels=("tensors",), reach="process", speed_rank=10)
 SHARED = transport("shared_memory", channels=("tensors",), reach="host", speed_rank=20)
+BESIDE = replace(SHARED, name="beside", within_hosts=True)
 CHECKPOINT = transport("checkpoint", channels=("checkpoint",), reach="anywhere", speed_rank=90)
 BOXES = transport("boxes", needs_export="boxes", channels=("boxes",), reach="anywhere", speed_rank=1)
 ALL = (CHECKPOINT, BOXES, SHARED, DIRECT)
@@ -31,12 +33,36 @@ ALL = (CHECKPOINT, BOXES, SHARED, DIRECT)
         (SHARED, "process", True),
         (SHARED, "host", True),
         (SHARED, "anywhere", False),
+        (SHARED, "hosts", False),
+        (BESIDE, "host", True),
+        (BESIDE, "hosts", True),
+        (BESIDE, "anywhere", False),
+        (CHECKPOINT, "hosts", True),
+        (DIRECT, "hosts", False),
         (CHECKPOINT, "process", True),
         (CHECKPOINT, "anywhere", True),
     ],
 )
 def test_reach(sync, placement, fits: bool) -> None:
     assert (mismatches(TRAINER, GENERATOR, sync, placement) == []) is fits
+
+
+def test_auto_keeps_bytes_within_hosts_where_every_replica_is_beside_ranks() -> None:
+    chosen, why = choose_transport(TRAINER, GENERATOR, (CHECKPOINT, SHARED, BESIDE), "hosts")
+    assert chosen.name == "beside"
+    assert "which are on several hosts, every replica beside ranks of the trainer" in why
+    assert "shared_memory does not fit" in why
+
+
+def test_the_size_of_a_role_is_what_its_engine_drives() -> None:
+    record = replace(GENERATOR, device_arguments=(("tensor_parallel_size", "tp_size"), ("pp_size",)))
+    settings = SimpleNamespace(device="cuda", replicas=3, ranks=1, engine={"tp_size": 4, "pp_size": 2})
+    assert RoleSize.of("generator", "generator", settings, record) == RoleSize(
+        "generator", "generator", "cuda", 3, 1, 8
+    )
+    settings.engine, settings.ranks = {}, 2
+    assert RoleSize.of("generator", "generator", settings, record).devices == 2
+    assert RoleSize.of("trainer", "trainer", settings, TRAINER).devices == 1
 
 
 def test_each_reason_names_both_sides() -> None:

@@ -10,16 +10,18 @@ import pytest
 from pydantic import BaseModel
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.compatibility import RoleSize
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
 from chatlearn_ray.affinity import check_reach, engine_devices, next_to, ranks_together, seated_role
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.seating import seat_roles
+from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
 
 TRAINER = TrainerSpec(name="t", factory="a:b", options="a:c", node_options=("tp", "ulysses"))
 GENERATOR = GeneratorSpec(
     name="g", factory="a:b", options="a:c", device_arguments=(("tensor_parallel_size", "tp_size"), ("pp_size",))
 )
+BOTH = ("trainer", "generator")
 JOINED = RayRuntimeOptions(address="auto")
 
 
@@ -122,3 +124,76 @@ def test_auto_is_a_gpu_for_a_role_that_is_given_some_before_anybody_saw_the_clus
 ) -> None:
     made = seated_role(role("trainer"), plan(), RayRuntimeOptions.model_validate(options), gpus=False)
     assert made.device == device
+
+
+POOL_OF_NODES = {"slots": 2, "gpus": 8, "cpus": 32}
+
+
+@pytest.mark.parametrize(
+    ("pools", "seats", "trainer", "generator", "placement"),
+    [
+        # two nodes of eight GPUs: a replica of two GPUs is beside ranks wherever it sits
+        ({"nodes": POOL_OF_NODES}, ({"pool": "nodes"}, {"pool": "nodes"}), {"ranks": 16}, {"replicas": 8}, "hosts"),
+        # the trainer is on the first node only
+        ({"nodes": POOL_OF_NODES}, ({"pool": "nodes"}, {"pool": "nodes"}), {"ranks": 8}, {"replicas": 8}, "anywhere"),
+        # a replica in each of the last four slots of eight, a rank in each
+        (
+            {"gpus": {"slots": 8, "gpus": 1}},
+            ({"pool": "gpus"}, {"pool": "gpus", "first_slot": 4}),
+            {"ranks": 8},
+            {"replicas": 4, "devices": 1},
+            "hosts",
+        ),
+        (
+            {"gpus": {"slots": 8, "gpus": 1}},
+            ({"pool": "gpus"}, {"pool": "gpus", "first_slot": 4}),
+            {"ranks": 6},
+            {"replicas": 4, "devices": 1},
+            "anywhere",
+        ),
+        (
+            {"gpus": {"slots": 8, "gpus": 1, "strategy": "one_node"}},
+            ({"pool": "gpus"}, {"pool": "gpus"}),
+            {"ranks": 4},
+            {"replicas": 8, "devices": 1},
+            "host",
+        ),
+        ({"a": POOL_OF_NODES, "b": POOL_OF_NODES}, ({"pool": "a"}, {"pool": "b"}), {"ranks": 16}, {}, "anywhere"),
+        ({}, ({}, {}), {"ranks": 2}, {}, "anywhere"),
+        # more ranks than GPUs: what is wrong is told when the run is planned
+        ({"nodes": POOL_OF_NODES}, ({"pool": "nodes"}, {"pool": "nodes"}), {"ranks": 99}, {}, "anywhere"),
+    ],
+)
+def test_replicas_in_slots_with_ranks_are_beside_them_on_every_node(
+    pools: Any, seats: Any, trainer: dict[str, int], generator: dict[str, int], placement: str
+) -> None:
+    options = RayRuntimeOptions.model_validate(
+        {"address": "auto", "pools": pools, "roles": {"trainer": seats[0], "generator": seats[1]}}
+    )
+    sizes = {
+        kind: RoleSize(kind, kind, "auto", **({"replicas": 1, "ranks": 1, "devices": devices} | given))
+        for kind, devices, given in (("trainer", 1, trainer), ("generator", 2, generator))
+    }
+    assert options.placement_between(sizes["trainer"], sizes["generator"]) == placement
+
+
+def test_a_transport_within_hosts_reaches_over_nodes_where_every_replica_is_beside_ranks() -> None:
+    options = RayRuntimeOptions.model_validate(
+        {
+            "address": "auto",
+            "pools": {"gpus": {"slots": 4, "gpus": 1}},
+            "roles": {name: {"pool": "gpus"} for name in BOTH},
+        }
+    )
+
+    def seating(ranks: int) -> Seating:
+        sizes = {"trainer": {"replicas": 1, "ranks": ranks}, "generator": {"replicas": 4, "ranks": 1}}
+        return seat_roles([SeatedRole(name, name, "cuda", **size) for name, size in sizes.items()], options)
+
+    [sync] = plan(reach="host", within_hosts=True).weight_syncs
+    check_reach(sync, seating(4), options)
+    with pytest.raises(ConfigError, match="let every replica of the generator sit in a slot with ranks of"):
+        check_reach(sync, seating(3), options)
+    [elsewhere] = plan(reach="host").weight_syncs
+    with pytest.raises(ConfigError, match="works within one host"):
+        check_reach(elsewhere, seating(4), options)

@@ -205,7 +205,7 @@ async def test_checksums_are_not_made_unless_they_are_asked_for(
 def test_another_host_is_refused_with_the_remedy(pages, make_plan, ends, endpoint):
     (sender,), _ = ends()
     far = dataclasses.replace(endpoint("generator"), host="host-b")
-    with pytest.raises(WeightSyncError, match=r"do not share a host; set weight_sync\.backend to .*'broadcast'"):
+    with pytest.raises(WeightSyncError, match=r"do not share a host, .*; set weight_sync\.backend to .*'broadcast'"):
         sender.offer(make_plan(pages, receivers=(far,)))
 
 

@@ -11,7 +11,7 @@ from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, RunConfig
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
-from chatlearn_core.plugins.compatibility import choose_transport, mismatches, placement_of, shared_channel
+from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, placement_of, shared_channel
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, RuntimeSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Loss, ModelSource
@@ -114,7 +114,6 @@ def _weight_syncs(
     syncs: list[WeightSyncPlan] = []
     runtime = loaded.plugin("runtime")
     assert isinstance(runtime.record, RuntimeSpec)
-    placement = placement_of(runtime.record, runtime.options)
     for generator in (role for role in roles.values() if role.kind == "generator"):
         if config.roles[generator.name].model is not None:
             continue
@@ -122,6 +121,9 @@ def _weight_syncs(
         assert isinstance(trainer_record, TrainerSpec)
         assert isinstance(generator_record, GeneratorSpec)
         _check_payload(config.weight_sync.payload, policy, generator)
+        ends = ((policy, trainer_record), (generator, generator_record))
+        sizes = [RoleSize.of(role.name, role.kind, role, one) for role, one in ends]
+        placement = placement_of(runtime.record, runtime.options, *sizes)
         choice = loaded.chosen("weight_sync")
         if choice is None:
             record, why = choose_transport(

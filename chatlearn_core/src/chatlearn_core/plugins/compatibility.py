@@ -6,31 +6,66 @@ what it needs, how it delivers and how far it reaches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.records import (
     Channel,
     GeneratorSpec,
     Payload,
+    Placement,
     Reach,
     RuntimeSpec,
     TrainerSpec,
     WeightSyncSpec,
 )
 
-DISTANCE: dict[Reach, int] = {"process": 0, "host": 1, "anywhere": 2}
+DISTANCE: dict[Placement, int] = {"process": 0, "host": 1, "hosts": 2, "anywhere": 2}
 REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
-PLACEMENT_TEXT: dict[Reach, str] = {
+PLACEMENT_TEXT: dict[Placement, str] = {
     "process": "share a process",
     "host": "share a host but not a process",
+    "hosts": "are on several hosts, every replica beside ranks of the trainer",
     "anywhere": "are on different hosts",
 }
 
 
-def placement_of(runtime: RuntimeSpec, options: object) -> Reach:
-    """How far apart a runtime with these options may put a trainer and a generator."""
-    placement: Reach = getattr(options, "placement", runtime.placement)
+@dataclass(slots=True, frozen=True)
+class RoleSize:
+    """What of a role decides where it can be: from the configuration, before anything is placed."""
+
+    name: str
+    kind: str
+    device: str
+    replicas: int
+    ranks: int
+    devices: int
+    """Of one worker: a rank of a trainer has one, a replica of a generator those of its engine."""
+
+    @staticmethod
+    def of(name: str, kind: str, role: Any, record: TrainerSpec | GeneratorSpec) -> RoleSize:
+        """Of a role's settings (``RoleConfig`` or ``RolePlan``) and its backend's record."""
+        devices = 1
+        if isinstance(record, GeneratorSpec):
+            engine: Mapping[str, Any] = role.engine
+            given = [engine[name] for names in record.device_arguments for name in names if name in engine]
+            counts = [value for value in given if isinstance(value, int) and value >= 1]
+            devices = math.prod(counts) if counts else role.ranks
+        return RoleSize(name, kind, role.device, role.replicas, role.ranks, devices)
+
+
+def placement_of(
+    runtime: RuntimeSpec, options: object, trainer: RoleSize | None = None, generator: RoleSize | None = None
+) -> Placement:
+    """How far apart a runtime with these options may put a trainer and a generator: any, or these."""
+    between = getattr(options, "placement_between", None)
+    if between is not None and trainer is not None and generator is not None:
+        found: Placement = between(trainer, generator)
+        return found
+    placement: Placement = getattr(options, "placement", runtime.placement)
     return placement
 
 
@@ -38,6 +73,13 @@ def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
     """Of which distributions the logprobs of a generator with these options may be, see ``GeneratorSpec.bases``."""
     bases: frozenset[str] = getattr(options, "bases", generator.bases)
     return bases
+
+
+def reaches(transport: WeightSyncSpec, placement: Placement) -> bool:
+    """Whether a transport can join ends that are so far apart."""
+    if placement == "hosts" and transport.reach == "host":
+        return transport.within_hosts
+    return DISTANCE[transport.reach] >= DISTANCE[placement]
 
 
 def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec, payload: Payload = "full") -> Channel | None:
@@ -54,7 +96,7 @@ def mismatches(
     trainer: TrainerSpec,
     generator: GeneratorSpec,
     transport: WeightSyncSpec,
-    placement: Reach,
+    placement: Placement,
     payload: Payload = "full",
     *,
     rolling: bool = False,
@@ -62,7 +104,8 @@ def mismatches(
     """Why a transport cannot carry this trainer's weights to this generator, each reason naming both sides.
 
     Args:
-        placement: how far apart the two ends are: in one process, on one host, or on different hosts (``anywhere``).
+        placement: how far apart the two ends are: in one process, on one host, on several with trainer ranks on each
+            that has a replica (``hosts``), or on different ones (``anywhere``).
         payload: what is to travel.
         rolling: whether replicas change their weights one after the other.
 
@@ -80,7 +123,7 @@ def mismatches(
     if shared_channel(transport, generator, payload) is None:
         takes = f"takes {'adapters by ' if payload == 'adapter' else ''}channels"
         reasons.append(f"{delivery}; generator {generator.name!r} {takes} {quoted(channels_for(generator, payload))}")
-    if DISTANCE[transport.reach] < DISTANCE[placement]:
+    if not reaches(transport, placement):
         reasons.append(
             f"{delivery}; trainer {trainer.name!r} and generator {generator.name!r} {PLACEMENT_TEXT[placement]}"
         )
@@ -100,7 +143,7 @@ def choose_transport(
     trainer: TrainerSpec,
     generator: GeneratorSpec,
     transports: Sequence[WeightSyncSpec],
-    placement: Reach,
+    placement: Placement,
     payload: Payload = "full",
     *,
     rolling: bool = False,

@@ -37,6 +37,8 @@ Export = Literal["full_tensors", "boxes"]
 """How a trainer streams weights: whole tensors (on the rank that owns them), or boxes on every rank."""
 Reach = Literal["process", "host", "anywhere"]
 """How far apart the two ends of a transport may be."""
+Placement = Literal["process", "host", "hosts", "anywhere"]
+"""How far apart a trainer and a generator are. ``hosts``: on several hosts, every replica beside trainer ranks."""
 Payload = Literal["full", "delta", "adapter"]
 
 
@@ -150,6 +152,9 @@ class WeightSyncSpec(PluginRecord):
     channels: tuple[Channel, ...] = ("tensors",)
     """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used."""
     reach: Reach = "anywhere"
+    within_hosts: bool = False
+    """Of several hosts it can serve each by itself, where every generator replica has trainer ranks on its host
+    (placement ``hosts``); with ``reach="host"``."""
     payloads: frozenset[Payload] = frozenset({"full"})
     replayable: bool = False
     """A replica that missed a sync can take it later, without the trainer."""
@@ -205,7 +210,8 @@ class RuntimeSpec(BackendRecord):
     kind: ClassVar[Kind] = "runtime"
     placement: Reach = "process"
     """How far apart it may put a trainer and a generator. An options model with an attribute ``placement`` overrides it
-    (``compatibility.placement_of``): one host or many may be a setting."""
+    (``compatibility.placement_of``): one host or many may be a setting. So does, for one trainer and one generator, a
+    method ``placement_between(trainer: RoleSize, generator: RoleSize) -> Placement``."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ class Trainer(Lifecycle, Protocol):
         as anyone refers to it. What was gathered for this stream is freed with the last reference.
 
         Args:
-            export: one of the forms the plugin record declares: whole tensors, which ``owner_rank`` sends, or what
-                each rank holds.
+            export: one of the forms the plugin record declares: whole tensors, on every rank, of which ``owner_rank``
+                sends each (and another rank to a host that has no receiver beside the owner); or what each rank holds.
             payload: as for ``manifest``.
         """

@@ -109,9 +109,14 @@ def check_reach(sync: WeightSyncPlan, seating: Seating, options: RayRuntimeOptio
     """Raises ConfigError: a transport that reaches one host only, between roles that may be on several."""
     if sync.record.reach != "host" or options.cluster_address is None:
         return
-    if not seating.on_one_node(sync.trainer, sync.generator):
-        raise ConfigError(
-            f"the transport {sync.record.name!r} works within one host, but the places of {sync.trainer!r} and "
-            f"{sync.generator!r} may be on several. Put both in one pool with strategy: one_node, "
-            "or one slot (runtime.options.pools), or choose another weight_sync.backend"
-        )
+    if seating.on_one_node(sync.trainer, sync.generator):
+        return
+    if sync.record.within_hosts and seating.beside(sync.generator, sync.trainer):
+        return
+    beside = ", or let every replica of the generator sit in a slot with ranks of the trainer"
+    raise ConfigError(
+        f"the transport {sync.record.name!r} works within one host, but the places of {sync.trainer!r} and "
+        f"{sync.generator!r} may be on several. Put both in one pool with strategy: one_node, "
+        f"or one slot (runtime.options.pools){beside if sync.record.within_hosts else ''}, or choose another "
+        "weight_sync.backend"
+    )

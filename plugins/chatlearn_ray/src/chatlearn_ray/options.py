@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+if TYPE_CHECKING:
+    from chatlearn_core.plugins.compatibility import RoleSize
+    from chatlearn_core.plugins.records import Placement
 
 Amount = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -156,6 +160,15 @@ class RayRuntimeOptions(Part):
         pool = self.pools.get(name) if name is not None else None
         one_node = pool is not None and (pool.slots == 1 or pool.strategy == "one_node")
         return "host" if self.cluster_address is None or one_node else "anywhere"
+
+    def placement_between(self, trainer: RoleSize, generator: RoleSize) -> Placement:
+        """How far apart these two may be: roles that share a pool's slots have each other on every node of it."""
+        pools = {self.roles.get(name, SeatOptions()).pool for name in (trainer.name, generator.name)}
+        if self.placement == "host" or len(pools) > 1 or None in pools:
+            return self.placement
+        from chatlearn_ray.seating import placement_between  # not needed to list plugins, and less light
+
+        return placement_between(trainer, generator, self)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.compatibility import RoleSize
+from chatlearn_core.plugins.records import Placement
 from chatlearn_core.protocols import Device
 from chatlearn_ray.amounts import TOLERANCE, Amounts, added, amounts_text, floored, positive
 from chatlearn_ray.gpu_division import GpuDemand, divide_gpus
@@ -130,6 +132,11 @@ class Seating:
         groups = {seat.group for seat in self.seats if seat.role in roles}
         strict = {group.name for group in self.groups if group.strategy == "STRICT_PACK" or len(group.bundles) == 1}
         return len(groups) == 1 and groups <= strict
+
+    def beside(self, role: str, other: str) -> bool:
+        """Whether every worker of a role is sure to have one of the other's on its node: a slot lies on one node."""
+        slots = {seat.slot for seat in self.of(other)}
+        return all(seat.slot in slots for seat in self.of(role))
 
     @property
     def total(self) -> Amounts:
@@ -330,3 +337,20 @@ def _with_gpus(
     ]
     given = iter(divide_gpus(num_gpus, demands, pool, index))
     return [replace(seat, gpus=next(given)) if count else seat for seat, count in zip(here, driven, strict=True)]
+
+
+def placement_between(trainer: RoleSize, generator: RoleSize, options: RayRuntimeOptions) -> Placement:
+    """How far apart these two may be placed: see ``RayRuntimeOptions.placement_between``."""
+    try:
+        seating = seat_roles([_seated(trainer, options), _seated(generator, options)], options)
+    except ConfigError:
+        return "anywhere"  # which the runtime refuses, with the reason
+    if seating.on_one_node(trainer.name, generator.name):
+        return "host"
+    return "hosts" if seating.beside(generator.name, trainer.name) else "anywhere"
+
+
+def _seated(role: RoleSize, options: RayRuntimeOptions) -> SeatedRole:
+    pool = options.pools.get(options.roles.get(role.name, SeatOptions()).pool or "")
+    device = role.device if role.device != "auto" else "cuda" if pool is not None and pool.gpus else "cpu"
+    return SeatedRole(role.name, role.kind, device, role.replicas, role.ranks, devices=role.devices)

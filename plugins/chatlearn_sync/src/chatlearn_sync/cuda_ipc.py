@@ -29,8 +29,8 @@ from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.messages import Message
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import CudaIpcOptions
-from chatlearn_sync.shared_memory import require_one_host
-from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint, stream
+from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint, step_through, stream
+from chatlearn_sync.within_hosts import offers_here, on_host_of
 
 NAME = "cuda_ipc"
 Export = Callable[[Tensor], tuple[str, Any]]
@@ -88,10 +88,9 @@ class CudaIpcSender:
         """Listen for the receivers.
 
         Raises:
-            WeightSyncError: a receiver is on another host.
+            WeightSyncError: a receiver is on a host without a sender.
         """
-        require_one_host(plan, self._endpoint, NAME)
-        return self._hubs.open(plan)
+        return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
         """Stream every tensor into this GPU's blocks; returns after every receiver loaded all of them.
@@ -103,6 +102,8 @@ class CudaIpcSender:
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
         with hub.sending():
+            if hub.is_alone:
+                return step_through((shard.name, shard.tensor) for shard in stream(plan, trainer))
             hub.wait_connected()
             number = sent = 0
             for block in self._filled(plan, trainer, check, hub):
@@ -189,7 +190,7 @@ class CudaIpcReceiver:
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket; the event loop stays free while waiting."""
         assert isinstance(loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
-        contents = offers_of(offers, plan, NAME)
+        contents = offers_here(offers_of(offers, plan, NAME), self._endpoint)
         return await _HandleIntake(plan, self._endpoint, loader, len(contents)).run(contents)
 
     def close(self) -> None:

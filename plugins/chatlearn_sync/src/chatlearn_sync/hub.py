@@ -102,6 +102,11 @@ class Hub:
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain_wake)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the plan has no receiver for this sender."""
+        return not self._peers
+
+    @property
     def live(self) -> list[Peer]:
         """Receivers that take part and did not fail."""
         return [peer for peer in self._peers.values() if peer.lost is None]

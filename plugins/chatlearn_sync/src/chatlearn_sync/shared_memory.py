@@ -1,4 +1,4 @@
-"""Transport ``shared_memory``: trainer and generators share a host, and tensors are read where the sender put them.
+"""Transport ``shared_memory``: generators have trainer ranks on their host, and read tensors where these put them.
 
 Each sender rank fills blocks of anonymous shared memory in turns: while receivers read one, the next tensors are
 gathered into the other. Blocks are opened through the sender's file descriptors and are gone with the last process that
@@ -29,7 +29,8 @@ from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.messages import Message
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import SharedMemoryOptions
-from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, stream
+from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, step_through, stream
+from chatlearn_sync.within_hosts import offers_here, on_host_of, ranks_sent_by
 
 NAME = "shared_memory"
 PAGE_BYTES = mmap.PAGESIZE
@@ -38,7 +39,6 @@ PARTS = 8
 LEAST_FILL_BYTES = 16 << 20
 FIRST_FILL_BYTES = 4 << 20
 """Of the first part: until it is full, nobody loads. The next ones double."""
-REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
 
 
 @dataclass(slots=True, eq=False)
@@ -109,18 +109,22 @@ class SharedMemorySender:
         """Listen for the receivers.
 
         Raises:
-            WeightSyncError: a receiver is on another host.
+            WeightSyncError: a receiver is on a host without a sender.
         """
-        require_one_host(plan, self._endpoint, NAME)
-        return self._hubs.open(plan)
+        return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
     def send(self, plan: SyncPlan, trainer: Trainer) -> int:
-        """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
+        """Stream this rank's tensors; returns after every receiver on its host loaded all of them. Bytes are counted
+        once.
+        """
         hub = self._hubs.of(plan)
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         with hub.sending():
             try:
-                sent = self._send(plan, owned(stream(plan, trainer), self._endpoint.rank, check), hub)
+                tensors = owned(stream(plan, trainer), ranks_sent_by(self._endpoint, plan), check)
+                if hub.is_alone:
+                    return step_through(tensors)
+                sent = self._send(plan, tensors, hub)
             except Exception:
                 with contextlib.suppress(ChatLearnError):
                     hub.wait_connected()  # whoever is on its way shall hear why nothing comes
@@ -222,7 +226,7 @@ class SharedMemoryReceiver:
     async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every block from every sender; the event loop stays free while waiting."""
         intake = _BlockIntake(plan, self._endpoint, loader, self._mappings)
-        received = await intake.run(offers_of(offers, plan, NAME))
+        received = await intake.run(offers_here(offers_of(offers, plan, NAME), self._endpoint))
         self._mappings = {key: self._mappings[key] for key in intake.seen if key in self._mappings}
         return received
 
@@ -285,20 +289,6 @@ def view_of(contents: Tensor, place: TensorPlace) -> Tensor:
     spec = place.spec
     data = contents[place.offset : place.offset + spec.num_bytes]
     return data.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-def require_one_host(plan: SyncPlan, sender: Endpoint, transport: str) -> None:
-    """Every receiver is on the sender's host.
-
-    Raises:
-        WeightSyncError: names the one that is not.
-    """
-    for receiver in plan.receivers:
-        if receiver.host != sender.host:
-            raise WeightSyncError(
-                f"{describe(plan, transport)}: sender {describe_endpoint(sender)} and receiver "
-                f"{describe_endpoint(receiver)} do not share a host; {REMEDY}"
-            )
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -107,14 +107,24 @@ def stream(plan: SyncPlan, trainer: Trainer) -> Iterator[WeightShard]:
     return trainer.weights(payload="adapter") if plan.payload == "adapter" else trainer.weights()
 
 
-def owned(shards: Iterable[WeightShard], rank: int, check: StreamCheck) -> Iterator[tuple[str, Tensor]]:
-    """What this rank sends of a stream; all of the stream is stepped.
+def step_through(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Step a stream that nobody takes here, since all ranks step it together; the number of bytes sent."""
+    for _ in tensors:
+        pass
+    return 0
+
+
+def owned(
+    shards: Iterable[WeightShard], ranks: int | Collection[int], check: StreamCheck
+) -> Iterator[tuple[str, Tensor]]:
+    """What a sender sends of a stream, the tensors of these ranks; all of the stream is stepped.
 
     Raises:
         WeightSyncError: a tensor is not whole or not as the manifest says.
     """
+    chosen = (ranks,) if isinstance(ranks, int) else ranks
     for shard in shards:
-        if shard.owner_rank != rank:
+        if shard.owner_rank not in chosen:
             continue
         if not shard.is_whole:
             raise WeightSyncError(

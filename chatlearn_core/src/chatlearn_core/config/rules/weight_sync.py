@@ -6,8 +6,15 @@ from collections.abc import Iterator
 
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
-from chatlearn_core.plugins.compatibility import mismatches, placement_of
-from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, Reach, RuntimeSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.compatibility import RoleSize, mismatches, placement_of
+from chatlearn_core.plugins.records import (
+    AlgorithmSpec,
+    GeneratorSpec,
+    Placement,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 
 
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
@@ -26,13 +33,18 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     trainer = None if policy is None else checked.record(f"roles.{policy}", TrainerSpec)
     transport = checked.record("weight_sync", WeightSyncSpec)
     runtime = checked.choices.selected.get("runtime")
-    placement: Reach = "process"
-    if runtime is not None and isinstance(runtime.record, RuntimeSpec):
-        placement = placement_of(runtime.record, runtime.options)
     for name in _policy_generators(checked):
         generator = checked.record(f"roles.{name}", GeneratorSpec)
         if policy is None or trainer is None or generator is None:
             continue
+        placement: Placement = "process"
+        if runtime is not None and isinstance(runtime.record, RuntimeSpec):
+            roles = checked.config.roles
+            sizes = [
+                RoleSize.of(role, record.kind, roles[role], record)
+                for role, record in ((policy, trainer), (name, generator))
+            ]
+            placement = placement_of(runtime.record, runtime.options, *sizes)
         ends: Related = (
             (("roles", policy, "backend"), trainer.name),
             (("roles", name, "backend"), generator.name),

@@ -1,0 +1,53 @@
+"""A sync over several hosts in which no byte leaves its host: each receiver takes all from the senders on its own.
+
+Every sender has every whole tensor, for they gather them together. What the owner of a tensor sends to the receivers on
+its host, one sender on each other host sends there in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_sync.messages import ControlOffer
+from chatlearn_sync.stream import describe, describe_endpoint
+
+REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
+
+
+def on_host_of(sender: Endpoint, plan: SyncPlan, transport: str) -> SyncPlan:
+    """The part of a sync that this sender takes part in: the ends on its host, itself among them.
+
+    Raises:
+        WeightSyncError: a receiver, here or elsewhere, has no sender on its host; names it.
+    """
+    hosts = {end.host for end in (*plan.senders, sender)}
+    for receiver in plan.receivers:
+        if receiver.host not in hosts:
+            raise WeightSyncError(
+                f"{describe(plan, transport)}: sender {describe_endpoint(sender)} and receiver "
+                f"{describe_endpoint(receiver)} do not share a host, and no other sender is on "
+                f"{receiver.host}; {REMEDY}"
+            )
+    return replace(
+        plan,
+        senders=tuple(end for end in plan.senders if end.host == sender.host),
+        receivers=tuple(end for end in plan.receivers if end.host == sender.host),
+    )
+
+
+def ranks_sent_by(sender: Endpoint, plan: SyncPlan) -> frozenset[int]:
+    """The ranks whose tensors this sender sends to the receivers on its host: itself, and its share of those that are
+    elsewhere.
+    """
+    here = sorted(end.rank for end in plan.senders if end.host == sender.host)
+    elsewhere = sorted(end.rank for end in plan.senders if end.host != sender.host)
+    share = {rank for number, rank in enumerate(elsewhere) if here and here[number % len(here)] == sender.rank}
+    return frozenset({sender.rank, *share})
+
+
+def offers_here(offers: Sequence[ControlOffer], receiver: Endpoint) -> list[ControlOffer]:
+    """The offers of the senders on a receiver's host."""
+    return [offer for offer in offers if offer.sender.host == receiver.host]
