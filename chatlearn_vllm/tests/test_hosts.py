@@ -126,14 +126,15 @@ class TestOtherInterpreter:
             replica.run(replica.generator.generate(make_request(PROMPT, "late")))
 
 
-@pytest.mark.parametrize("phase", ["sync", "wake"])
+@pytest.mark.parametrize(("phase", "by"), [("sync", "SIGKILL"), ("wake", "SIGKILL"), ("sync", "SIGSTOP")])
 @pytest.mark.slow
-def test_an_engine_killed_during(phase, model_dir, make_replica):
+def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, monkeypatch):
+    monkeypatch.setattr("chatlearn_core.hosting.process.SILENCE_S", 3.0)
     replica = make_replica(model_dir(), host="child")
     generator, tensors = replica.generator, read_checkpoint(model_dir())
 
     def kill():
-        os.kill(generator._host.process.pid, signal.SIGKILL)
+        os.kill(generator._host.process.pid, getattr(signal, by))
 
     async def sync():
         await generator.loader.begin(1, manifest_of(tensors, generator.loader.expected_manifest().aliases))
@@ -148,10 +149,10 @@ def test_an_engine_killed_during(phase, model_dir, make_replica):
         generator.onload({"weights", "kv_cache"})
 
     try:
-        with pytest.raises(BackendError, match="SIGKILL"):
+        with pytest.raises(BackendError, match=by):
             replica.run(sync() if phase == "sync" else wake())
         assert generator.state == "dead"
-        assert "SIGKILL" in generator.health()
+        assert by in generator.health()
     finally:
         replica.close()
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -13,6 +17,7 @@ from chatlearn_core.runtime.restarts import is_death
 from chatlearn_ray import remote
 from chatlearn_ray.answer import Answer
 from chatlearn_ray.errors import WorkerDiedError
+from chatlearn_ray.host import stopped_below
 from chatlearn_ray.remote import RemoteWorker
 
 
@@ -35,6 +40,7 @@ class Process:
     def __init__(self) -> None:
         self.is_stopped = False
         self.num_asked = 0
+        self.stopped_below: list[int] = []
         self.open: list[asyncio.Future[Any]] = []
         self.invoke = self.start = self.method(control=False)
         self.is_there = self.method(control=True)
@@ -46,7 +52,7 @@ class Process:
             if self.is_stopped or args == ("hang",):
                 self.open.append(answer)
             else:
-                answer.set_result(Answer(None))
+                answer.set_result(list(self.stopped_below) if control else Answer(None))
             return answer
 
         made = SimpleNamespace(remote=call)
@@ -80,6 +86,41 @@ async def test_a_process_that_stops_answering_is_killed_and_dead(worker: RemoteW
     worker.actor.is_stopped = True
     with pytest.raises(WorkerDiedError, match=r"score: the process is gone: it did not answer for .*heartbeat_time"):
         await worker.call("score")
+
+
+async def test_one_whose_engine_has_a_stopped_process_is_killed_and_dead(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    busy = asyncio.create_task(worker.call("hang"))
+    worker.actor.stopped_below = [77]
+    with pytest.raises(WorkerDiedError, match=r"the process is gone: process 77, which it started, has been stopped"):
+        await busy
+
+
+async def test_processes_that_go_on_again_are_no_reason(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    busy = asyncio.create_task(worker.call("hang"))
+    for number in range(30):
+        worker.actor.stopped_below = [number % 3]
+        await asked(worker, 1)
+    assert not busy.done()
+    busy.cancel()
+
+
+def test_stopped_processes_are_found_below_those_that_go_on() -> None:
+    script = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        assert stopped_below(os.getpid()) == []
+        os.kill(child, signal.SIGSTOP)
+        while not (found := stopped_below(os.getpid())):
+            pass
+        assert found == [child]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
 
 
 async def test_one_that_is_busy_and_answers_is_left_alone(worker: RemoteWorker) -> None:

@@ -15,7 +15,8 @@ _LOOKS = 6
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 """Fields of ``/proc/<pid>/stat`` behind the name."""
 _STOPPED = "T"
-_WAITS_FOR_A_DISK = "D"
+_AT_WORK = frozenset("RD")
+"""Runs or waits for a CPU, waits for a disk."""
 _IS_DEBUGGED = "t"
 
 
@@ -95,7 +96,7 @@ class Watchdog:
         return None
 
     def _works(self) -> bool:
-        """Whether the leader used a CPU since the last look, waits for a disk, or is held by a debugger."""
+        """Whether the leader used a CPU since the last look, waits for one or for a disk, or is held by a debugger."""
         fields = process_fields(Path("/proc", str(self._leader)))
         if fields is None:
             return False
@@ -103,4 +104,4 @@ class Watchdog:
         if self._cpu_ticks > before or fields[_STATE] == _IS_DEBUGGED:
             return True
         threads = map(process_fields, Path("/proc", str(self._leader), "task").glob("*"))
-        return any(thread is not None and thread[_STATE] == _WAITS_FOR_A_DISK for thread in threads)
+        return any(thread is not None and thread[_STATE] in _AT_WORK for thread in threads)

@@ -29,7 +29,7 @@ PATIENCE_S = 120.0
 WORKERS_S = 5.0
 """What workers and what they started get to clean up once Ray is gone."""
 DEATH_S = 5.0
-_STOPPED = "T"
+STOPPED = "T"
 
 
 class Guarded:
@@ -62,7 +62,7 @@ class Guarded:
         """What is wrong with it, if it has ended or been stopped for so long; asked every ``LOOK_S``."""
         if self.has_ended:
             return f"{self.name} (process {self.pid}) has ended"
-        self._num_stopped = self._num_stopped + 1 if state_of(self.pid) == _STOPPED else 0
+        self._num_stopped = self._num_stopped + 1 if state_of(self.pid) == STOPPED else 0
         if self._num_stopped * LOOK_S > silence_s:
             return f"{self.name} (process {self.pid}) has been stopped (SIGSTOP) for {silence_s:g} s"
         return None
@@ -189,7 +189,7 @@ class Guard:
         deadline = time.monotonic() + WORKERS_S
         while time.monotonic() < deadline + DEATH_S and (left := marked_processes(self._worker_mark)):
             for pid in left:
-                if time.monotonic() > deadline or state_of(pid) == _STOPPED:
+                if time.monotonic() > deadline or state_of(pid) == STOPPED:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)

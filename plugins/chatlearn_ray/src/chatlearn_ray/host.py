@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chatlearn_ray.gpus import VISIBLE, NodeGpus, node_here
+from chatlearn_ray.guard import STOPPED, children_of, state_of
 from chatlearn_ray.user_code import UserCode, enter_directory
 
 
@@ -78,14 +79,29 @@ class WorkerHost:
         facts, arrays = answer.value
         return Answer(facts), arrays
 
-    async def is_there(self) -> None:
-        """Answers while the process lives and its interpreter turns."""
+    async def is_there(self) -> list[int]:
+        """Answers while the process lives and its interpreter turns: which processes of an engine below are stopped.
+
+        What a user's reward does with its own processes is its affair.
+        """
+        is_reward = self._worker is None or self._worker.spec.kind == "reward"
+        return [] if is_reward else stopped_below(os.getpid())
 
     async def stacks(self) -> str:
         """Where every thread of this process is now."""
         from chatlearn_ray.stacks import all_stacks
 
         return all_stacks()
+
+
+def stopped_below(pid: int) -> list[int]:
+    """Processes that one has started, or one of those, and that are stopped (SIGSTOP)."""
+    stopped: list[int] = []
+    for child in children_of(pid):
+        if state_of(child) == STOPPED:
+            stopped.append(child)
+        stopped += stopped_below(child)
+    return stopped
 
 
 def _python_path() -> list[str]:

@@ -20,6 +20,8 @@ CONTROL = "control"
 LOOKS = 6
 """In the time after which a silent process is given up. Looks are counted, not seconds: while the driver's own event
 loop is held up, the worker is not to blame."""
+PATIENCE_LOOKS = 3
+"""More of them, for an engine whose processes are stopped: a worker that watches them itself is faster."""
 START_PATIENCE = 5
 """A worker that is starting may be silent so many times as long: libraries are loaded with the interpreter's lock."""
 PEERS_S = 10.0
@@ -103,30 +105,43 @@ class RemoteWorker:
 
     async def _keep_asking(self) -> None:
         look_s, num_missed, is_up = self.silence_s / LOOKS, 0, False
+        num_stopped: dict[int, int] = {}
         while True:
             answer = asyncio.ensure_future(self._is_there())
             while not (await asyncio.wait({answer}, timeout=look_s))[0]:
                 num_missed += is_up  # a process that is not up yet cannot answer
                 if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
                     answer.cancel()
-                    self._silence = (
+                    self._give_up(
                         f"it did not answer for {num_missed * look_s:.0f} s (runtime.options.heartbeat_timeout_s is "
                         f"{self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
                     )
-                    ray.kill(self.actor, no_restart=True)
                     return
-            if not answer.result():
+            stopped = answer.result()
+            if stopped is None:
                 return
             num_missed, is_up = 0, True
+            num_stopped = {process: num_stopped.get(process, 0) + 1 for process in stopped}
+            for process, looks in num_stopped.items():
+                if looks > LOOKS + PATIENCE_LOOKS:
+                    self._give_up(
+                        f"process {process}, which it started, has been stopped (SIGSTOP) for {looks * look_s:.0f} s, "
+                        "and it was killed with it"
+                    )
+                    return
             await asyncio.sleep(look_s)
 
-    async def _is_there(self) -> bool:
-        """False when it has ended, which whoever waits for it hears as well."""
+    def _give_up(self, reason: str) -> None:
+        self._silence = reason
+        ray.kill(self.actor, no_restart=True)
+
+    async def _is_there(self) -> list[int] | None:
+        """Processes below it that are stopped; None when it has ended, which whoever waits for it hears as well."""
         try:
-            await self.actor.is_there.options(concurrency_group=CONTROL).remote()
+            found: list[int] = await self.actor.is_there.options(concurrency_group=CONTROL).remote()
         except RayError:
-            return False
-        return True
+            return None
+        return found
 
     def check(self) -> None:
         """Raises RuntimeLostError: Ray is gone, and a call of it would end this process."""

@@ -77,8 +77,9 @@ class RayWatch:
             "page": str(page),
         }
         self._write(json.dumps(facts))
-        for name, run in (("reader", self._read), ("questions", self._ask_head)):
-            threading.Thread(target=run, name=f"ray watch {name}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="ray watch reader", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._ask_head, name="ray watch questions", daemon=True).start()
 
     def heard(self) -> None:
         """This process is not held up by a call of Ray's, and ends by itself."""
@@ -99,6 +100,7 @@ class RayWatch:
                 assert self._guard.stdin is not None
                 self._guard.stdin.close()
             self._guard.wait()
+            self._reader.join()  # its end of the pipe is closed
             assert self._guard.stdout is not None
             self._guard.stdout.close()
 

@@ -1,0 +1,164 @@
+"""The watch over Ray and the guard beside the driver, with other processes in Ray's place."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chatlearn_ray import watch
+from chatlearn_ray.watch import RayWatch
+
+HERE = "00ff"
+
+
+class FakeRay:
+    """Answers as Ray's head does."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.is_alive = True
+        self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=None))
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: HERE)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        if not self.answers:
+            raise ConnectionError("no head")
+        return [{"NodeID": HERE, "Alive": self.is_alive}, {"NodeID": "0000", "Alive": False}]
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(watch, "ray", fake)
+    return fake
+
+
+@pytest.fixture
+def said() -> queue.Queue[str]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def make(head: FakeRay, said: queue.Queue[str], tmp_path: Path) -> Iterator[Callable[..., RayWatch]]:
+    made: list[RayWatch] = []
+
+    def build(**owned: int) -> RayWatch:
+        page = tmp_path / "failure.md"
+        made.append(RayWatch(owned=owned, silence_s=0.6, sentence="Lost: {reason}!", page=page, on_lost=said.put))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    sleeper = subprocess.Popen(["sleep", "120"])
+    yield sleeper
+    sleeper.kill()
+    sleeper.wait()
+
+
+def test_a_process_of_ray_that_ends_is_told(
+    make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
+) -> None:
+    make(raylet=process.pid)
+    process.kill()
+    assert said.get(timeout=30) == f"Lost: its raylet (process {process.pid}) has ended!"
+
+
+def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(
+    make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
+) -> None:
+    make(gcs_server=process.pid)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGCONT)
+    with pytest.raises(queue.Empty):
+        said.get(timeout=2)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert said.get(timeout=30) == f"Lost: its gcs_server (process {process.pid}) has been stopped (SIGSTOP) for 0.6 s!"
+
+
+def test_a_head_that_is_silent_is_told(make: Callable[..., RayWatch], said: queue.Queue[str], head: FakeRay) -> None:
+    make()
+    with pytest.raises(queue.Empty):
+        said.get(timeout=2)
+    head.answers = False
+    assert said.get(timeout=30) == "Lost: its head (GCS) has not answered for 0.6 s!"
+
+
+def test_a_head_that_holds_this_node_for_dead_is_told(
+    make: Callable[..., RayWatch], said: queue.Queue[str], head: FakeRay
+) -> None:
+    make()
+    head.is_alive = False
+    assert "holds this node for dead" in said.get(timeout=30)
+
+
+def test_what_was_started_here_is_ended_and_what_was_not_is_left(
+    make: Callable[..., RayWatch], process: subprocess.Popen[bytes]
+) -> None:
+    with subprocess.Popen(["sleep", "120"]) as own:
+        os.kill(own.pid, signal.SIGSTOP)
+        make(raylet=own.pid).end_ray()
+        assert own.wait(30) == -signal.SIGKILL
+    make().end_ray()
+    assert process.poll() is None
+
+
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_watch import FakeRay
+from chatlearn_ray import watch
+watch.ray = FakeRay()
+watch.RayWatch(
+    owned={"raylet": int(sys.argv[2])}, silence_s=0.6, sentence="Lost: {reason}!", page=Path(sys.argv[3]),
+    on_lost=lambda sentence: os._exit(1),
+)
+print("watching", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", ["driver", "ray"])
+def test_the_guard_outlives_the_driver(first: str, process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """It ends Ray when the driver was killed, and speaks for a driver that Ray took with it."""
+    page = tmp_path / "failure.md"
+    arguments = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), str(process.pid), str(page)]
+    driver = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "watching\n"
+    (driver if first == "driver" else process).kill()
+    assert process.wait(30) == -signal.SIGKILL
+    _, words = driver.communicate(timeout=30)
+    if first == "driver":
+        assert not page.exists()
+        return
+    sentence = f"Lost: its raylet (process {process.pid}) has ended!"
+    assert sentence in words
+    assert sentence in page.read_text()
+
+
+def test_nothing_is_watched_any_more_once_it_is_closed(
+    make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
+) -> None:
+    one = make(raylet=process.pid)
+    one.close()
+    one.close()
+    assert one._guard.returncode == 0
+    assert process.poll() is None, "a driver that leaves in order ends its Ray itself"
+    assert said.empty()
