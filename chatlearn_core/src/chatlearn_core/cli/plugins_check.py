@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from chatlearn_core.cli.check_children import run_checks
 from chatlearn_core.cli.check_entries import Check, entries_in
 from chatlearn_core.exceptions import PluginError, PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
@@ -53,6 +52,8 @@ def check(
         if entry not in usable
     ]
     if usable:
+        from chatlearn_core.cli.check_children import run_checks  # imports torch, which `plugins list` need not
+
         limits = {"test_limit_s": test_timeout, "limit_s": timeout}
         checks += run_checks(usable[0].distribution, usable, model, reference, **limits)
     if as_json:
