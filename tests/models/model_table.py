@@ -76,7 +76,7 @@ def row_of(name: str, directory: Path) -> Row:
         plain = load_plain_model(directory)
         expected = _alone(plain, _batch())
     except Exception as error:
-        row.reason = f"not built: {_first_sentence(error)}"
+        row.reason = f"not built: {_short(str(error))}"
         return row
     for setting, options in SETTINGS.items():
         row.cells[setting], reason = _trained(directory, options, expected)
@@ -138,7 +138,9 @@ def _trained(directory: Path, options: dict[str, Any], expected: torch.Tensor) -
         assert model is not None
         rows: str = model.rows
     except ModelError as error:
-        return "refused", _short(str(error))
+        return "refused", _short(
+            re.split(r" Right for this model| None of the other", str(error))[0].split("; with ")[-1]
+        )
     finally:
         trainer.close()
     if not float((torch.stack([found["logprobs"], found["entropy"]]) - expected).abs().max()) <= TOLERANCE:
@@ -178,6 +180,9 @@ def _alone(plain: torch.nn.Module, batch: TrainBatch) -> torch.Tensor:
 
 
 WORDS = {
+    r"Unrecognized configuration class": "saved as a type that is not causal",
+    r"requires the timm library": "needs timm",
+    r"Field 'text_encoder'": "made of several models",
     r"carry a state": "layers carry a state",
     r"sparse attention selects": "sparse attention selects tokens of a row",
     r"has no attention 'varlen'": "attention code of its own",
@@ -185,8 +190,9 @@ WORDS = {
     r"got layout=False": "keyword arguments do not reach the attention",
     r"no attention mask and a batch of 1": "makes attention masks of its own",
     r"uses 'position_bias'": "position bias in attention",
+    r"^attention \w+, sequences padded: logits differ from those": "not causal",
     r"beyond its window": "windows do not reach the attention",
-    r"logits differ from those": "sequences of a row see each other",
+    r"logits differ from those": "sequences of a row are not told apart",
     r"drops the soft cap": "sdpa drops soft caps on scores",
     r"its rotary embedding '(\w+)' depends": r"RoPE by length",
     r"computing through its cache failed": "its cache does not fit",
@@ -196,7 +202,6 @@ WORDS = {
 
 
 def _short(reason: str) -> str:
-    reason = reason.split(" Right for this model")[0]
     for pattern, words in WORDS.items():
         if re.search(pattern, reason):
             return words

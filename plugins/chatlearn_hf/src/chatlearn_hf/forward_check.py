@@ -55,6 +55,8 @@ LOW_PRECISION_TOLERANCE = 0.25
 rounding may route single tokens to other experts, of the median token."""
 
 
+STATEFUL_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
+"""Kinds of layers (config.json: layer_types) whose state goes on from token to token of a row."""
 FAILURES = (ModelError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
 """What a model raises that is asked for something its architecture does not do."""
 
@@ -220,7 +222,8 @@ class ForwardCheck:
             return f"{type(model).__name__} has no attention {way.attention!r}"
         if way.attention == "sdpa" and getattr(self.config, "attn_logit_softcapping", None) is not None:
             return "attention sdpa drops the soft cap on attention scores (config.json: attn_logit_softcapping)"
-        if way.rows == "packed" and getattr(model, "_is_stateful", False):
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if way.rows == "packed" and (getattr(model, "_is_stateful", False) or kinds & STATEFUL_LAYERS):
             return "its layers carry a state from one sequence of a row to the next"
         selections = [threshold for threshold in self.thresholds if threshold.kind == "selection"]
         if way.rows == "packed" and selections:

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
         LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"
         " num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"
         " num_decoder_attention_heads swa_num_attention_heads encoder_attention_heads num_encoder_attention_heads"
-        " num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_heads"
+        " num_experts num_local_experts n_routed_experts moe_num_experts linear_num_heads"
         " linear_num_value_heads num_query_groups mamba_num_heads n_mamba_heads ",
         8: "head_dim kv_channels attention_head_dim attention_head_size dim_head v_head_dim qk_rope_head_dim"
         " d_head swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim q_lora_rank"
@@ -45,6 +45,8 @@ SMALL: dict[str, Any] = {
         " moe_k linear_num_key_heads index_topk_blocks",
         1: "encoder_layers num_encoder_layers n_group topk_group n_groups mamba_n_groups mamba_ngroups"
         " first_k_dense_replace num_expert_group num_dense_layers o_groups moe_layer_start_index",
+        # Few heads leave many tokens at exactly 0, and which of equals a sparse attention takes is not defined.
+        16: "index_n_heads indexer_n_heads",
         128: "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length"
         " max_target_positions max_source_positions max_inference_chunksize",
         WINDOW: "sliding_window window_size sliding_window_size attention_window_size local_attention"
@@ -131,12 +133,14 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"logits_scaling": 3.0},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
