@@ -146,8 +146,8 @@ def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = ""
         load.add("failed", problem)
     for hook in hook_names(manager):
         for implementation in getattr(manager.hook, hook).get_hookimpls():
-            if unfit := implementation_problem(hook, implementation):
-                load.add("failed", unfit)
+            if problem_of_hook := implementation_problem(hook, implementation):
+                load.add("failed", problem_of_hook)
             elif hook in REGISTERING_HOOKS:
                 call_registering_hook(load, hook, implementation)
             else:

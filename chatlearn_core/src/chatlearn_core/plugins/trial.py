@@ -100,11 +100,11 @@ def _try(sources: Sources, limit_s: float) -> dict[str, str]:
             del waiting[state]
         if lost is None:
             break
-        state, reason = lost
-        if state is None:
+        culprit, reason = lost
+        if culprit is None:
             break  # the child itself cannot run here, which says nothing of plugins
-        found[state] = reason
-        del waiting[state]
+        found[culprit] = reason
+        del waiting[culprit]
     return found
 
 

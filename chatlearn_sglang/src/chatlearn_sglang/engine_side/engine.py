@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError, check_names
+from chatlearn_core.hosting.engine_side.local_groups import gloo_on_loopback
 
 from . import adapter, hooks, memory
 from .arguments import compose
@@ -43,9 +45,10 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
     if taken:
         raise UnknownArgumentsError("\n".join(f"{name}: owned by the backend" for name in taken))
     hooks.register()
-    engine = sglang.Engine(
-        **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True
-    )
+    with gloo_on_loopback() if int(arguments.get("nnodes", 1)) == 1 else contextlib.nullcontext():
+        engine = sglang.Engine(
+            **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True
+        )
     return HostedEngine(engine).prepared()
 
 

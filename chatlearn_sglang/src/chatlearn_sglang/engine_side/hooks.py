@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from chatlearn_core.hosting.engine_side.local_groups import keep_local_stores_local
+
 from . import adapter, bucketed_load, memory, seeds
 
 
 def register() -> None:
     """Before SGLang loads its plugins, which is when it applies them."""
+    keep_local_stores_local()
     seeds.register()
     bucketed_load.register()
     adapter.register()

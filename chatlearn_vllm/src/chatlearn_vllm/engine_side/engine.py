@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError
+from chatlearn_core.hosting.engine_side.local_groups import gloo_on_loopback, keep_local_stores_local
 
 from .arguments import engine_args
 from .process_groups import make_way_for_groups
@@ -36,11 +37,12 @@ REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine core runs in the thread that drives it; workers of a parallel engine still have processes of their own."""
 DEFAULT_ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""What is set unless the user set it: vLLM's logs go through ``EngineWords``, it reports no usage, and its workers are
-not forked from a process full of threads."""
+"""What is set unless the user set it: vLLM's logs go through ``EngineWords``, it reports no usage, and its workers meet
+on loopback, for they share a host, and are not forked from a process full of threads."""
 
 
 class StartError(RuntimeError):
@@ -99,7 +101,8 @@ class Engine:
             num_workers = vllm.envs.VLLM_DP_SIZE * args.tensor_parallel_size * args.pipeline_parallel_size
             make_way_for_groups()
             _ROPE_DICT.clear()  # rotary tables: shared ones would be given back under another engine's feet
-            with threads_bound(num_workers):
+            keep_local_stores_local()
+            with threads_bound(num_workers), gloo_on_loopback():
                 self._engine: Any = LLMEngine.from_engine_args(args)
         except UnknownArgumentsError:
             raise

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
 from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
 from chatlearn_core.hosting.engine_side.groups import JoinedGroups
+from chatlearn_core.hosting.engine_side.local_groups import keep_local_stores_local
 
 from .cpu_collectives import add_missing_collectives
 from .pipeline_stages import make_stage_inputs
@@ -37,6 +38,7 @@ from .seeded_draws import install
 from .weight_transfer_name import BACKEND
 from .worker_memory import WorkerMemory
 
+keep_local_stores_local()  # workers import this module before they meet each other
 _MAX_NAMES = 5
 _COPIED = "chatlearn_copied"
 """Marks a waiting tensor that is ours already."""

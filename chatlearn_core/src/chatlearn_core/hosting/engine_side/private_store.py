@@ -62,11 +62,11 @@ def open_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
     Raises:
         OSError: the address is not this host's, or is taken.
     """
-    listener = _listener(host, port)
+    listener = listening_socket(host, port)
     port = listener.getsockname()[1]
     if secret is None:
         return PrivateStore(_serve(host, listener, timeout), port, None)
-    inner = _listener(LOOPBACK, 0)
+    inner = listening_socket(LOOPBACK, 0)
     inner_port = inner.getsockname()[1]
     store = _serve(LOOPBACK, inner, timeout)
     doorkeeper = Doorkeeper(secret)
@@ -91,7 +91,7 @@ def join_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
         return PrivateStore(TCPStore(host, port, is_master=False, timeout=timeout), port, None)
     deadline = time.monotonic() + timeout.total_seconds()
     _greeted(host, port, secret, deadline).close()  # what is wrong is said here, where the words are ours
-    listener = _listener(LOOPBACK, 0)
+    listener = listening_socket(LOOPBACK, 0)
     own_port = listener.getsockname()[1]
 
     def way(connection: socket.socket) -> socket.socket | None:
@@ -210,7 +210,12 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this host.
+
+    Raises:
+        OSError: the address is not this host's, or the port is taken.
+    """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
