@@ -15,6 +15,7 @@ from chatlearn_core.config.load import load_config
 from chatlearn_core.executor.assembly import assemble
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.testing.listeners import listening_meanwhile, reached_from_outside
 from chatlearn_data.arithmetic import problems, prompt_records
 from chatlearn_hf.tiny import build_tiny_model
 
@@ -92,7 +93,9 @@ def assert_trains(tmp_path: Path, generator: dict[str, Any]) -> None:
     """Each step learns something, and what the engine says of its tokens is what the trainer says."""
     registry = discover_plugins()
     assembly = assemble(load_config(configuration(tmp_path, generator), [], registry), registry)
-    asyncio.run(Run(assembly).train("never"))
+    with listening_meanwhile() as found:
+        asyncio.run(Run(assembly).train("never"))
+    assert not reached_from_outside(found), "SECURITY.md says that engines listen on loopback"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len(steps) == STEPS

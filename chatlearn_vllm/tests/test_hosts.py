@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, ConfigError
+from chatlearn_core.testing.listeners import family, listeners, reached_from_outside
 from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 
@@ -164,6 +165,7 @@ def test_two_parallel_workers_follow_syncs_and_give_memory_back(argument, model_
     try:
         assert replica.loader.num_group_ranks == 2
         follows_two_syncs(replica, model_dir(), new_model, greedy)
+        assert not reached_from_outside(listeners(family()))
         generator, before = replica.generator, replica.generate(PROMPT)
         weights = generator.live_bytes("weights")
         assert generator.live_bytes("kv_cache") == 2 * ENGINE_ARGUMENTS["kv_cache_memory_bytes"]

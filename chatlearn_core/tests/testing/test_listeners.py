@@ -4,10 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from chatlearn_core.testing.listeners import Listener, family, listeners
+from chatlearn_core.testing.listeners import Listener, family, listeners, listening_meanwhile, reached_from_outside
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,17 @@ def test_children_belong_to_the_family() -> None:
 def test_an_address_that_is_mapped_into_ipv6_counts_as_what_it_is() -> None:
     assert Listener(1, "", "tcp", "::ffff:127.0.0.1", 5).is_local
     assert not Listener(1, "", "tcp", "::ffff:0.0.0.0", 5).is_local
+
+
+def test_what_listens_for_a_while_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr("chatlearn_core.testing.listeners.LOOK_S", 0.01)
+    with socket.create_server(("0.0.0.0", 0)) as before, listening_meanwhile() as found:
+        with socket.create_server(("0.0.0.0", 0)) as server:
+            port = server.getsockname()[1]
+            deadline = time.monotonic() + 30
+            while not found and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert before.getsockname()[1] != port
+    assert {one.port for one in found} == {port}
+    [text] = reached_from_outside(found)
+    assert f"tcp 0.0.0.0 port {port}, process {os.getpid()}" in text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +14,7 @@ from chatlearn_core.testing.leftovers import command, descendants, open_files, r
 
 _TABLES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Tables of sockets, and the state of one that takes what comes from anywhere."""
+LOOK_S = 0.25
 _ACCEPTS = 0x10000
 """``__SO_ACCEPTCON``: a unix socket that listens."""
 
@@ -65,6 +68,35 @@ def listeners(processes: Iterable[int]) -> set[Listener]:
             if int(fields[3], 16) & _ACCEPTS and fields[6] in inodes:
                 found.add(Listener(process, text, "unix", fields[7] if len(fields) > 7 else ""))
     return found
+
+
+@contextmanager
+def listening_meanwhile() -> Iterator[set[Listener]]:
+    """The sockets that this process and its descendants listen at inside, those that were there before left out.
+
+    The set grows as they are seen, every ``LOOK_S``, and is complete after the last look, at the end.
+    """
+    before = listeners(family())
+    found: set[Listener] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            found.update(listeners(family()) - before)
+
+    watcher = threading.Thread(target=look, name="listeners", daemon=True)
+    watcher.start()
+    try:
+        yield found
+        found.update(listeners(family()) - before)
+    finally:
+        over.set()
+        watcher.join()
+
+
+def reached_from_outside(found: Iterable[Listener]) -> list[str]:
+    """Those that processes of other hosts can reach."""
+    return sorted(str(listener) for listener in found if not listener.is_local)
 
 
 def _address(hexadecimal: str) -> str:
