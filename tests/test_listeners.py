@@ -28,8 +28,6 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 97 / 97
 """
-RAY = ("gcs_server", "raylet", "ray::", "/ray/", "ray._private")
-"""Ray's own processes, and workers, in which Ray listens too. All of them ask for Ray's token."""
 
 
 def run_and_watch(directory: Path, roles: Mapping[str, Any], **settings: Any) -> set[Listener]:
@@ -84,21 +82,7 @@ def run_and_watch(directory: Path, roles: Mapping[str, Any], **settings: Any) ->
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
-def test_local_runtime(tmp_path: Path, transport: str) -> None:
-    found = run_and_watch(tmp_path, {"generator": {"backend": "transformers"}}, weight_sync={"backend": transport})
+def test_local_runtime(tmp_path: Path) -> None:
+    found = run_and_watch(tmp_path, {"generator": {"backend": "transformers"}}, weight_sync={"backend": "broadcast"})
     assert not reached_from_outside(found)
-    assert found, "something listens in every run, so it was looked at"
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_ray_with_two_ranks(tmp_path: Path) -> None:
-    found = run_and_watch(
-        tmp_path,
-        {"trainer": {"ranks": 2}, "generator": {"backend": "transformers"}},
-        runtime={"backend": "ray", "options": {"object_store_mb": 100}},
-        weight_sync={"backend": "broadcast"},
-    )
-    strange = [text for text in reached_from_outside(found) if not any(name in text for name in RAY)]
-    assert not strange
+    assert found, "the control path and the group of a broadcast listen, so it was looked at"
