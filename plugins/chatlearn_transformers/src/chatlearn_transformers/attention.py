@@ -175,11 +175,12 @@ def _explicit_attention(
     step = max(1, _BLOCK_SCORES // (num_rows * num_heads * num_keys))
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
-        scores = torch.matmul(queries[:, :, :, start:stop], keys).float() * scale
+        # In place from here on: these are the largest tensors of a prompt's forward.
+        scores = torch.matmul(queries[:, :, :, start:stop], keys).float().mul_(scale)
         if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+            scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
-            scores = scores + mask[:, :, None, start:stop]
+            scores.add_(mask[:, :, None, start:stop])
         elif num_queries > 1:
             later = (
                 torch.arange(num_keys, device=query.device) > torch.arange(start, stop, device=query.device)[:, None]
