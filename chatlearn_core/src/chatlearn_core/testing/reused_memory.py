@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from chatlearn_core.protocols import WeightLoader
-from chatlearn_core.types import WeightShard
+from chatlearn_core.types import WeightManifest, WeightShard
 
 BUCKET_TENSORS = 3
 """Tensors of one call: fewer than any model has, so that several calls make one sync."""
@@ -23,8 +23,13 @@ class ReusedMemoryLoader:
     def __init__(self, loader: WeightLoader) -> None:
         self._loader = loader
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    def expected_manifest(self) -> WeightManifest:
+        """The loader's own."""
+        return self._loader.expected_manifest()
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """The loader's own."""
+        await self._loader.begin(policy_version, manifest)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Channel ``tensors``, a bucket a call."""
@@ -43,6 +48,14 @@ class ReusedMemoryLoader:
             await self._loader.load_boxes(iter(bucket))
             for shard in bucket:
                 overwrite(shard.tensor)
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """Channel ``checkpoint``: files are no memory to be used again."""
+        await self._loader.load_checkpoint(directory)
+
+    async def finish(self) -> int:
+        """The loader's own."""
+        return await self._loader.finish()
 
 
 def overwrite(tensor: Tensor) -> None:
