@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chatlearn_core.config.load import load_config
-from chatlearn_core.executor.assembly import assemble
+from chatlearn_core.executor.assembly import assemble, assemble_flow
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_hf.tiny import build_tiny_model
@@ -21,7 +21,8 @@ MATH_ROW = {"problem": "What is $1+1$?", "solution": "It is $\\boxed{2}$.", "lev
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_example_is_valid(file: Path) -> None:
-    assert load_config(file).config.algorithm.name
+    registry = discover_plugins()
+    assert assemble_flow(load_config(file, (), registry), registry).plan.roles
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chatlearn_core.printable import printable
-from chatlearn_core.runtime.rewards import MAX_REWARD
+from chatlearn_core.runtime.boundary import MAX_REWARD
 
 
 def test_every_sample_has_its_own_score(cases: Any, bounded: Any) -> None:
