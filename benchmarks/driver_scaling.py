@@ -152,7 +152,9 @@ class SimulatedRuntime:
 
 async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
     """CPU seconds of the driver, by part, and the bytes of its messages."""
-    graph = trace(evaluation_flow, {"generator": "generator", "reward": "reward"}, name="benchmark")
+    graph = trace(
+        evaluation_flow("generator", "reward"), {"generator": "generator", "reward": "reward"}, name="benchmark"
+    )
     worker_time = WorkerTime()
     runtime: Any = SimulatedRuntime(replicas, worker_time)
     await runtime.start()
