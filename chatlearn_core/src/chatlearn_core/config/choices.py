@@ -57,6 +57,8 @@ class Slot:
         return (*self.path, self.name_key)
 
 
+_LEFT_OPEN: tuple[Kind, ...] = ("weight_sync", "dataset")
+"""Kinds that ``auto`` leaves open; elsewhere it is a name like any other."""
 _ROLE_KINDS: tuple[Kind, ...] = ("trainer", "generator", "reward")
 
 
@@ -94,7 +96,8 @@ def _slot(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str |
         return
     name = section.get(name_key, section.get(_misspelled(path, section, name_key), default))
     options = section.get("options", {})
-    if isinstance(name, str) and name and name != "auto" and isinstance(options, Mapping):
+    is_left_open = name == "auto" and kind in _LEFT_OPEN
+    if isinstance(name, str) and name and not is_left_open and isinstance(options, Mapping):
         ranks = section.get("ranks", 1) if kind in ("trainer", "generator") else None
         yield Slot(path, kind, name_key, name, options, ranks if type(ranks) is int else None)
 

@@ -40,6 +40,8 @@ REFUSED = {
         ["rollout.partial=none", "rollout.in_flight_prompts=1099511627776"],
         "rollout.in_flight_prompts: makes 4398046511104 samples",
     ),
+    "runtime auto": (["runtime.backend=auto"], "No runtime named 'auto'"),
+    "algorithm auto": (["algorithm.name=auto"], "No algorithm named 'auto'"),
     "device": (["roles.trainer.device=GPU 0"], "roles.trainer.device: is no device (got 'GPU 0')"),
     "device without weights": (["roles.trainer.device=meta"], "roles.trainer.device: is no device (got 'meta')"),
 }
