@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 97 / 97
 """
+RAY = ("/ray/", "ray::RuntimeEnvAgent", "ray::DashboardAgent")
+"""Ray's own processes. They ask for Ray's token."""
 
 
 def run_and_watch(directory: Path, roles: Mapping[str, Any], **settings: Any) -> set[Listener]:
@@ -86,3 +89,22 @@ def test_local_runtime(tmp_path: Path) -> None:
     found = run_and_watch(tmp_path, {"generator": {"backend": "transformers"}}, weight_sync={"backend": "broadcast"})
     assert not reached_from_outside(found)
     assert found, "the control path and the group of a broadcast listen, so it was looked at"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_ray_with_two_ranks(tmp_path: Path) -> None:
+    found = run_and_watch(
+        tmp_path,
+        {"trainer": {"ranks": 2}, "generator": {"backend": "transformers"}},
+        runtime={"backend": "ray", "options": {"object_store_mb": 100}},
+        weight_sync={"backend": "broadcast"},
+    )
+    ours = {
+        (one.process, one.port)  # a worker's command is renamed by what it does
+        for one in found
+        if not one.is_local and not any(name in one.command for name in RAY)
+    }
+    servers = Counter(process for process, _ in ours)
+    assert set(servers.values()) == {1}, "Ray's server in the driver and in every worker, which asks for Ray's token"
+    assert {one.kind for one in found if not one.is_local} == {"tcp"}
