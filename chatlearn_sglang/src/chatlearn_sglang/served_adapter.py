@@ -1,4 +1,4 @@
-"""Which LoRA adapters an engine serves, and what SGLang is told of one.
+"""Which LoRA adapters an engine serves, and what SGLang gets of one.
 
 SGLang reads the rank and alpha of peft's configuration and nothing else, skips tensors that it has no place for, and
 fuses projections by assuming that an adapter has all of them. So what it would get wrong is refused by name before a

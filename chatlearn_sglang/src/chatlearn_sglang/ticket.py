@@ -1,4 +1,4 @@
-"""One request on its way through the adapter: what the engine is told, and what its answer becomes."""
+"""One request on its way through the adapter: what the engine gets, and what its answer becomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request and whoever waits for it."""
+    """A request and the call that waits for it."""
 
     rid: str
     """Its name in the engine; all have one length, since SGLang aborts by prefix."""

@@ -62,7 +62,7 @@ class DataParallelHost:
         self._routing = Routing(num_ranks)
         self._workers_per_rank = 1
         self._lock = threading.Lock()
-        """Whoever holds it tells all ranks something, or ends them."""
+        """Held while a command is sent to all ranks, or while they are ended."""
         self._ended: str | None = None
         """Why no rank is to be called any more."""
         self._last_words: dict[int, str] = {}

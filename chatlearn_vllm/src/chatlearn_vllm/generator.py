@@ -30,7 +30,7 @@ from chatlearn_vllm.weight_loader import VLLMWeightLoader
 
 _CLOSED = "the generator was closed"
 _CALL_TIMEOUT_S = 600.0
-"""Longest time until an engine comes to what it is told: a step in between takes seconds."""
+"""Longest time until an engine carries out a command: a step in between takes seconds."""
 _MOVE_TIMEOUT_S = 600.0
 """Longest time that giving memory back, taking it again or measuring it may take."""
 _PARTS = frozenset({"weights", "kv_cache"})
@@ -346,7 +346,7 @@ class VLLMGenerator:
             self._require_host().submit(requests)
 
     def _withdraw(self, ticket: Ticket) -> None:
-        """Whoever waited has its answer, or has gone: then the engine need not go on."""
+        """The waiting call has its answer, or was cancelled: then the engine need not go on."""
         del self._tickets[ticket.key]
         if ticket in self._inbox or ticket in self._held:
             self._inbox = [other for other in self._inbox if other is not ticket]
@@ -391,7 +391,7 @@ class VLLMGenerator:
         self._answer(ended)
 
     def _answer(self, ended: list[tuple[Ticket, str]]) -> None:
-        """Give whoever waits a completion, or the reason why what came back is none."""
+        """Give the waiting call a completion, or the reason why there is none."""
         whole = []
         for ticket, reason in ended:
             problem = ticket.problem(reason, self._model_length)

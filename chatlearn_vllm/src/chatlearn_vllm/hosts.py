@@ -112,7 +112,7 @@ class InProcessHost:
     def _pass_on(self, event: Event) -> None:
         loop, on_event = self._loop, self._on_event
         if loop is None or on_event is None or loop.is_closed():
-            return  # nobody has asked for anything yet, or whoever waited went away with its loop
+            return  # no call was made yet, or the waiting one ended with its event loop
         loop.call_soon_threadsafe(on_event, event)
 
     def _error(self, method: str, error: Exception) -> HostedCallError:

@@ -12,13 +12,13 @@ class JointCall:
     """One call. Answers may come from any thread."""
 
     def __init__(self, method: str, num_ranks: int) -> None:
-        """Nobody has answered."""
+        """No rank has answered."""
         self.method = method
         self._missing = set(range(num_ranks))
         self.results: dict[int, Any] = {}
         self.future: Future[dict[int, Any]] = Future()
         """Results by rank, once all have answered."""
-        self.future.set_running_or_notify_cancel()  # nobody can cancel it: the ranks have been told
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled: the ranks have it
         self._patience: threading.Timer | None = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()

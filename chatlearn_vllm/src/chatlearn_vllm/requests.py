@@ -1,4 +1,4 @@
-"""Requests on their way to the engine and back: what the engine is told, and what is answered."""
+"""Requests on their way to the engine and back: what the engine gets, and what it answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort"
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request, whoever waits for it, and what the engine has sampled for it."""
+    """A request, the call that waits for it, and what the engine has sampled for it."""
 
     key: int
     """Its name in the engine."""
@@ -115,7 +115,7 @@ class Ticket:
         )
 
     def wire(self) -> dict[str, Any]:
-        """What the engine is told, in plain builtins."""
+        """What the engine gets, in plain builtins."""
         request, sampling = self.request, self.request.sampling
         prior = request.resume_from
         return {

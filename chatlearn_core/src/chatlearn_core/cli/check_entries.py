@@ -162,7 +162,7 @@ def check_suite(
 
 
 def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: object, reference: object) -> str:
-    """What the suite would need and nobody gave, and how to give it; empty if nothing."""
+    """What the suite needs and did not get, and how to provide it; empty if nothing is missing."""
     where = f"{package_of(record)}.{SETTINGS_MODULE}:SETTINGS[{f'{record.kind}/{record.name}'!r}]"
     if record.kind in ("trainer", "generator"):
         if not model:

@@ -147,7 +147,7 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         Interrupted: stopped on request.
-        PluginError: nobody asked; something called ``sys.exit`` in a place where that ends the event loop.
+        PluginError: no signal came, but something called ``sys.exit`` where that ends the event loop.
     """
     requested = False
 
@@ -162,7 +162,7 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
             requested = True
             for handled in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(handled, signal.SIG_DFL)
-            with suppress(OSError, ValueError):  # nobody may be there to read it
+            with suppress(OSError, ValueError):  # the terminal may be gone
                 os.write(sys.stderr.fileno(), b"\nstopping; once more ends the process at once\n")
             loop.call_soon_threadsafe(task.cancel)
 

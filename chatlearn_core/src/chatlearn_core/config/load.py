@@ -77,7 +77,7 @@ def load_config(
     Relative paths inside it stay as they are: they are relative to the working directory of the run, not to the file.
 
     Args:
-        path_or_text: A file; or YAML text, which is told from a path by holding a newline.
+        path_or_text: A file, or YAML text. A newline marks YAML text.
         overrides: ``key=value`` and ``~key`` in order, see ``overrides.apply_overrides``.
         registry: The plugins to choose from; by default all that are installed.
 
@@ -118,7 +118,7 @@ def load_config(
 
 
 def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:
-    """True where a problem may only follow from another one that is told already."""
+    """True where a problem may only follow from another one that is already listed."""
     return any(overlaps(path, bad) for bad in tainted for path in problem.paths())
 
 
@@ -193,7 +193,7 @@ def _delete(values: Any, path: KeyPath) -> None:
 
 
 def _explained(problems: Iterable[Problem], models: Mapping[KeyPath, type[BaseModel]]) -> list[Problem]:
-    """Unknown keys beside ``options`` that the chosen plugin does have as options are told where they belong."""
+    """For unknown keys beside ``options`` that the chosen plugin has as options: say where they belong."""
     result = []
     for problem in problems:
         section, key = problem.path[:-1], problem.path[-1] if problem.path else None

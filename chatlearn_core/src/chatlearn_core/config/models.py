@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     round_tokens: Positive | None = Field(
         None, description="For resume: tokens that a completion may grow by in a step."
     )
-    max_rounds: Positive = Field(4, description="A completion ends in its so many-th step at the latest.")
+    max_rounds: Positive = Field(4, description="A completion ends after at most this many steps.")
     in_flight_prompts: Positive | None = Field(
         None,
         description="Prompts that a partial rollout has in flight; train.prompts_per_step for resume, twice for keep.",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that the core calls, so that one can be passed as it is.
 
-    The core imports no tokenizer library; whoever builds a run loads the tokenizer and hands it in.
+    The core imports no tokenizer library; the assembly of a run loads the tokenizer and passes it in.
     """
 
     @property

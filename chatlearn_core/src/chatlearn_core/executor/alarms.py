@@ -11,7 +11,7 @@ from chatlearn_core.executor.environment import Experience
 from chatlearn_core.types import UNGRADED, Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
-"""Exclusions that are nobody's intention."""
+"""Exclusions that no setting asks for."""
 EQUAL_REWARDS_STEPS = 3
 """Steps in a row without any spread of rewards before it is said: one may be chance."""
 MISMATCH_PROB_DIFF = 0.05

@@ -49,7 +49,7 @@ def build_sampler(assembly: Assembly) -> Sampler:
 def build_environment(
     assembly: Assembly, runtime: Runtime, rollouts: Rollouts, enter: Callable[[Phase], None], memory: MemoryTurns
 ) -> Environment:
-    """Makes experience; ``enter`` is told what it begins to do."""
+    """Makes experience; calls ``enter`` with the phase that begins."""
     scheduler = FlowScheduler(
         assembly.graph,
         runtime,

@@ -1,4 +1,4 @@
-"""The loggers of a run. One that fails is told about, and the run, whose own files are whole, goes on."""
+"""The loggers of a run. A failure of one is a warning: the run's own files are whole, and it goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loggers:
 
     Args:
         loggers: in the order of the configuration.
-        warn: is told what a logger did wrong.
+        warn: called with what a logger did wrong.
     """
 
     def __init__(self, loggers: list[Logger], warn: Callable[[str], None]) -> None:

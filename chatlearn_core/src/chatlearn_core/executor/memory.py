@@ -1,4 +1,4 @@
-"""Roles that share devices take turns: whoever is next gets them with what it needs, and nobody else is in the way."""
+"""Roles that share devices take turns: the next one gets them with what it needs, and the others make room."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ class MemoryTurns:
         """Move what has to be moved before ``uses``; for a turn that has its devices to itself."""
         self._timers = timers
         async with contextlib.AsyncExitStack() as stack:
-            for role in self.sharing.affected(uses):  # in one order, so that nobody waits in a circle
+            for role in self.sharing.affected(uses):  # in one order, so that no circle of waiting arises
                 await stack.enter_async_context(self._locks[role])
             for move in self.sharing.moves(uses, self._held):
                 await self._move(move, timers, level)
 
     @contextlib.asynccontextmanager
     async def lend_weights(self, role: str) -> AsyncIterator[None]:
-        """Hold a trainer's weights on its devices, beside whoever has his turn: for a generator replica that is rebuilt
-        between two syncs and takes them now. While it lasts nothing else of the role is moved.
+        """Hold a trainer's weights on its devices, beside the role whose turn it is: for a generator replica that is
+        rebuilt between two syncs and takes them now. While it lasts nothing else of the role is moved.
         """
         if role not in self.sharing.parts:
             yield
@@ -166,7 +166,7 @@ class MemoryTurns:
 
 
 class Turn:
-    """A place in the queue for devices. While it is entered, nobody who shares one of them has his turn."""
+    """A place in the queue for devices. While it is entered, no role that shares one of them has its turn."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Who is told how a run goes on, beside its files: the command line shows a progress bar, tests listen."""
+"""Listeners to a run's progress, beside its files: the command line shows a progress bar, tests listen."""
 
 from __future__ import annotations
 

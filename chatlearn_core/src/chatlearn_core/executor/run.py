@@ -48,7 +48,7 @@ class Run:
 
     Args:
         assembly: the checked parts.
-        listener: is told how it goes.
+        listener: receives the run's progress.
         observers: plugins' observing hooks.
     """
 

@@ -34,7 +34,7 @@ class RunState:
     pending: tuple[Group, ...] = ()
     """Rollouts that go on in the next step; a checkpoint holds them beside the roles."""
     policy_changed: bool = False
-    """Whether updates of a step that is not complete have been made: then the weights are nobody's."""
+    """Whether updates of an incomplete step have been made: then the weights match no completed step."""
     saved_step: int = -1
     saved_path: Path | None = None
     """The checkpoint of that step; in another run's directory where ``--resume PATH`` named one there."""

@@ -91,7 +91,7 @@ class FlowScheduler:
         runtime: where the roles live.
         temperature: the logits of trainer outputs are divided by it, as they were when sampling.
         group_rewards: reward roles that judge a whole group at a time.
-        enter: is told when the first call of a kind begins.
+        enter: called when the first call of a kind begins.
         memory: gives calls their turn where roles share devices; by default none do.
         front: answers calls on generators; the fleets themselves by default.
         bases: what the generators say of their logprobs, by role; a role that is not among them is not held to it.

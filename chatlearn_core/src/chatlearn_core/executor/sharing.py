@@ -2,7 +2,7 @@
 
 Roles that share a device take turns on it. After a move the shared devices hold exactly what the next use needs: the
 optimizer only for updates and checkpoints, the KV cache only while tokens are sampled, both models while weights are
-sent from one to the other. A role that shares with nobody is never moved.
+sent from one to the other. A role that shares no device is never moved.
 """
 
 from __future__ import annotations

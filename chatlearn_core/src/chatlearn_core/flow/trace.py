@@ -34,7 +34,7 @@ def trace(
 
     Raises:
         FlowError: a decision on data that is not there yet, an unknown role or method, a call with the wrong input,
-            a result nobody uses, or a missing return value. Names the source line and the remedy.
+            an unused result, or a missing return value. Names the source line and the remedy.
     """
     recorder = _Recorder(dict(roles), input_kind)
     flow_input = _Samples(recorder, frozenset(), is_input=True)

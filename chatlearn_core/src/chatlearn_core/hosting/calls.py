@@ -52,7 +52,7 @@ class Calls:
         future: asyncio.Future[Any] | Future[Any]
         if loop is None:
             future = Future()
-            future.set_running_or_notify_cancel()  # nobody takes back what is on its way
+            future.set_running_or_notify_cancel()  # a call that was sent cannot be cancelled
         else:
             future = loop.create_future()
         with self._lock:
@@ -68,13 +68,13 @@ class Calls:
             return self._open.pop(call.number, None) is not None
 
     def deliver(self, messages: Iterable[Message]) -> None:
-        """Hand results, errors and events to whoever waits for them, in order."""
+        """Hand results, errors and events to the calls that wait for them, in order."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, str, Message]]] = {}
         for kind, number, *content in messages:
             with self._lock:
                 call = self._open.get(number) if kind == "event" else self._open.pop(number, None)
             if call is None:
-                continue  # nobody waits any more
+                continue  # no call waits any more
             if call.loop is None:
                 self._settle(call, kind, tuple(content))
             else:
@@ -128,4 +128,4 @@ def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
     except RuntimeError:
         if not loop.is_closed():
             raise
-        # Whoever waited went away with its loop.
+        # The waiting call ended with its event loop.

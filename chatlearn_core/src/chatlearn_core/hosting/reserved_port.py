@@ -1,4 +1,4 @@
-"""TCP ports that nobody else on this node is given until the listener they are meant for stands.
+"""Reserves TCP ports on this node until their listener binds.
 
 A port that was free a moment ago may be handed to any other process before torch listens at it. So the socket that
 found it stays bound, without listening: the kernel gives no other process a bound port, and lets a second socket
@@ -43,7 +43,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port up; whoever listens at it by then goes on. Calling it twice is fine."""
+        """Give the port up; a listener that has bound it goes on. Calling it twice is fine."""
         self._socket.close()
 
     def __enter__(self) -> ReservedPort:

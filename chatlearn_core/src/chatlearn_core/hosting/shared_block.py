@@ -94,7 +94,7 @@ class SharedBlock:
         return MemoryHandle("file", self.path, self.num_bytes, tuple(self._places))
 
     def clear(self) -> None:
-        """Forget the tensors and reuse their memory; nobody may read them any more."""
+        """Forget the tensors and reuse their memory; no process may read them any more."""
         self._places, self._used = [], 0
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[MemoryHandle]:
@@ -114,7 +114,7 @@ class SharedBlock:
         self.clear()
 
     def close(self) -> None:
-        """Give the memory back, once nobody else maps it. Twice is fine."""
+        """Give the memory back, once no other process maps it. Twice is fine."""
         self.clear()
         if self._map is not None:
             self._map.close()

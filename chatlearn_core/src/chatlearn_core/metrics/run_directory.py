@@ -70,7 +70,7 @@ class RunDirectory:
 
     @contextmanager
     def replacing_model(self) -> Iterator[Path]:
-        """A directory to fill, which becomes ``model`` when the block ends: whoever finds a model finds all of it.
+        """A directory to fill, which becomes ``model`` when the block ends: a model that is there is whole.
 
         Raises:
             ChatLearnError: the disk does not take it; an earlier model is untouched.

@@ -142,7 +142,7 @@ def _where_from(entries: Sequence[PluginEntry], name: str) -> str:
     if other:
         return f"\n  {name!r} is the name of a {' and a '.join(other)}."
     if any(entry.name == name for entry in entries):
-        return ""  # one that is broken or disabled, which is told
+        return ""  # one that is broken or disabled, which the error lists
     try:
         extras = metadata.metadata(META_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:

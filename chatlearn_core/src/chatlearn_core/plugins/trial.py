@@ -1,7 +1,7 @@
 """Imports plugins in a child process before this one does, where they are new or have changed.
 
 An exception of a plugin can be caught. A plugin that ends the process (``os._exit``, a crash in C) or never returns can
-not: what does so in the child is told of, and is not imported here. What came through is remembered by distribution,
+not: what does so in the child is reported, and is not imported here. What came through is remembered by distribution,
 version and the state of its files, so that most of the time there is no child.
 """
 

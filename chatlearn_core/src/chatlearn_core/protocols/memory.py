@@ -22,7 +22,7 @@ class Device:
 
 @dataclass(slots=True, frozen=True)
 class MemoryEvent:
-    """One part of one worker was moved; made after the effect, by whoever hosts the backend."""
+    """One part of one worker was moved; made after the effect, by the worker that hosts the backend."""
 
     role: str
     worker: int

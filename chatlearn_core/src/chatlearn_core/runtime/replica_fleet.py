@@ -31,14 +31,14 @@ class FleetReplica(Protocol):
     def policy_version(self) -> int: ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See ``Generator``; whoever cannot answer any more has state ``dead`` when the call fails."""
+        """See ``Generator``; a replica that cannot answer any more has state ``dead`` when the call fails."""
 
 
 R = TypeVar("R", bound=FleetReplica)
 
 
 def replica_index(request: GenerateRequest, num_replicas: int) -> int:
-    """The replica that serves a request for which nobody chose one (the rollout manager does): by its group's id, the
+    """The replica for a request that names none (those of the rollout manager do): by its group's id, the
     same one in every runtime and at any time, so that a group shares its prefix and a batch does not depend on timing.
     """
     return zlib.crc32((request.group_id or request.id).encode()) % num_replicas
@@ -57,7 +57,7 @@ async def every(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 def _is_being_cancelled() -> bool:
     """Whether a ``CancelledError`` is for this task. One that an engine lets escape would end it without a word, and
-    whoever waits for its sample would wait for ever.
+    the call that waits for its sample would wait for ever.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
@@ -110,7 +110,7 @@ class ReplicaFleet(ABC, Generic[R]):
 
     @abstractmethod
     async def _discard(self, dead: R) -> None:
-        """A replica that is dead is about to be replaced: end it, and whoever still waits for its answers."""
+        """A dead replica is about to be replaced: end it, and fail the calls that still wait for its answers."""
 
     @abstractmethod
     async def _give_up(self, replica: R, reason: str) -> None:
@@ -255,7 +255,7 @@ class ReplicaFleet(ABC, Generic[R]):
         async with self._restart_locks[index]:
             if self.replicas[index] is not dead:
                 return
-            with self._roster.absent([index], "is rebuilt"):  # it serves nobody before it holds the current weights
+            with self._roster.absent([index], "is rebuilt"):  # it serves no request before it holds the current weights
                 await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
 
     async def rebuild_given_up(self) -> None:

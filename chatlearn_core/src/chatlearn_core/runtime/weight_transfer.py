@@ -78,7 +78,7 @@ class WeightTransfer:
                 receipts += dead
                 gone = {receipt.replica for receipt in dead}
                 together = [(index, replica_of[index]) for index in turn if index not in gone]
-                if gone and together:  # nobody waits for them
+                if gone and together:  # nothing waits for them
                     plan = self._plan(plan.manifest, [index for index, _ in together], policy_version)
                 if not together:
                     continue

@@ -182,7 +182,7 @@ def run_suites(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="chatlearn-conformance-") as directory,
-            # Only the kit's own pytest plugin: others (timeouts, coverage, workers) belong to whoever called.
+            # Only the kit's own pytest plugin: others (timeouts, coverage, workers) belong to the caller.
             mock.patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}),
             redirect_stdout(printed),
             redirect_stderr(printed),

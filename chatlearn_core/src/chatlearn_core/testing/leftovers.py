@@ -13,7 +13,7 @@ from pathlib import Path
 from chatlearn_core.hosting.engine_side.shared_files import mapped_files
 
 MARK = "CHATLEARN_TEST_MARK"
-"""An environment variable: whoever has it was started by the test, however many parents have died in between."""
+"""An environment variable that marks every process the test started, even if its parents have died."""
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_NAMES = ("chatlearn", "torch_")
 """How names of ours and torch's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
@@ -63,7 +63,7 @@ class Leftovers:
         assert not left, "left behind: " + "; ".join(left)
 
     def find(self) -> list[str]:
-        """What is there now and was not before, and belongs to nobody else."""
+        """What is there now, was not before, and belongs to no other process."""
         started = {pid for pid in processes() if environment(pid).get(MARK) == self.mark}
         started |= set(descendants(os.getpid())) - self._children
         found = [f"process {pid}: {command(pid)}" for pid in sorted(started) if not outlives_tests(command(pid))]
@@ -117,7 +117,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def outlives_tests(command_line: str) -> bool:
-    """Whether a process is meant to outlive a test: Ray's servers and workers that nobody uses, Python's own helper."""
+    """Whether a process is meant to outlive a test: Ray's servers and unused workers, Python's own helper."""
     title = command_line.removeprefix("ray::")
     if title != command_line:
         return title.startswith("IDLE")
@@ -130,7 +130,7 @@ def shared_memory() -> frozenset[str]:
 
 
 def unheld(names: frozenset[str], besides: int | None = None) -> set[str]:
-    """Those that no living process, ``besides`` left out, has open or mapped: nobody will remove them."""
+    """Those that no living process, ``besides`` left out, has open or mapped: they would stay for ever."""
     others = [pid for pid in processes() if pid != besides] if names else []
     held = mapped_files(others).union(*map(open_files, others))
     return {name for name in names if str(SHARED_MEMORY / name) not in held}

@@ -22,7 +22,7 @@ class Outcome:
         os.ftruncate(self._descriptor, 0)
 
     def errors(self) -> list[str]:
-        """What went wrong, one entry a rank that failed; also if nobody has reported."""
+        """What went wrong, one entry a rank that failed; also if no rank has reported."""
         lines = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).splitlines()
         reports = [json.loads(line) for line in lines]
         if not reports:

@@ -89,7 +89,7 @@ def load_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
 def load_cuda_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
     """Tensors in the memory of this rank's GPU, shared by the process that owns them."""
     _take(model, open_cuda_block(content, torch.cuda.current_device()), content)
-    # The owner reuses the block as soon as it is told that this is done.
+    # The owner reuses the block as soon as this is reported as done.
     torch.cuda.synchronize()
 
 

@@ -53,11 +53,14 @@ class EngineDriver:
         return self._do(lambda: self._start(arguments, log_level, num_threads))
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Take requests, in this order, before the next step. Nobody waits: what the engine does not take is told."""
+        """Take requests, in this order, before the next step.
+
+        Does not wait: a request that the engine refuses is reported as an event.
+        """
         self._tell_engine(lambda: self._submit(requests))
 
     def drop(self, keys: Sequence[int]) -> None:
-        """``abort``, for which nobody waits: an engine that cannot is dead."""
+        """``abort`` without waiting for it: an engine that cannot abort is dead."""
         self._tell_engine(lambda: self._require().abort(keys))
 
     def abort(self, keys: Sequence[int]) -> Future[Any]:

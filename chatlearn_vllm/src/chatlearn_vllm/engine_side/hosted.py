@@ -12,7 +12,7 @@ from .lockstep import LockstepDriver
 
 
 class HostedDriver:
-    """One driver; its events go to whoever listens."""
+    """One driver; its events go to the host."""
 
     def __init__(self, in_lockstep: bool) -> None:
         """Make the driver.

@@ -47,7 +47,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def imports_quietly() -> Iterator[None]:
-    """No warnings of what vLLM imports about itself: nobody here can act on them."""
+    """No warnings of what vLLM imports about itself: they ask for nothing that a user could do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

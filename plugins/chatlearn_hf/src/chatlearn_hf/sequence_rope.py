@@ -20,7 +20,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 def give_each_sequence_its_rope(model: nn.Module) -> bool:
     """Let the model's length-dependent rotary embeddings compute each sequence alone; says whether it has any.
 
-    Sequences are told apart by their positions: one begins where positions begin again. Padding behind a sequence
+    Positions separate the sequences: one begins where positions begin again. Padding behind a sequence
     repeats its last position. Calling it again changes nothing.
     """
     found = False

@@ -87,7 +87,7 @@ def write_token(path: Path) -> None:
             file.write(secrets.token_hex(_NUM_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)  # whoever sees the file sees all of it
+        aside.replace(path)  # a reader finds the whole file or none
     except OSError as error:
         with suppress(OSError):
             aside.unlink()

@@ -75,7 +75,7 @@ class Replica:
         self._send(self._submit(requests))
 
     def _drop(self, request_id: str) -> None:
-        """Nobody waits for this request any more: the engine should not either."""
+        """This request's result is no longer wanted: the engine should stop, too."""
         if not self._dropped:
             asyncio.get_running_loop().call_soon(self._flush_dropped)
         self._dropped.append(request_id)
@@ -90,7 +90,7 @@ class Replica:
         except (WorkerDiedError, BackendTimeoutError) as error:
             self.lose(error)
         except ChatLearnError:
-            pass  # the engine lives and had nothing to end; nobody waits for these requests
+            pass  # the engine lives and had nothing to end; no call waits for these requests
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(sending)
@@ -117,7 +117,7 @@ class Replica:
                 self.note(report, RayBlock(reference, self._traffic))
         except ChatLearnError as error:
             self.lose(error)
-        except Exception as error:  # nobody awaits this task: those who wait for answers must hear of it
+        except Exception as error:  # this task is not awaited: pass the error to the calls that wait for answers
             self.lose(BackendError(f"{self.worker.label}, collect: {type(error).__name__}: {error}"))
 
     def note(self, report: ReplicaReport, block: RayBlock) -> None:
@@ -132,7 +132,7 @@ class Replica:
         self._traffic.stored_bytes += report.num_bytes
         for number, outcome in report.results:
             if number not in self._open:
-                continue  # nobody waits for it any more
+                continue  # no call waits for it any more
             sampling, future = self._open[number]
             if not future.done():
                 future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block, sampling))
@@ -192,7 +192,7 @@ class RayGeneratorFleet(ReplicaFleet[Replica]):
         return Replica(worker, self._traffic)
 
     async def _discard(self, dead: Replica) -> None:
-        dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # whoever still waits for its answers
+        dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # fails the calls that still wait for it
         dead.stop()
         dead.worker.kill()
 

@@ -49,7 +49,7 @@ class Guarded:
 
     @property
     def has_ended(self) -> bool:
-        """Also when nobody has waited for it yet."""
+        """Also before anything has waited for it."""
         return self._descriptor is None or bool(select.select([self._descriptor], [], [], 0)[0])
 
     def kill(self) -> None:

@@ -32,7 +32,7 @@ class RemoteWorker:
     """A handle on one ``WorkerHost``.
 
     The process is asked now and then whether it is there, beside whatever it does. One that does not answer, such as
-    one that was stopped, is killed: whoever waits for it then hears that it died.
+    one that was stopped, is killed: a call that waits for it then fails because the process died.
 
     Args:
         label: leads every message, such as ``role 'trainer', rank 1 of 2``.
@@ -136,7 +136,7 @@ class RemoteWorker:
         ray.kill(self.actor, no_restart=True)
 
     async def _is_there(self) -> list[int] | None:
-        """Processes below it that are stopped; None when it has ended, which whoever waits for it hears as well."""
+        """Processes below it that are stopped; None when it has ended, which calls that wait for it learn as well."""
         try:
             found: list[int] = await self.actor.is_there.options(concurrency_group=CONTROL).remote()
         except RayError:

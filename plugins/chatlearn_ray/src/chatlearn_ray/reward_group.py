@@ -61,7 +61,7 @@ class RayRewardGroup:
 
     Args:
         by_group: whether a group is judged as a whole.
-        tell: is told of restarts.
+        tell: called with each restart.
     """
 
     def __init__(

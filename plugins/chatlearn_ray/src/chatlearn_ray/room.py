@@ -12,7 +12,7 @@ def shortage(seating: Seating, nodes: Mapping[str, Amounts]) -> str | None:
     """Why a cluster with these nodes can never hold the run, with the arithmetic; None if it may.
 
     Args:
-        nodes: node name -> its total resources, whoever uses them now.
+        nodes: node name -> its total resources, used or free.
     """
     have = added(nodes.values())
     need = seating.total

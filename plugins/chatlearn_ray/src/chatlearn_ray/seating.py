@@ -167,7 +167,7 @@ def seat_roles(roles: Sequence[SeatedRole], options: RayRuntimeOptions) -> Seati
             (r, options.roles[r.name]) for r in roles if r.name in options.roles and options.roles[r.name].pool == name
         ]
         if not guests:
-            continue  # an evaluation has some of the roles only: what nobody uses is not reserved
+            continue  # an evaluation has some of the roles only: an unused place is not reserved
         groups.append(BundleGroup(f"pool {name!r}", STRATEGIES[pool.strategy], (bundle,) * pool.slots))
         seats += _seats_in_pool(name, pool, bundle, guests)
     order = {role.name: index for index, role in enumerate(roles)}

@@ -20,7 +20,7 @@ from chatlearn_ray.worker import GRACE_S
 from chatlearn_ray.worker_spec import PluginChoice
 
 NOTICE_S = 2.0
-"""How long senders may take to notice that every receiver has failed; then they are told to stop."""
+"""How long senders may take to notice that every receiver has failed; then they are stopped."""
 _FAIL_S = 30.0
 """How long a replica may take to give up what it began."""
 
@@ -81,7 +81,7 @@ class RayWeightTransfer:
                 replicas = {index: replica for index, replica in replicas.items() if index not in gone}
                 if not replicas:
                     continue
-                if gone:  # nobody waits for them
+                if gone:  # nothing waits for them
                     plan = await self._plan(plan.manifest, replicas.values(), policy_version)
                 shared = ray.put(plan)
                 try:

@@ -21,7 +21,7 @@ from chatlearn_ray.gpus import assigned_gpus
 from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec
 
 GRACE_S = 5.0
-"""Whoever is nearer to a hang speaks first: an outer wait lasts this much longer than the inner one."""
+"""An outer wait lasts this much longer than the inner one, so that the error comes from nearest the hang."""
 _STOP_S = 10.0
 """A call that still runs when the worker is closed may take this long to return."""
 

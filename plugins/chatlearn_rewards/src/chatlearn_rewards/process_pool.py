@@ -167,7 +167,7 @@ class ProcessPool:
         try:
             await asyncio.wrap_future(batch.done)
         finally:
-            batch.dropped = True  # after a cancellation: nobody wants what is still queued
+            batch.dropped = True  # after a cancellation: what is still queued is not wanted
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def health(self) -> str | None:

@@ -102,7 +102,7 @@ class BroadcastSender:
                     _let_finish([arrival for _, arrival in running.values()])
                     raise
         except BaseException:
-            self._leave()  # nobody knows how far the others are
+            self._leave()  # how far the others are is unknown
             raise
 
     def _send(self, plan: SyncPlan, trainer: Trainer, hub: Hub, running: Running) -> int:

@@ -47,7 +47,7 @@ class BroadcastReceiver:
         try:
             return await intake.run(contents)
         except BaseException:
-            self.close()  # nobody knows how far the others are
+            self.close()  # how far the others are is unknown
             raise
 
     async def _let_engine_receive(
@@ -206,7 +206,7 @@ class _Told:
 
     def tell(self) -> None:
         """From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits any more
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, glance_s: float | None) -> None:

@@ -114,7 +114,7 @@ class Channel:
             return
         try:
             inbox.wake()
-        except RuntimeError as error:  # its event loop is closed: nobody will ever acknowledge
+        except RuntimeError as error:  # its event loop is closed: no acknowledgement will come
             inbox.lost = inbox.lost or f"went away: {error}"
             inbox.item = None
 

@@ -77,7 +77,7 @@ class DirectSender:
                     torch.cuda.synchronize(device)  # the engine may read on a stream of its own
                 channel.put(bucket)
                 sent += num_bytes(bucket)
-                del bucket  # the channel holds it until it is acknowledged, and nobody after that
+                del bucket  # the channel holds it until it is acknowledged, and no longer
             channel.put("end")
             channel.drain()
         except BaseException as error:

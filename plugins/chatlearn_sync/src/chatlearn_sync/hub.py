@@ -172,7 +172,7 @@ class Hub:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Around all that the sending thread does: what it raises is told to the receivers, then all is closed."""
+        """Around all that the sending thread does: an exception is sent to the receivers, then all is closed."""
         with self._busy:
             try:
                 yield
@@ -192,7 +192,9 @@ class Hub:
                 return
             self._failure = self._failure or cause
             self._wake.send(b"x")
-        if self._busy.acquire(blocking=wait_s > 0.0, timeout=wait_s or -1):  # nobody sends: nobody else would close
+        if self._busy.acquire(
+            blocking=wait_s > 0.0, timeout=wait_s or -1
+        ):  # no thread is sending, so none other would close
             try:
                 self._close(self._failure)
             finally:
@@ -217,7 +219,7 @@ class Hub:
         self._wake.close()
 
     def _tell(self, peer: Peer, reason: str) -> None:
-        """Why nothing more will come; whoever does not listen any more learns it from the closed socket."""
+        """Why nothing more will come; an end that no longer listens learns it from the closed socket."""
         if peer.connection is not None:
             peer.connection.settimeout(TELL_S)
             with contextlib.suppress(OSError):

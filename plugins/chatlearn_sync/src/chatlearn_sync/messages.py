@@ -81,7 +81,7 @@ def _parsed(content: bytes | bytearray) -> Message:
 
 
 def error_text(error: BaseException) -> str:
-    """How an error is told to the other end."""
+    """An error as it is sent to the other end."""
     return f"{type(error).__name__}: {error}"[:MOST_TEXT]
 
 

@@ -21,9 +21,9 @@ class SharedMemoryOptions(BaseModel):
     slot_mb: int = Field(
         64,
         ge=1,
-        description="What of each of the two blocks is filled at most before it is read, MiB, where no tensor is "
-        "larger; weight_sync.bucket_mb / 3 bounds it. Of a smaller model an eighth is, or 16 MiB; the first parts "
-        "are smaller, so that loading begins early.",
+        description="Bytes of each of the two blocks that are filled before they are read, MiB; a larger tensor needs "
+        "more, and weight_sync.bucket_mb / 3 bounds it. A small model uses an eighth of its size, at least 16 MiB; the "
+        "first parts are smaller, so that loading begins early.",
     )
     verify_checksums: bool = Field(
         False,

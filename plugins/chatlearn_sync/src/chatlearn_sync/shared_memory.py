@@ -38,7 +38,7 @@ PARTS = 8
 """Of a model that travels: engines load few large parts faster than many small ones."""
 LEAST_FILL_BYTES = 16 << 20
 FIRST_FILL_BYTES = 4 << 20
-"""Of the first part: until it is full, nobody loads. The next ones double."""
+"""Of the first part: until it is full, no receiver loads. The next ones double."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class Slot:
     """The bucket it was last sent with."""
     held_bytes: int = 0
     checksums: list[int] = field(default_factory=list)
-    """Of the tensors in it; empty where nobody compares them."""
+    """Of the tensors in it; empty where they are not compared."""
 
     def add(self, name: str, tensor: Tensor, *, with_checksum: bool) -> bool:
         """Copy a tensor into the block; False if that is full."""
@@ -127,7 +127,7 @@ class SharedMemorySender:
                 sent = self._send(plan, tensors, hub)
             except Exception:
                 with contextlib.suppress(ChatLearnError):
-                    hub.wait_connected()  # whoever is on its way shall hear why nothing comes
+                    hub.wait_connected()  # ends that are still connecting learn why nothing comes
                 raise
         return sent
 

@@ -108,7 +108,7 @@ def stream(plan: SyncPlan, trainer: Trainer) -> Iterator[WeightShard]:
 
 
 def step_through(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Step a stream that nobody takes here, since all ranks step it together; the number of bytes sent."""
+    """Step a stream that no receiver of this rank takes, since all ranks step it together; the number of bytes sent."""
     for _ in tensors:
         pass
     return 0

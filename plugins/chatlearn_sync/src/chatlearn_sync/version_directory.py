@@ -90,7 +90,7 @@ class VersionDirectory:
         write: Callable[[], WeightIndex],
         finish: Callable[[Sequence[WeightIndex], WeightIndex], WeightIndex],
     ) -> WeightIndex:
-        """Write this rank's part; the lead returns when the version is whole. A failure is told to the other ends.
+        """Write this rank's part; the lead returns when the version is whole. A failure is sent to the other ends.
 
         Args:
             write: writes this rank's files and returns what they are.

@@ -25,7 +25,7 @@ from chatlearn_transformers.stopping import StopStrings
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request, whoever waits for it, and what a row of the slot table does not hold."""
+    """A request, the call that waits for it, and what a row of the slot table does not hold."""
 
     request: GenerateRequest
     future: asyncio.Future[Completion]

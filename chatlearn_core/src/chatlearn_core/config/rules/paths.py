@@ -1,4 +1,4 @@
-"""Rules about paths: what no file system takes is told before a run looks there."""
+"""Rules about paths: a path that no file system takes is refused before a run opens it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class RolloutManager:
         try:
             self._follow_fleet()
             self._queue_up(wave)
-        except Exception as error:  # nobody awaits this callback: those who wait for a place must hear of it
+        except Exception as error:  # this callback is not awaited: pass the error to the requests that wait for a place
             for entry in wave:
                 if not entry.turn.done():
                     entry.turn.set_exception(error)
@@ -204,7 +204,7 @@ class RolloutManager:
         return True
 
     def _withdraw(self, entry: _Entry) -> None:
-        """Nobody waits for this request any more."""
+        """This request's result is no longer wanted."""
         if entry in self._arrived:
             self._arrived.remove(entry)
         elif entry.turn.done() and not entry.turn.cancelled():

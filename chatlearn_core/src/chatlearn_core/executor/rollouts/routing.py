@@ -25,7 +25,7 @@ class Work:
 
 
 def work_of(request: GenerateRequest) -> Work:
-    """The request's work at most: it may end earlier, which nobody knows before."""
+    """Upper bound of the request's work: it may end earlier."""
     done = 0 if request.resume_from is None else len(request.resume_from.token_ids)
     return Work(max(0, request.sampling.max_tokens - done), len(request.prompt_ids) + done)
 

@@ -1,4 +1,4 @@
-"""Memory of tensors on a CPU given back in place: whoever refers to a storage then holds nothing, views included.
+"""Memory of tensors on a CPU given back in place: references to a storage, views included, then hold nothing.
 
 Engines know how to give a GPU's memory back, and ignore the request on a CPU.
 """

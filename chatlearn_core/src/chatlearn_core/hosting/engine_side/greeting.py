@@ -39,7 +39,7 @@ class Doorkeeper:
         self._nonces: set[bytes] = set()
 
     def may_become_greeting(self, data: bytes) -> bool:
-        """Whether more bytes could complete it; whoever began otherwise need not be waited for."""
+        """Whether more bytes could complete it; a peer that began with other bytes is not waited for."""
         return len(data) <= GREETING_BYTES and data[: len(MARK)] == MARK[: len(data)]
 
     def answer(self, greeting: bytes) -> bytes | None:

@@ -160,7 +160,7 @@ class Server:
 
 
 def _remove_shared_files() -> None:
-    """Unlink what this one's group has mapped of shared memory, and nobody else."""
+    """Unlink the shared memory that this process group, and no other process, has mapped."""
     members: list[int] = []
     others: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -174,7 +174,7 @@ def _remove_shared_files() -> None:
 
 
 def error_message(number: int, error: BaseException) -> Message:
-    """What the caller is told of an exception."""
+    """An exception as it is sent to the caller."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     return ("error", number, type(error).__name__, str(error), "".join(lines))
 

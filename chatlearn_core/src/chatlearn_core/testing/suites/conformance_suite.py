@@ -1,4 +1,4 @@
-"""What all suites share: which record is tested, with which options, and that nobody tampered with the tests."""
+"""What all suites share: which record is tested, with which options, and that its tests are unchanged."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TURNS = 50
 """Turns of the event loop in which a generator that is not really paused would sample."""
 TURN_S = 0.001
 ATTEMPTS = 5
-"""To interrupt a request before it is whole: on a busy machine an engine may be done by the time it is told."""
+"""To interrupt a request before it is whole: on a busy machine an engine may be done before the abort arrives."""
 
 
 class InterruptionContract(GeneratorFixtures, ConformanceSuite):
@@ -220,7 +220,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert replica.ask(ask("after"))[0].finish_reason == "length"
 
     def test_closing_ends_open_requests(self, start: Callable[[], Replica]) -> None:
-        """``close`` twice is fine; whoever waits gets a ``BackendError``, and so does whoever comes later.
+        """``close`` twice is fine; requests that wait get a ``BackendError``, and so do later ones.
 
         The suite pauses the replica first: a fast engine may be done with any request by the time it is closed, and
         what was complete before has its completion.

@@ -99,7 +99,7 @@ class RewardConformance(ConformanceSuite):
         """Every case gets its own verdict, at its own place, in any order of the samples.
 
         Values at wrong places: results come in the order in which workers finished. An error that became a value: an
-        exception was swallowed, and the policy learns from a number that nobody meant.
+        exception was swallowed, and the policy learns from a meaningless number.
         """
         reward, cases = make_reward(), [*self.cases, *self.cases]
         for order in (range(len(cases)), range(len(cases))[::-1]):

@@ -141,7 +141,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             assert "broken on purpose" in str(end), f"the receiver does not say why: {end}"
 
     def test_a_failing_loader_fails_its_replica_only(self, transport: Transport) -> None:
-        """``receive`` raises what the loader raised; the other replica gets everything; nobody hangs."""
+        """``receive`` raises what the loader raised; the other replica gets everything; nothing hangs."""
         tensors = make_tensors()
         loaders = [KeepingLoader(before=_fail_at("layers.1.proj.weight")), KeepingLoader()]
         plan = transport.plan(tensors, replicas=2)
