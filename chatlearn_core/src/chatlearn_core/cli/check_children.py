@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from chatlearn_core.cli.check_entries import STACK_SIGNAL, Check
+from chatlearn_core.hosting.stack_file import StackFile
 from chatlearn_core.plugins.entry import PluginEntry
 
 START_S = 60.0
@@ -111,8 +112,6 @@ def _one_child(
     deadline: float,
 ) -> str:
     """Let a child check what waits; how it was lost, or an empty string."""
-    from chatlearn_core.hosting.stack_file import StackFile  # torch comes with it, and `plugins list` reads this module
-
     reading, writing = os.pipe()
     stacks = StackFile()
     job = {
