@@ -164,6 +164,13 @@ def test_lengths_that_the_run_never_reaches_do_not_count() -> None:
     assert ForwardCheck(model, max_length=41).choose("varlen").way == Way("sdpa", "padded")
 
 
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_chunks_cut_a_whole_row_however_short_its_sequences_are(attention: str) -> None:
+    register_varlen_attention()
+    model = PackedModel(build_tiny("llama4_text", VARLEN_ATTENTION, attention_chunk_size=40, floor_scale=40))
+    assert ForwardCheck(model, max_length=30).choose(attention).way == Way("sdpa", "padded")
+
+
 def test_randomness_modes_and_gradients_are_left_alone() -> None:
     check = check_of("qwen3_next")
     check.model.train()

@@ -170,7 +170,7 @@ class ForwardCheck:
         self.thresholds = [
             threshold
             for threshold in thresholds(model.model.config.get_text_config())
-            if max_length is None or threshold.tokens < max_length
+            if max_length is None or threshold.tokens < max_length or threshold.counts_row
         ]
         self.config = model.model.config.get_text_config()
         self._loaded = loaded_attention(model.model)

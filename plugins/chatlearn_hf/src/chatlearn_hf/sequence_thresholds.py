@@ -22,6 +22,11 @@ class Threshold:
     tokens: int
     kind: Literal["window", "chunk", "selection", "rope"]
 
+    @property
+    def counts_row(self) -> bool:
+        """Whether the tokens of a whole row count, from its first one on: short sequences reach it together."""
+        return self.kind == "chunk"
+
 
 def thresholds(config: Any) -> list[Threshold]:
     """Of a text model's configuration."""
