@@ -165,8 +165,13 @@ def test_going_back_deletes_nothing_unasked(recipe: Any, chatlearn: Any, result_
     assert commands == [
         again,
         f"{again} --resume step_1 --rewind",
-        f"{again} --resume step_1 output_dir=ANOTHER",
+        f"{again} --resume {recipe.run_dir / 'checkpoints' / 'step_00000001'} output_dir=ANOTHER",
     ]
+    assert result_of(recipe.run_dir) == first
+    another = recipe.run_dir.with_name("another")
+    apart = chatlearn(*commands[2].replace("ANOTHER", str(another)).split()[1:])
+    assert apart.code == 0, apart.output
+    assert result_of(another).model == first.model
     assert result_of(recipe.run_dir) == first
     gone_back = chatlearn(*commands[1].split()[1:])
     assert gone_back.code == 0, gone_back.output

@@ -76,6 +76,9 @@ EQUAL = [
     (r"6!=\boxed{720}", "720"),
 ]
 DIFFERENT = [
+    (rf"\boxed{{0.\overline{{{'1' * 5000}}}}}", r"\frac19"),  # more digits than Python makes an integer of
+    (rf"\boxed{{{'1' * 5000}.\overline{{3}}}}", "1"),
+    (rf"\boxed{{0.{'1' * 5000}\overline{{3}}}}", "1"),
     (r"\boxed{(1,2)}", "(1,2]"),
     (r"\boxed{\text{west}}", "east"),
     (r"\boxed{3 1/2}", "31/2"),

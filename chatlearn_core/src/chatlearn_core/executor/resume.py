@@ -124,7 +124,7 @@ def find_resume_point(
         named = checkpoint = _named_checkpoint(resume, store)
         newer = store.steps_after(named.step)
         if newer and not rewind:
-            raise _would_delete(resume, store.directory.parent, named.step, newer, command)
+            raise _would_delete(resume, named, store.directory.parent, newer, command)
     else:
         checkpoint, problems = store.newest()
         if checkpoint is None and problems and resume == "auto" and not rewind:
@@ -163,15 +163,19 @@ def find_resume_point(
     return ResumePoint(checkpoint, notes)
 
 
-def _would_delete(named: Path, run_dir: Path, step: int, newer: list[int], command: str) -> CheckpointError:
+def _would_delete(
+    named: Path, checkpoint: Checkpoint, run_dir: Path, newer: list[int], command: str
+) -> CheckpointError:
+    step = checkpoint.step
     back = f"{command} --resume {shlex.quote(str(named))}"
+    apart = f"{command} --resume {shlex.quote(str(checkpoint.path))}"  # another directory has no step of this name
     steps = f"step {newer[0]}" if len(newer) == 1 else f"steps {', '.join(map(str, newer))}"
     return CheckpointError(
         f"{run_dir} has checkpoints of {steps}, newer than {named} (step {step}): to go on from there would delete "
         "them, with the metrics and rollouts after it. Nothing was changed. Run one of\n"
         f"  {command}\n      to go on from the newest,\n"
         f"  {back} --rewind\n      to delete what is newer than step {step} and go on from there,\n"
-        f"  {back} output_dir=ANOTHER\n      to go on from there in another directory and keep all"
+        f"  {apart} output_dir=ANOTHER\n      to go on from there in another directory and keep all"
     )
 
 

@@ -29,7 +29,10 @@ LAYOUT = re.compile(
 THIN = r"(?:\\[,!;:]|\{,\}|,\\!)"
 GROUPED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{THIN}+\d{{3}})+(?!\d)")
 WIDE_SPACE = re.compile(r"\\q?quad(?![a-z])|(?<!\\)(?:\\[ ;:()\[\]]|[$~])")
-REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|overbar)\s*(?:\{(\d+)\}|(\d))")
+REPEATING = re.compile(
+    r"(?<![\d.])(\d{0,400})\.(\d{0,400})\\(?:overline|bar|overbar)\s*(?:\{(\d{1,400})\}|(\d))", re.ASCII
+)
+"""Longer ones are no answers, and Python makes no integer of more than 4,300 digits."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
