@@ -165,3 +165,13 @@ def test_what_is_disabled_is_not_imported_in_the_child_either(
     fake_environment.install("bad-dist", LEAVES)
     assert statuses()["bad-dist"][0] == "disabled"
     assert num_children() == 0
+
+
+def test_files_in_the_current_directory_are_not_taken_for_modules(
+    fake_environment: Any, only_these: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_environment.install("bad-dist", LEAVES)
+    monkeypatch.chdir(tmp_path)
+    Path("random.py").write_text("raise SystemExit('not the one of the standard library')")
+    [(status, _)] = statuses().values()
+    assert status == "failed"

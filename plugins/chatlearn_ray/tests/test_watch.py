@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_ray import watch
+from chatlearn_ray import guard, watch
 from chatlearn_ray.watch import RayWatch
 
 HERE = "00ff"
@@ -129,7 +129,9 @@ watch.RayWatch(
     owned={"raylet": int(sys.argv[2])}, silence_s=0.6, sentence="Lost: {reason}!", page=Path(sys.argv[3]),
     on_lost=lambda sentence: os._exit(1),
 )
-print("watching", flush=True)
+forked = os.fork() if "forks" in sys.argv else 0
+if forked or "forks" not in sys.argv:
+    print("watching", forked, flush=True)
 time.sleep(60)
 """
 
@@ -141,7 +143,7 @@ def test_the_guard_outlives_the_driver(first: str, process: subprocess.Popen[byt
     arguments = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), str(process.pid), str(page)]
     driver = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert driver.stdout is not None
-    assert driver.stdout.readline() == "watching\n"
+    assert driver.stdout.readline() == "watching 0\n"
     (driver if first == "driver" else process).kill()
     assert process.wait(30) == -signal.SIGKILL
     _, words = driver.communicate(timeout=30)
@@ -162,3 +164,73 @@ def test_nothing_is_watched_any_more_once_it_is_closed(
     assert one._guard.returncode == 0
     assert process.poll() is None, "a driver that leaves in order ends its Ray itself"
     assert said.empty()
+
+
+def test_the_guard_notices_the_end_of_a_driver_whose_pipe_something_that_it_forked_holds_open(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    arguments = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), str(process.pid), str(tmp_path / "page")]
+    driver = subprocess.Popen([*arguments, "forks"], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    forked = int(driver.stdout.readline().removeprefix("watching "))
+    try:
+        driver.kill()
+        assert process.wait(30) == -signal.SIGKILL
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        driver.communicate(timeout=30)
+
+
+def test_a_driver_that_ends_its_ray_itself_has_lost_nothing(
+    make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
+) -> None:
+    make(raylet=process.pid).leaving()
+    process.kill()
+    with pytest.raises(queue.Empty):
+        said.get(timeout=1)
+
+
+def test_a_run_that_is_suspended_as_a_whole_is_left_alone(
+    process: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-Z stops the driver and the Ray that it started, but not the guard."""
+
+    def signalled(number: signal.Signals, *processes: subprocess.Popen[bytes]) -> None:
+        for one in processes:
+            one.send_signal(number)
+            os.waitid(os.P_PID, one.pid, os.WSTOPPED if number == signal.SIGSTOP else os.WCONTINUED)
+
+    driver = subprocess.Popen(["sleep", "120"])
+    try:
+        facts = {"watched": {"its raylet": process.pid}, "owned": [], "raylet": None, "worker_mark": ""}
+        facts |= {"driver": driver.pid, "silence_s": 0.6, "sentence": "Lost: {reason}!", "page": str(tmp_path / "page")}
+        one = guard.Guard(facts)
+        signalled(signal.SIGSTOP, driver, process)
+        for _ in range(5):
+            one._look()
+        assert capsys.readouterr().out == ""
+
+        signalled(signal.SIGCONT, driver)
+        for _ in range(3):
+            one._look()
+        assert "has been stopped" in capsys.readouterr().out
+
+        signalled(signal.SIGSTOP, driver)
+        one._deadline = 0.0
+        one._look()
+        assert driver.poll() is None, "it could not hear"
+        signalled(signal.SIGCONT, driver)
+        one._deadline = 0.0
+        one._look()
+        assert driver.wait(30) == -signal.SIGKILL
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> Iterator[Path]:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(Path, "glob", gone)
+    assert guard.children_of(os.getpid()) == set()

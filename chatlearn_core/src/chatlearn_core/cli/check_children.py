@@ -125,7 +125,7 @@ def _one_child(
     }
     try:
         child = subprocess.Popen(
-            [sys.executable, "-c", "from chatlearn_core.cli.check_entries import main; main()"],
+            [sys.executable, "-P", "-c", "from chatlearn_core.cli.check_entries import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(writing, stacks.descriptor),

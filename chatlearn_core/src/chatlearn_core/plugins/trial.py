@@ -121,7 +121,7 @@ def _one_child(sources: Sources, limit_s: float) -> tuple[list[str], tuple[str |
         }
         try:
             child = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                [sys.executable, "-P", "-c", f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -246,6 +246,8 @@ class Cluster:
                 for group in groups.values():
                     remove_placement_group(group)
                 if self._owns:
+                    if watch is not None:
+                        watch.leaving()
                     with _own_signal_handlers():
                         ray.shutdown()
         finally:

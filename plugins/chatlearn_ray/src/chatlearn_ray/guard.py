@@ -3,10 +3,10 @@
 Ray's own processes notice the end of the driver after half a minute, or not at all; and where Ray's node manager (the
 raylet) is gone, Ray ends the driver from C++ code, so that no handler there can say why.
 
-The driver writes to this program's input: a line of JSON with what to watch; later ``bye``, or ``end`` to end its Ray.
-This program writes ``lost`` with a sentence when a watched process has ended or been stopped, which the driver answers
-with ``heard``, and ``ended``. Standard library
-only, run by its path: it starts in milliseconds.
+The driver writes to this program's input: a line of JSON with what to watch; later ``leaving`` before it ends its Ray
+itself, and ``bye``, or ``end`` to have its Ray ended. This program writes ``lost`` with a sentence when a watched
+process has ended or been stopped, which the driver answers with ``heard``, and ``ended``. Standard library only, run by
+its path: it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ WORKERS_S = 5.0
 """What workers and what they started get to clean up once Ray is gone."""
 DEATH_S = 5.0
 STOPPED = "T"
+_SUSPENDED = (STOPPED, "t")
+"""Also by a debugger."""
 
 
 class Guarded:
@@ -58,11 +60,16 @@ class Guarded:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
-    def problem(self, silence_s: float) -> str | None:
-        """What is wrong with it, if it has ended or been stopped for so long; asked every ``LOOK_S``."""
+    def problem(self, silence_s: float, *, may_stop: bool) -> str | None:
+        """What is wrong with it, if it has ended or been stopped for so long; asked every ``LOOK_S``.
+
+        Args:
+            silence_s: how long it may be stopped.
+            may_stop: whether the time now does not count.
+        """
         if self.has_ended:
             return f"{self.name} (process {self.pid}) has ended"
-        self._num_stopped = self._num_stopped + 1 if state_of(self.pid) == STOPPED else 0
+        self._num_stopped = self._num_stopped + 1 if state_of(self.pid) == STOPPED and not may_stop else 0
         if self._num_stopped * LOOK_S > silence_s:
             return f"{self.name} (process {self.pid}) has been stopped (SIGSTOP) for {silence_s:g} s"
         return None
@@ -79,9 +86,10 @@ def state_of(pid: int) -> str:
 def children_of(pid: int) -> set[int]:
     """Processes that one has started, and that have not left it."""
     children: set[int] = set()
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            children |= {int(child) for child in thread.read_text().split()}
+    with suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has ended
+                children |= {int(child) for child in thread.read_text().split()}
     return children
 
 
@@ -129,6 +137,9 @@ class Guard:
             ends = [] if self._lost is not None else [d for process in self._watched for d in process.descriptors]
             readable = select.select([sys.stdin.fileno(), *ends], [], [], LOOK_S)[0]
             if sys.stdin.fileno() not in readable:
+                if self._driver.has_ended:  # something it forked holds its end of the pipe open
+                    self._driver_is_gone()
+                    return
                 self._look()
                 continue
             data = os.read(sys.stdin.fileno(), 4096)
@@ -139,7 +150,9 @@ class Guard:
             for line in lines:
                 if line == b"bye":
                     return
-                if line == b"heard":
+                if line == b"leaving":
+                    self._watched = []
+                elif line == b"heard":
                     self._deadline = time.monotonic() + PATIENCE_S
                 else:
                     assert line == b"end", line
@@ -151,8 +164,12 @@ class Guard:
             children = children_of(self._raylet) - self._children.keys()
             kept = {pid: child for pid, child in self._children.items() if not child.has_ended}
             self._children = kept | {pid: Guarded("", pid) for pid in children}
+        is_suspended = state_of(self._driver.pid) in _SUSPENDED
+        if is_suspended:  # by Ctrl-Z, and its Ray with it: it hears nothing, and cannot end either
+            self._deadline = max(self._deadline, time.monotonic() + HEARD_S)
         if self._lost is None:
-            reason = next((p for process in self._watched if (p := process.problem(self._silence_s))), None)
+            problems = (process.problem(self._silence_s, may_stop=is_suspended) for process in self._watched)
+            reason = next(filter(None, problems), None)
             if reason is not None:
                 self._lost, self._deadline = self._sentence.replace("{reason}", reason), time.monotonic() + HEARD_S
                 _say({"lost": self._lost})

@@ -85,6 +85,10 @@ class RayWatch:
         """This process is not held up by a call of Ray's, and ends by itself."""
         self._write("heard")
 
+    def leaving(self) -> None:
+        """From now on this process ends its Ray itself: that its processes end is no loss."""
+        self._write("leaving")
+
     def end_ray(self) -> None:
         """End the Ray that was started here, whatever state it is in; blocks for seconds."""
         self._write("end")
