@@ -79,6 +79,17 @@ BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
     "a logprob too many": (completion(logprobs=np.zeros(4, np.float32)), "logprobs has 4 entries for 3 tokens"),
     "a raw logprob too few": (completion(raw_logprobs=np.zeros(2, np.float32)), "raw_logprobs has 2 entries for 3"),
     "token data too short": (completion(token_data={"experts": np.zeros(2)}), "token_data 'experts' has 2 entries for"),
+    "token data as a list": (
+        completion(token_data={"experts": [0, 0, 0]}),
+        "token_data 'experts' is a list, not an arr",
+    ),
+    "no token data": (completion(token_data=None), "token_data is a NoneType, not a Mapping"),
+    "no spans": (completion(version_spans=None), "version_spans is a NoneType, not a Sequence"),
+    "no sampling": (completion(sampling=None), "sampling is a NoneType, not a SamplingParams"),
+    "another temperature": (
+        completion(sampling=SamplingParams(4, temperature=0.7)),
+        r"it was sampled from .*temperature=0\.7.*, and .* was asked for",
+    ),
     "no basis": (completion(basis="raw"), "basis is a str, not a LogprobBasis"),
     "text of bytes": (completion(text=b"abc"), "text is a bytes"),
     "an unknown reason": (completion(finish_reason="eos"), "finish_reason is 'eos'; it is one of stop, length, abort"),

@@ -26,6 +26,7 @@ from chatlearn_core.types import (
     OutputRequest,
     RewardResult,
     Sample,
+    SamplingParams,
     TrainBatch,
     VersionSpan,
 )
@@ -72,6 +73,15 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         return f"a {type(completion).__name__} was returned, not a Completion"
     if completion.request_id != request.id:
         return f"request_id is {completion.request_id!r}"
+    for name, value, kind in (
+        ("sampling", completion.sampling, SamplingParams),
+        ("version_spans", completion.version_spans, Sequence),
+        ("token_data", completion.token_data, Mapping),
+    ):
+        if not isinstance(value, kind):
+            return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
+    if completion.sampling.basis != request.sampling.basis:
+        return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
     arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     if completion.raw_logprobs is not None:
         arrays["raw_logprobs"] = completion.raw_logprobs
@@ -83,6 +93,8 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
             return f"{name} has shape {values.shape} and dtype {values.dtype}; it is one dimension of {what}"
     length = len(completion.token_ids)
     for name, values in (arrays | _data_of(completion)).items():
+        if not isinstance(values, np.ndarray | StoredArray):
+            return f"{name} is a {type(values).__name__}, not an array"
         if len(values) != length:
             return f"{name} has {len(values)} entries for {length} tokens"
     if not isinstance(completion.basis, LogprobBasis):
