@@ -4,6 +4,7 @@ from transformers import AutoConfig
 
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hf.tiny_architectures import build_tiny
 from chatlearn_hf.training_noise import configured_noise, start_training
 
 NOISY = {
@@ -22,7 +23,8 @@ def model(request, tmp_path):
 
 
 def logits(model):
-    return model(input_ids=torch.arange(20)[None] * 7 % 300, use_cache=False).logits
+    token_ids = torch.arange(20)[None] * 7 % min(300, model.config.vocab_size)
+    return model(input_ids=token_ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -40,6 +42,15 @@ def test_training_computes_as_evaluating_does_to_the_bit(model, recompute) -> No
         assert torch.equal(found, expected)
         found.sum().backward()
         assert len(calls) == (2 if recompute else 1), "a layer is computed again in the backward pass"
+
+
+def test_layers_that_read_the_configuration_as_they_compute_are_quiet_too() -> None:
+    model = build_tiny("falcon", attention_dropout=0.3, hidden_dropout=0.3)
+    expected = logits(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    start_training(model, noise=False)
+    assert torch.equal(logits(model), expected)
+    assert model.config.hidden_dropout == 0.3, "the model's own configuration stays as it is exported"
 
 
 def test_noise_is_there_where_it_is_asked_for(model) -> None:

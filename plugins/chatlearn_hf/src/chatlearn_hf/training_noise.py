@@ -7,6 +7,7 @@ nothing. Training therefore computes as evaluating does, unless noise is asked f
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -46,9 +47,15 @@ def start_training(model: nn.Module, *, noise: bool) -> None:
         elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             # transformers recomputes a layer only in training mode; its submodules stay as they are.
             module.training = True
-            for setting, value in vars(module).items():
+            for setting, value in list(vars(module).items()):
                 if _is_noise(setting) and isinstance(value, float):
                     setattr(module, setting, 0.0)
+                elif setting == "config" and (noisy := configured_noise(value)):  # Falcon reads it as it computes
+                    quiet = copy.copy(value)
+                    for name in noisy:
+                        asked: Any = getattr(quiet, name, 0.0)
+                        setattr(quiet, name, type(asked)(0))
+                    module.config = quiet
 
 
 def _is_noise(name: str) -> bool:
