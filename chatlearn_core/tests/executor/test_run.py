@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -499,6 +500,32 @@ async def test_nothing_newer_is_deleted_unasked(training: Training) -> None:
     await branch.run.train(older)
     assert branch.model == first.model
     assert files_of(first.run_dir) == before
+
+
+async def test_a_checkpoint_of_another_run_is_not_mixed_into_a_directory_that_holds_one(training: Training) -> None:
+    first, other = training("a"), training("b", every=0)
+    await first.run.train()
+    await other.run.train()
+    before = files_of(other.run_dir)
+    foreign = first.run_dir / "checkpoints" / "step_00000002"
+    for rewind in (False, True):
+        with pytest.raises(CheckpointError, match="holds a run that did not go on from there"):
+            await training("b", every=0).run.train(foreign, rewind=rewind)
+        assert files_of(other.run_dir) == before
+
+
+async def test_a_branch_that_was_stopped_before_its_first_checkpoint_begins_again(training: Training) -> None:
+    first = training("a")
+    await first.run.train()
+    older = first.run_dir / "checkpoints" / "step_00000002"
+    await training("b", every=0).run.train(older)
+    branch = first.run_dir.parent / "b"
+    (branch / "summary.json").unlink()  # as if it had been killed before its first checkpoint
+    shutil.rmtree(branch / "checkpoints")
+    again = training("b", every=0)
+    await again.run.train(older)
+    assert again.model == first.model
+    assert again.steps == [3, 4, 5]
 
 
 async def test_a_damaged_checkpoint_is_put_aside(training: Training) -> None:

@@ -17,6 +17,8 @@ from chatlearn_core.runtime.plan import RunPlan
 
 ResumeMode = Literal["auto", "never"]
 
+BRANCHED_FROM = "branched_from.txt"
+"""In a run directory: the checkpoint of another directory that its run went on from."""
 MAY_CHANGE = (
     "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
     "roles.*.ranks", "roles.*.replicas", "roles.*.device", "rollout.max_retries",
@@ -96,6 +98,7 @@ def find_resume_point(
     may_change: Collection[str] = (),
     rewind: bool = False,
     command: str = "chatlearn run",
+    branched_from: str | None = None,
 ) -> ResumePoint:
     """Decide where the run starts.
 
@@ -110,10 +113,13 @@ def find_resume_point(
         may_change: settings that may differ, beside ``MAY_CHANGE``.
         rewind: whether checkpoints newer than that may be deleted, with their metrics and rollouts.
         command: what starts the run, for messages.
+        branched_from: the checkpoint of another directory that this directory's run went on from, if it did; it may go
+            on from there again.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings; going on from it
-            would delete newer ones, and ``rewind`` is not set; none of the run's checkpoints can be read.
+            would delete newer ones, and ``rewind`` is not set; it is another directory's, and this one holds a run of
+            its own; none of the run's checkpoints can be read.
         ConfigError: nothing is left to do, or the directory holds a run that may not be resumed.
     """
     notes: list[str] = []
@@ -122,6 +128,12 @@ def find_resume_point(
     checkpoint: Checkpoint | None
     if isinstance(resume, Path):
         named = checkpoint = _named_checkpoint(resume, store)
+        is_mine = branched_from == str(named.path.resolve())
+        if is_foreign(named, store) and not is_mine and (has_metrics or store.complete()):
+            raise CheckpointError(
+                f"--resume names {named.path}, and {store.directory.parent} holds a run that did not go on from there: "
+                "the two would be mixed. Nothing was changed. Choose another output_dir, or leave --resume out"
+            )
         newer = store.steps_after(named.step)
         if newer and not rewind:
             raise _would_delete(resume, named, store.directory.parent, newer, command)
@@ -161,6 +173,11 @@ def find_resume_point(
             "new length"
         )
     return ResumePoint(checkpoint, notes)
+
+
+def is_foreign(checkpoint: Checkpoint, store: CheckpointStore) -> bool:
+    """Whether a checkpoint lies in another run's directory."""
+    return checkpoint.path.resolve().parent != store.directory.resolve()
 
 
 def _would_delete(

@@ -29,7 +29,14 @@ from chatlearn_core.executor.loggers import build_loggers
 from chatlearn_core.executor.metrics_line import epochs, sync_metrics, throughput, values
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
-from chatlearn_core.executor.resume import ResumeMode, find_resume_point, layout_settings, lock_run_directory
+from chatlearn_core.executor.resume import (
+    BRANCHED_FROM,
+    ResumeMode,
+    find_resume_point,
+    is_foreign,
+    layout_settings,
+    lock_run_directory,
+)
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.pending import num_samples
 from chatlearn_core.executor.rollouts.saved import load_pending
@@ -97,7 +104,10 @@ class Run:
                 may_change=layout_settings(self.assembly.plan),
                 rewind=rewind,
                 command=command or f"chatlearn run {self.assembly.loaded.source}",
+                branched_from=self.directory.read_text(BRANCHED_FROM),
             )
+            if point.checkpoint is not None and is_foreign(point.checkpoint, self.store):
+                self.directory.write_text(BRANCHED_FROM, str(point.checkpoint.path.resolve()))
             for note in point.notes:
                 self.journal.say(note, "resume", note=note)
             self._write_static_files()

@@ -206,6 +206,15 @@ class RunDirectory:
         """Write a text file at once or not at all. What UTF-8 cannot hold is written as an escape."""
         self._replace(self.path / name, text.encode("utf-8", "backslashreplace"))
 
+    def read_text(self, name: str) -> str | None:
+        """What ``write_text`` wrote; None where there is no such file."""
+        try:
+            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ChatLearnError(f"cannot read {self.path / name}: {error.strerror or error}") from error
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         try:
