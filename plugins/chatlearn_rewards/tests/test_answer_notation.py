@@ -21,6 +21,8 @@ from chatlearn_rewards.answer_notation import in_plain_latex, in_plain_prose, in
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
         (r"\displaystyle 5", "5"),
         ("3e", "3e"),
+        (r"12\ 345", "12345"),
+        (r"\boldsymbol{5}", "{5}"),
         ("2e5x", "2e5x"),
     ],
 )
@@ -52,6 +54,9 @@ def test_repeating_decimals_have_the_value_of_their_series(whole, once, cycle):
         (r"1 \ge x > 0", "(0,1]"),
         ("x > 3", r"(3,\infty)"),
         (r"x \leq -2", r"(-\infty,-2]"),
+        (r"0 \leqslant x < 1", "[0,1)"),
+        (r"2 \geq x", r"(-\infty,2]"),
+        ("3 < x", r"(3,\infty)"),
         ("0 < x > 1", None),
         ("x = 3", None),
         ("5", None),

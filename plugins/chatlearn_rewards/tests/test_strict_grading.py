@@ -25,6 +25,16 @@ GAMED = [
     (r"\boxed{1/2006!}", "1/2004!"),
     (r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2004!}"),
     (r"\boxed{1 2}", "3"),
+    ("It is false that the answer is 3", "3"),
+    ("It is anything but 3", "3"),
+    ("It is less than 3", "3"),
+    ("3 is not the answer", "3"),
+    (r"\boxed{3\text{ m/s}}", r"3\text{ km/h}"),
+    (r"\boxed{3\mathrm{N}}", r"3\mathrm{J}"),
+    (r"\boxed{3\text{ euros}}", r"\$3"),
+    (r"\boxed{3^\circ}", r"3\text{ rad}"),
+    (r"\boxed{3\text{ apples}}", r"3\text{ oranges}"),
+    (r"\boxed{101_2}", "101_3"),
 ]
 """What math-verify calls equal and no teacher would."""
 
@@ -39,6 +49,14 @@ def test_what_games_the_grader_is_refused(completion, truth):
     ("completion", "truth"),
     [
         ("It is not 4, but 3", "3"),
+        ("The probability that they do not meet is 1/2.", "1/2"),
+        ("The number of students who did not pass is 12.", "12"),
+        ("The answer is 3, which is not 4.", "3"),
+        ("Thus 12 students didn't pass.", "12"),
+        (r"\boxed{18\text{ different ways}}", r"18\text{ ways.}"),
+        (r"\boxed{3\text{ apple}}", r"3\text{ apples}"),
+        (r"\boxed{30^\circ}", r"30\text{ degrees}"),
+        (r"\boxed{101_2}", "101_{2}"),
         ("There are 3 apples, 4 pears and 7 in total", "7"),
         ("first 7, then 8", "8"),
         ("So 2*3 = 6", "6"),

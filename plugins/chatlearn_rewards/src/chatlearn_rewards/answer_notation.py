@@ -24,9 +24,9 @@ SYMBOLS = {
 RADICAL = re.compile(r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\w+))")
 COLOUR = re.compile(r"\\(?:color|colorbox|textcolor|cellcolor)\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}")
 LAYOUT = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|rm|it|sf|Large|large|small)(?![A-Za-z])"
+    r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|boldsymbol|bm|bf|rm|it|sf|Large|large|small)(?![A-Za-z])"
 )
-THIN = r"(?:\\[,!;:]|\{,\}|,\\!)"
+THIN = r"(?:\\[,!;: ]|\{,\}|,\\!)"
 GROUPED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{THIN}+\d{{3}})+(?!\d)")
 WIDE_SPACE = re.compile(r"\\q?quad(?![a-z])|(?<!\\)(?:\\[ ;:()\[\]]|[$~])")
 REPEATING = re.compile(
@@ -36,9 +36,10 @@ REPEATING = re.compile(
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
-RELATION = r"(\\leq?(?![A-Za-z])|\\geq?(?![A-Za-z])|<|>)"
+RELATION = r"(\\leq?(?:slant)?(?![A-Za-z])|\\geq?(?:slant)?(?![A-Za-z])|<|>)"
 BOUND = r"([^<>=,]+?)"
 CHAINED = re.compile(rf"\s*{BOUND}\s*{RELATION}\s*([A-Za-z])\s*{RELATION}\s*{BOUND}\s*")
+MIRRORED = re.compile(rf"\s*{BOUND}\s*{RELATION}\s*([A-Za-z])\s*")
 ONE_SIDED = re.compile(rf"\s*([A-Za-z])\s*{RELATION}\s*{BOUND}\s*")
 
 
@@ -77,11 +78,18 @@ def interval(answer: str) -> str | None:
         return f"{_bracket(first, '[', '(')}{low},{high}{_bracket(second, ']', ')')}"
     bounded = ONE_SIDED.fullmatch(answer)
     if bounded:
-        _, relation, bound = bounded.groups()
-        if _is_less(relation):
-            return rf"(-\infty,{bound}{_bracket(relation, ']', ')')}"
-        return rf"{_bracket(relation, '[', '(')}{bound},\infty)"
+        return _half_line(_is_less(bounded[2]), bounded[2], bounded[3])
+    mirrored = MIRRORED.fullmatch(answer)
+    if mirrored:
+        return _half_line(not _is_less(mirrored[2]), mirrored[2], mirrored[1])
     return None
+
+
+def _half_line(is_below: bool, relation: str, bound: str) -> str:
+    """All values below or above a bound."""
+    if is_below:
+        return rf"(-\infty,{bound}{_bracket(relation, ']', ')')}"
+    return rf"{_bracket(relation, '[', '(')}{bound},\infty)"
 
 
 def _is_less(relation: str) -> bool:

@@ -27,7 +27,13 @@ NUMBER = re.compile(
     re.VERBOSE | re.ASCII,
 )
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
+SPACED_THOUSANDS = re.compile(r"(?<=\d)[ \u00a0\u2009\u202f](?=\d{3}(?!\d))")
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", re.ASCII)
+NOT_ONE = re.compile(
+    r"^\W*\bnot\b|^[^\w#]*[-\u2212]?[\d.,]+(?:\s*(?:\||=|\^|\*\*?|\u00d7|\u00b7)\s*[-\u2212]?[\d.]|\s+\d+(?![\d.,]*\s?/))",
+    re.ASCII | re.IGNORECASE,
+)
+"""After the marker: a negation, a number that goes on as an expression, or a second number beside the first."""
 SEVERAL = re.compile(r"[-\u2212]?[\d.,/]*\d\s*(?:,|;|\bor\b|\band\b)\s*[-\u2212]?\.?\d[\d.,/]*[\s\])}.!]*$", re.ASCII)
 """At the end of a text: values side by side, which are guesses and no answer."""
 TAIL_CHARACTERS = 2000
@@ -87,7 +93,8 @@ def answered_number(text: str, *, strict: bool) -> Fraction | None:
         line = LATEX_FRACTION.sub(r"\1/\2", tail.lstrip().split("\n", 1)[0][:TAIL_CHARACTERS])
         found = NUMBER.search(line)
         if found:
-            return None if _is_list(line) else _fraction(found)
+            line = SPACED_THOUSANDS.sub("", line)
+            return None if _is_list(line) or NOT_ONE.search(line) else _fraction(NUMBER.search(line) or found)
     if strict:
         return None
     end = LATEX_FRACTION.sub(r"\1/\2", text[-TAIL_CHARACTERS:])

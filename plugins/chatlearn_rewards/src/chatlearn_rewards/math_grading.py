@@ -81,10 +81,12 @@ def _statement_is_right(completion: str, gold: str, strict: bool) -> bool:
     tail = in_plain_prose(completion[-TAIL_CHARACTERS:])
     if len(completion) <= MAX_ANSWER_CHARACTERS and _plain(tail) == _plain(gold):
         return True
-    answered = parse(tail, EXTRACTION, parsing_timeout=NO_LIMIT)
-    if not answered or not verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT):
-        return False
-    return not strict or objection_to_statement(tail, gold) is None
+
+    def equals(text: str) -> bool:
+        answered = parse(text, EXTRACTION, parsing_timeout=NO_LIMIT)
+        return bool(answered) and verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT)
+
+    return equals(tail) and (not strict or objection_to_statement(tail, gold, equals) is None)
 
 
 def _readings(gold: str, answer: str) -> Iterator[tuple[str, str]]:

@@ -16,19 +16,28 @@ from typing import Any
 from sympy import Basic, FiniteSet, Interval, Tuple
 from sympy.core.expr import Expr
 
+from chatlearn_rewards.final_answer import CONTEXT_CHARACTERS
+
 RELATIVE_TOLERANCE = 1e-5
 """Of two numbers that stand for the same value. math-verify compares six decimals, so tiny numbers are all alike."""
 
-NEGATION = r"(?:\b(?:not|never|neither|nor|cannot|wrong|incorrect)\b|n't\b|\\neq?(?![A-Za-z])|\\not(?![A-Za-z])|≠)"
+NEGATION = (
+    r"(?:\b(?:not|never|neither|nor|cannot|wrong|incorrect|false|anything but|other than|less than|more than|"
+    r"fewer than|greater than)\b|n't\b|\\neq?(?![A-Za-z])|\\not(?![A-Za-z])|≠)"
+)
 NEGATED_END = re.compile(rf"{NEGATION}[\s$(\\\[*:]*$", re.IGNORECASE)
 NEGATED = re.compile(NEGATION, re.IGNORECASE)
+STATES = re.compile(r"\b(?:is|are|was|were|equals?|be)\b|[=:]", re.IGNORECASE)
+"""Between a negation and a value: then what is negated is not the value ("those who did not pass are 12")."""
+FALSE_THAT = re.compile(r"\b(?:false|untrue|not true|wrong|incorrect) that\b[^.!?\n]*$", re.IGNORECASE)
+DENIED = re.compile(r"[\s$.]*(?:is|are|was|were)(?:\s+(?:not|never|wrong|incorrect|false)\b|n't\b)", re.IGNORECASE)
 VALUE = r"(?:[-+−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?)"
 HAS_VALUE = re.compile(r"\d|\$[^$]|\\\(")
 SEPARATOR = r"\s*(?:,\s*(?:and|or)?|;|\bor\b|\band\b)\s*"
 GUESSES = re.compile(rf"{VALUE}(?:{SEPARATOR}{VALUE})+(?=[\s.!?)*]*$)")
 PHRASE = re.compile(r"\banswers?\b(?:\s+(?:is|are))?\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-CLAUSE_END = re.compile(r"[,;:]\s|\bbut\b")
+CLAUSE_END = re.compile(r"[,;:]\s|(?<!anything )\bbut\b", re.IGNORECASE)
 EQUALS = re.compile(
     r"(?<![<>!:\\])=|\\(?:approx|equiv|simeq|cong|to|implies|Rightarrow|rightarrow|iff)(?![A-Za-z])|≈|⇒|→"
 )
@@ -44,8 +53,8 @@ UNIT_NAMES = {
     "t": "tons? tonnes?",
     "ms": "milliseconds?", "s": "secs? seconds?", "min": "mins? minutes?", "h": "hrs? hours?", "day": "days",
     "week": "weeks", "month": "months", "year": "years", "l": "liters? litres?", "ml": "milliliters? millilitres?",
-    "gal": "gallons?", "mph": "", "dollar": "dollars", "cent": "cents", "degree": "degrees", "rad": "radians?",
-    "%": "percent",
+    "gal": "gallons?", "mph": "", "dollar": "dollars", "euro": "euros", "cent": "cents", "degree": "degrees",
+    "rad": "radians?", "%": "percent",
 }  # fmt: skip
 """Canonical name of a unit -> other ways to write it, as patterns."""
 UNIT_OF = re.compile(
@@ -58,6 +67,9 @@ UNIT_OF = re.compile(
     re.IGNORECASE,
 )
 UNITS = tuple(UNIT_NAMES)
+SYMBOLS = frozenset(unit + power for unit in UNITS for power in ("", "^2", "^3"))
+TRAILING_TEXT = re.compile(r"[\d})]\s*\\(?:text|textrm|mathrm|textbf|mbox)\s*\{([^{}\d]*)\}[\s.]*$")
+BASE = re.compile(r"[\dA-Fa-f]_\{?(\d+)\}?[\s.]*$")
 
 
 def objection_to_context(before: str) -> str | None:
@@ -65,16 +77,25 @@ def objection_to_context(before: str) -> str | None:
     return "it is negated" if NEGATED_END.search(before) else None
 
 
-def objection_to_statement(text: str, gold: str) -> str | None:
-    """Why the last statement of a completion without a marked answer names no single answer, or None."""
+def objection_to_statement(text: str, gold: str, equals: Callable[[str], bool]) -> str | None:
+    """Why the last statement of a completion without a marked answer names no single answer, or None.
+
+    Args:
+        text: the end of the completion.
+        gold: in plain LaTeX.
+        equals: whether the last expression of a piece of text equals ``gold``.
+    """
     statement = _last_statement(text)
     if statement is None:
         return None
+    if FALSE_THAT.search(text[: text.rfind(statement)][-CONTEXT_CHARACTERS:]):
+        return "it is said to be false"
     guesses = GUESSES.search(statement)
     if guesses and len(re.findall(VALUE, guesses[0])) not in _element_counts(gold):
         return "it lists several values"
     clauses = [clause for clause in CLAUSE_END.split(statement) if HAS_VALUE.search(clause)]
-    if clauses and NEGATED.search(clauses[-1]) and not NEGATED.search(gold):
+    meant = [clause for clause in clauses if equals(clause)] or clauses[-1:]
+    if not NEGATED.search(gold) and meant and all(_denies(clause) for clause in meant):
         return "it is negated"
     return _unequal_numbers(statement)
 
@@ -96,14 +117,28 @@ def objection_to_answer(answer: str, gold: str, parse: Callable[[str], Sequence[
             return "it has another number of elements"
         if answer.lstrip().startswith("\\{") and gold.lstrip().startswith("("):
             return "it is a set where an ordered tuple is right"
-    units = _unit(answer), _unit(gold)
-    if None not in units and units[0] != units[1]:
-        return f"its unit is {units[0]}, not {units[1]}"
+    unit, gold_unit = _unit(answer), _unit(gold)
+    if unit is not None and gold_unit is not None and _differ(unit, gold_unit):
+        return f"its unit is {unit}, not {gold_unit}"
+    bases = BASE.search(answer), BASE.search(gold)
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return f"it is in base {bases[0][1]}, not {bases[1][1]}"
     reason = _unequal_numbers(answer)
     if reason is not None:
         return reason
     values = parse(gold), parse(answer)
     return None if _close(*values) else "it is another number"
+
+
+def _denies(clause: str) -> bool:
+    """Whether a clause says what the answer is not: a negation right before its last value, or right after it."""
+    values = list(re.finditer(VALUE, clause))
+    if not values:
+        return bool(NEGATED.search(clause))
+    before, after = clause[: values[-1].start()], clause[values[-1].end() :]
+    negations = list(NEGATED.finditer(before))
+    negated = bool(negations) and not STATES.search(before, negations[-1].end())
+    return negated or bool(DENIED.match(after)) or bool(FALSE_THAT.search(before))
 
 
 def _last_statement(text: str) -> str | None:
@@ -176,17 +211,33 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _unit(answer: str) -> str | None:
-    """The unit at the end of an answer, such as ``cm^2``; None without one."""
-    text = WRAPPED_TEXT.sub(r" \1 ", answer).replace("\\%", "%").rstrip(" .")
+    """The unit at the end of an answer, such as ``cm^2`` or ``apple``; None without one.
+
+    Units with a symbol are recognised however they are written; other words only inside ``\\text{}`` and the like,
+    since bare letters may be variables.
+    """
     if "\\$" in answer:
         return "dollar"
+    text = WRAPPED_TEXT.sub(r" \1 ", answer.replace("^\\circ", " degrees")).replace("\\%", "%").rstrip(" .")
     found = UNIT_OF.search(text)
-    if found is None or not re.search(r"[\d})%]\s*$", text[: found.start()] or " "):
-        return None
-    name = next(unit for index, unit in enumerate(UNITS) if found[f"u{index}"] is not None)
-    before = (found["before"] or "").lower()
-    power = found["power"] or {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}.get(before)
-    return f"{name}^{power}" if power else name
+    if found is not None and re.search(r"[\d})%]\s*$", text[: found.start()] or " "):
+        name = next(unit for index, unit in enumerate(UNITS) if found[f"u{index}"] is not None)
+        before = (found["before"] or "").lower()
+        power = found["power"] or {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}.get(before)
+        return f"{name}^{power}" if power else name
+    wrapped = TRAILING_TEXT.search(answer)
+    return wrapped[1].strip(" .").lower() or None if wrapped else None
+
+
+def _differ(left: str, right: str) -> bool:
+    """Whether two units are not the same: symbols by name, words if they have none in common."""
+    if left in SYMBOLS and right in SYMBOLS:
+        return left != right
+    return not _words(left) & _words(right)
+
+
+def _words(unit: str) -> set[str]:
+    return {word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+(?:/[^\W\d_]+)*|\S+", unit)}
 
 
 def _close(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
