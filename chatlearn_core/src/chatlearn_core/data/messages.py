@@ -21,7 +21,7 @@ def checked_prompt(prompt: str | Sequence[Message]) -> tuple[Mapping[str, Any], 
     last = messages[-1]
     if last["role"] == "assistant":
         raise DataError("the prompt's last message is the assistant's, so nothing is left to generate")
-    if not text_of(last).strip():
+    if last["role"] != "tool" and not text_of(last).strip():  # a tool may return nothing
         raise DataError(f"the prompt's last message ({last['role']}) is empty")
     return messages
 
@@ -45,10 +45,14 @@ def checked_completion(completion: str | Sequence[Message]) -> tuple[Mapping[str
 def _well_formed(messages: Sequence[Message], what: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(messages, Sequence) or not messages:
         raise DataError(f"the {what} must be a string or a non-empty list of messages, not {messages!r:.60}")
+    formed: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
+        if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls"):
+            message = {"content": None, **message}  # a turn that only calls tools need not say anything
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f"message {index} of the {what} must have 'role' and 'content', not {message!r:.60}")
-    return tuple(dict(message) for message in messages)
+        formed.append(dict(message))
+    return tuple(formed)
 
 
 def single_text(completion: str | Sequence[Message], several_turns: bool) -> str:
