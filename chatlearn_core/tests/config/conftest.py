@@ -98,6 +98,7 @@ def make_registry() -> PluginRegistry:
         GeneratorSpec(
             name="transformers",
             channels=frozenset({"tensors"}),
+            devices=frozenset({"cpu", "cuda", "xpu"}),
             check_engine=f"{OPTIONS_MODULE}:engine_problems",
             **code("Empty"),
         ),

@@ -12,13 +12,15 @@ import pytest
 from chatlearn_core.exceptions import BackendError, CheckpointError
 from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore, read_checkpoint
 
+CONFIG = {"seed": 0, "train": {"steps": 10}}
+
 
 def make_store(tmp_path: Path, *, keep_last: int = 10, keep_best: int = 0) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep_last=keep_last, keep_best=keep_best)
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> None:
-    with store.write(step, {"metric": metric, "sampler": {"drawn": step}}) as directory:
+    with store.write(step, {"config": CONFIG, "metric": metric, "sampler": {"drawn": step}}) as directory:
         (directory / "roles" / "trainer").mkdir(parents=True)
         (directory / "roles" / "trainer" / "weights").write_bytes(bytes(range(100)) + bytes([step]))
         (directory / "note.txt").write_text(f"step {step}")
@@ -46,7 +48,7 @@ def test_there_is_none_at_first(tmp_path: Path) -> None:
 def test_before_the_block_ends_there_is_no_checkpoint(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     save(store, 1)
-    with store.write(2, {}) as directory:
+    with store.write(2, {"config": CONFIG}) as directory:
         (directory / "weights").write_text("half")
         found, _ = store.newest()
         assert found is not None
@@ -137,6 +139,31 @@ def damage_files(path: Path) -> str:
     return f"is not a complete checkpoint: {SEAL}"
 
 
+def damage_config(path: Path) -> str:
+    """Sealed by a program that stores no settings."""
+    _reseal(path, state={"sampler": {"drawn": 3}})
+    return f"is damaged: {SEAL} has no settings of its run (state.config)"
+
+
+def damage_train(path: Path) -> str:
+    """Settings without the length of the run."""
+    _reseal(path, state={"config": {"seed": 0, "train": [10]}})
+    return f"is damaged: {SEAL} has no settings of its run (state.config)"
+
+
+def damage_step(path: Path) -> str:
+    """Another step's checkpoint under this name."""
+    shutil.rmtree(path)
+    path.symlink_to("step_00000002")
+    return f"is damaged: {SEAL} is of step 2, and the directory's name says 3"
+
+
+def _reseal(path: Path, **changes: object) -> None:
+    seal = json.loads((path / SEAL).read_text()) | changes
+    del seal["sha256"]
+    (path / SEAL).write_text(json.dumps(seal))
+
+
 def damage_depth(path: Path) -> str:
     (path / SEAL).write_text("[" * 100_000)
     return f"is not a complete checkpoint: {SEAL}"
@@ -164,6 +191,9 @@ def damage_unreadable(path: Path) -> str:
         damage_format,
         damage_state,
         damage_files,
+        damage_config,
+        damage_train,
+        damage_step,
         damage_depth,
         damage_unreadable,
     ],
@@ -182,6 +212,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: o
     assert problem in problems[0]
     with pytest.raises(CheckpointError, match="step_00000003"):
         read_checkpoint(store.directory / "step_00000003")
+
+
+def test_a_checkpoint_that_was_copied_under_a_name_of_its_own_is_whole(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    save(store, 3)
+    shutil.copytree(store.directory / "step_00000003", tmp_path / "best")
+    assert read_checkpoint(tmp_path / "best").step == 3
 
 
 def test_if_all_are_damaged_each_is_named(tmp_path: Path) -> None:

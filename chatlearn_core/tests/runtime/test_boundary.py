@@ -68,6 +68,16 @@ def test_a_good_completion_passes() -> None:
     )
 
 
+def test_token_data_may_be_integers_masks_and_finite_numbers() -> None:
+    data = {
+        "experts": np.full((3, 2, 4), 2**62),
+        "masked": np.array([True, False, True]),
+        "margin": np.full((3, 2), np.finfo(np.float32).max, np.float32),
+        "nothing": np.zeros((3, 0), np.float32),
+    }
+    check_completion(completion(token_data=data, num_cached_tokens=2), REQUEST, ORIGIN)
+
+
 BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
     "no completion": (["tokens"], "a list was returned, not a Completion"),
     "another request's": (completion(request_id="p@1#1"), "request_id is 'p@1#1'"),
@@ -107,6 +117,54 @@ BAD_COMPLETIONS: dict[str, tuple[Any, str]] = {
     "a NaN": (completion(logprobs=np.array([-1, NAN, -1], np.float32)), "logprobs of token 1 is nan; .* at most 0"),
     "minus infinity": (completion(logprobs=np.array([-1, -1, -np.inf], np.float32)), "logprobs of token 2 is -inf"),
     "a probability": (completion(logprobs=np.array([-1, 0.5, -1], np.float32)), "logprobs of token 1 is 0.5"),
+    "token data of objects": (
+        completion(token_data={"notes": np.array(["a", None, 3], object)}),
+        "token_data 'notes' has dtype object; it is numbers or booleans",
+    ),
+    "token data of text": (completion(token_data={"notes": np.array(["a", "b", "c"])}), "'notes' has dtype <U1; it is"),
+    "token data without a dimension": (
+        completion(token_data={"margin": np.array(1.0)}),
+        r"token_data 'margin' has shape \(\); its first dimension is the tokens",
+    ),
+    "a NaN of token data": (
+        completion(token_data={"margin": np.array([[0.0, 1.0], [0.0, NAN], [0.0, 1.0]])}),
+        "token_data 'margin' of token 1 is nan; it must be finite",
+    ),
+    "an infinity of token data": (
+        completion(token_data={"margin": np.array([0.0, 1.0, -np.inf], np.float16)}),
+        "token_data 'margin' of token 2 is -inf; it must be finite",
+    ),
+    "token data under a number": (
+        completion(token_data={3: np.zeros(3)}),
+        "token_data has the name 3, which is no text",
+    ),
+    "advantages of its own": (
+        completion(token_data={"advantages": np.zeros(3)}),
+        "token_data has 'advantages', a name",
+    ),
+    "a weight of its own": (
+        completion(token_data={"loss_weight": np.zeros(3)}),
+        "token_data has 'loss_weight', a name",
+    ),
+    "other logprobs": (
+        completion(token_data={"generator_raw_logprobs": np.zeros(3)}),
+        "token_data has 'generator_raw_logprobs', a name that the core writes itself",
+    ),
+    "a role's logprobs": (
+        completion(token_data={"ref_logprobs": np.zeros(3)}),
+        "token_data has 'ref_logprobs', a name",
+    ),
+    "a role's values": (
+        completion(token_data={"critic_values": np.zeros(3)}),
+        "token_data has 'critic_values', a name",
+    ),
+    "cached tokens as text": (completion(num_cached_tokens="2"), "num_cached_tokens is '2'; it is a number of tokens"),
+    "cached tokens as a float": (completion(num_cached_tokens=2.0), "num_cached_tokens is 2.0; it is a number of"),
+    "unknown cached tokens": (
+        completion(num_cached_tokens=None),
+        "num_cached_tokens is None; it is a number of",
+    ),
+    "fewer than no cached tokens": (completion(num_cached_tokens=-1), "num_cached_tokens is -1; it is a number of"),
     "a raw NaN": (completion(raw_logprobs=np.array([NAN, 0, 0], np.float32)), "raw_logprobs of token 0 is nan"),
 }
 

@@ -28,7 +28,7 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    """What the executor stored: sampler, versions, best metrics, counters."""
+    """What the executor stored: sampler, versions, best metrics, counters; under ``config`` the run's settings."""
 
     @property
     def metric(self) -> float | None:
@@ -206,6 +206,12 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
             raise CheckpointError(f"{path} has checkpoint format {seal['format']}; this version reads {_FORMAT}")
         if seal.pop("sha256", None) not in (None, _own_checksum(seal)):  # None: an earlier version wrote it
             raise CheckpointError(f"{path} is damaged: the contents of {SEAL} changed since it was written")
+        if _NAME.fullmatch(path.name) and _step_of(path) != step:  # a link, or a directory that was renamed
+            raise CheckpointError(
+                f"{path} is damaged: {SEAL} is of step {step}, and the directory's name says {_step_of(path)}"
+            )
+        if not _has_settings(state):
+            raise CheckpointError(f"{path} is damaged: {SEAL} has no settings of its run (state.config)")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {SEAL}, written last") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -223,6 +229,12 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {name}: {error.strerror or error}") from error
     return Checkpoint(path, step, state)
+
+
+def _has_settings(state: Mapping[str, Any]) -> bool:
+    """Whether it can be told which run the checkpoint belongs to, and how long that was to be."""
+    config = state.get("config")
+    return isinstance(config, dict) and isinstance(config.get("train"), dict) and "steps" in config["train"]
 
 
 def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:

@@ -76,6 +76,8 @@ class TrainerSpec(BackendRecord):
     """What it can send. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
     max_ranks: int | None = None
     """None: any number of ranks."""
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    """Kinds of device it runs on, by torch's names."""
     check_engine: ImportString | None = None
     """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
     take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
@@ -116,6 +118,8 @@ class GeneratorSpec(BackendRecord):
     """Can run in another interpreter (``python:``)."""
     model_families: frozenset[str] | None = None
     """``model_type`` values it can serve; None: whatever the engine can."""
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    """Kinds of device it runs on, by torch's names."""
     device_arguments: tuple[tuple[str, ...], ...] = ()
     """Engine arguments, each with its aliases, whose product is the number of devices that one replica drives."""
     layout_arguments: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import ContractError
+from chatlearn_core.flow.graph import METHODS
 from chatlearn_core.types import (
     SEQUENCE_OUTPUTS,
     Completion,
@@ -39,6 +40,14 @@ WHOLE_OUTPUTS = frozenset({"topk", "hidden_states", "full_kl"})
 MAX_REWARD = 1e12
 """Largest absolute value of a reward and its parts: losses and squared gradients made of it stay finite in float32."""
 _FINISH_REASONS = get_args(FinishReason)
+_WRITTEN_NAMES = frozenset({"advantages", "loss_weight"})
+"""Of ``token_data``, beside what calls of a flow write: an algorithm computes them."""
+_WRITTEN_ENDINGS = tuple(
+    method.field.removeprefix("{role}")
+    for method in METHODS.values()
+    if method.output is not None and method.output not in SEQUENCE_OUTPUTS
+)
+"""Of the names under which a trainer's outputs, and a generator's logprobs, are written to ``token_data``."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,11 +101,15 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         if values.ndim != 1 or values.dtype.kind not in kinds:
             return f"{name} has shape {values.shape} and dtype {values.dtype}; it is one dimension of {what}"
     length = len(completion.token_ids)
+    problem = _token_data_problem(completion.token_data)
+    if problem is not None:
+        return problem
     for name, values in (arrays | _data_of(completion)).items():
-        if not isinstance(values, np.ndarray | StoredArray):
-            return f"{name} is a {type(values).__name__}, not an array"
         if len(values) != length:
             return f"{name} has {len(values)} entries for {length} tokens"
+    cached = completion.num_cached_tokens
+    if not isinstance(cached, int) or isinstance(cached, bool) or cached < 0:
+        return f"num_cached_tokens is {cached!r:.80}; it is a number of tokens, 0 if it is not known"
     if not isinstance(completion.basis, LogprobBasis):
         return f"basis is a {type(completion.basis).__name__}, not a LogprobBasis"
     if not isinstance(completion, StoredCompletion) and not isinstance(completion.text, str):
@@ -105,12 +118,40 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         _length_problem(completion, request, length)
         or _spans_problem(completion.version_spans, length)
         or _values_problem(arrays, vocab_size)
+        or _infinite_data_problem(_data_of(completion))
         or _resumed_problem(completion, request.resume_from)
     )
 
 
 def _data_of(completion: Completion) -> dict[str, Any]:
     return {f"token_data {name!r}": values for name, values in completion.token_data.items()}
+
+
+def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
+    """What is wrong with names and types; a sample has this data beside what the core and its algorithm write."""
+    for name, values in token_data.items():
+        if not isinstance(name, str):
+            return f"token_data has the name {name!r:.80}, which is no text"
+        if name in _WRITTEN_NAMES or name.endswith(_WRITTEN_ENDINGS):
+            return f"token_data has {name!r}, a name that the core writes itself; choose another"
+        if not isinstance(values, np.ndarray | StoredArray):
+            return f"token_data {name!r} is a {type(values).__name__}, not an array"
+        if not values.shape:
+            return f"token_data {name!r} has shape (); its first dimension is the tokens"
+        if values.dtype.kind not in "biuf":
+            return f"token_data {name!r} has dtype {values.dtype}; it is numbers or booleans"
+    return None
+
+
+def _infinite_data_problem(arrays: Mapping[str, Any]) -> str | None:
+    for name, values in arrays.items():
+        if isinstance(values, StoredArray) or values.dtype.kind != "f" or not values.size:
+            continue
+        if not (math.isfinite(values.min()) and math.isfinite(values.max())):  # NaN is the least and the most
+            wrong = ~np.isfinite(values)
+            at = int(wrong.reshape(len(values), -1).any(axis=1).argmax())
+            return f"{name} of token {at} is {float(values[at][wrong[at]].flat[0])}; it must be finite"
+    return None
 
 
 def _length_problem(completion: Completion, request: GenerateRequest, length: int) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pwd
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +33,18 @@ REFUSED = {
         "eval.sampling.stop.1: String should have at least 1 character",
     ),
     "user": (["data.train.0.path=~nosuchuser/x"], "path: '~nosuchuser' stands for the home of a user that is not"),
+    "home": (
+        ["model.path=~homeless/x"],
+        "model.path: '~homeless' stands for /nonexistent/homeless, which is not",
+    ),
+    "home of data": (["data.train.0.path=~homeless/x"], "data.train.0.path: '~homeless' stands for /nonexistent/homel"),
+    "home of output": (["output_dir=~homeless"], "output_dir: '~homeless' stands for /nonexistent/homeless, which is"),
+    "file as directory": (
+        ["output_dir=pyproject.toml"],
+        "output_dir: is a file, and a run writes a directory (got",
+    ),
+    "device as directory": (["output_dir=/dev/null"], "output_dir: is a device, and a run writes a directory"),
+    "below a file": (["output_dir=/dev/null/runs/a"], "output_dir: lies below /dev/null, which is no directory"),
     "name": ([f"output_dir=runs/{NAME}"], "output_dir: has a part of 256 bytes; file systems take names of up to 255"),
     "path": (["model.path=" + "a/" * 2100], "model.path: has "),
     "room below": (["output_dir=" + "/a" * 1900], "output_dir: has 3800 bytes; a path may have 3583"),
@@ -43,8 +57,25 @@ REFUSED = {
     "runtime auto": (["runtime.backend=auto"], "No runtime named 'auto'"),
     "algorithm auto": (["algorithm.name=auto"], "No algorithm named 'auto'"),
     "device": (["roles.trainer.device=GPU 0"], "roles.trainer.device: is no device (got 'GPU 0')"),
+    "device of no backend": (
+        ["roles.trainer.device=mps"],
+        "roles.trainer.device: trainer 'fsdp' does not run on mps; it runs on: cpu, cuda (got 'mps')",
+    ),
+    "device of another backend": (
+        ["roles.generator.device=mps:0"],
+        "'transformers' does not run on mps; it runs on: ",
+    ),
     "device without weights": (["roles.trainer.device=meta"], "roles.trainer.device: is no device (got 'meta')"),
 }
+
+
+@pytest.fixture(autouse=True)
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whose home directory is not there, and a working directory with a file."""
+    real, gone = pwd.getpwnam, SimpleNamespace(pw_dir="/nonexistent/homeless")
+    monkeypatch.setattr(pwd, "getpwnam", lambda name: gone if name == "homeless" else real(name))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").touch()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+WORKERS_PER_CPU = 4
+"""More only take turns, and time out as they start."""
 
 
 class RewardOptions(BaseModel):
@@ -21,11 +25,23 @@ class PoolOptions(RewardOptions):
         10.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
     )
     num_workers: int | None = Field(
-        None, ge=1, le=1024, description="Worker processes; as many as CPUs, at most 4, by default."
+        None, ge=1, le=256, description="Worker processes; as many as CPUs, at most 4, by default."
     )
     worker_memory_mb: int | None = Field(
         None, ge=256, le=1 << 30, description="Address space of one worker, MiB; no limit if null."
     )
+
+    @property
+    def warnings(self) -> tuple[tuple[str, str], ...]:
+        """What is allowed and hardly meant, by option."""
+        cpus = os.cpu_count() or 1
+        if self.num_workers is None or self.num_workers <= WORKERS_PER_CPU * cpus:
+            return ()
+        sentence = (
+            f"{self.num_workers} processes share {cpus} CPUs: they start slowly, perhaps too slowly for any to answer "
+            "in time; as many as CPUs judge as fast"
+        )
+        return (("num_workers", sentence),)
 
 
 class RuleOptions(PoolOptions):

@@ -1,4 +1,4 @@
-"""Rules about paths: a path that no file system takes is refused before a run opens it."""
+"""Rules about paths: one that no file system takes, or that cannot be what a run needs, is refused before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOM_BELOW_BYTES = 512
 
 
 def paths_can_exist(checked: Checked) -> Iterator[Problem]:
-    """Every path is one that a file can have, and its ``~user`` is somebody."""
+    """Every path is one that a file can have, and its ``~user`` is somebody with a home."""
     for path, text in _paths(checked):
         longest = MAX_PATH_BYTES - (ROOM_BELOW_BYTES if path == ("output_dir",) else 0)
         try:
@@ -36,6 +36,31 @@ def paths_can_exist(checked: Checked) -> Iterator[Problem]:
         elif len(os.fsencode(expanded)) > longest:
             rule = f"has {len(os.fsencode(expanded))} bytes; a path may have {longest}"
             yield Problem(path, rule, text, "shorten it")
+        elif text.startswith("~") and not text.startswith("~/") and text != "~" and not _home_of(text).exists():
+            rule = f"{text.partition('/')[0]!r} stands for {_home_of(text)}, which is not there"
+            yield Problem(path, rule, text, "write the directory out, or ./~name for a file of that name")
+
+
+def _home_of(text: str) -> Path:
+    return Path(text.partition("/")[0]).expanduser()
+
+
+def output_is_a_directory(checked: Checked) -> Iterator[Problem]:
+    """What is at ``output_dir``, or above it, is a directory or not there yet."""
+    path, text = ("output_dir",), checked.config.output_dir
+    try:
+        wanted = Path(text).expanduser().absolute()
+        there = next(place for place in (wanted, *wanted.parents) if place.exists())
+        if there.is_dir():
+            return
+        kind = "file" if there.is_file() else "device" if there.is_char_device() or there.is_block_device() else "pipe"
+    except (OSError, RuntimeError, ValueError):
+        return  # no path at all, of which another rule tells; or one that only the run's user may look at
+    if there == wanted:
+        rule = f"is a {kind}, and a run writes a directory"
+    else:
+        rule = f"lies below {there}, which is no directory"
+    yield Problem(path, rule, text, "choose another directory, or one that is not there yet")
 
 
 def _paths(checked: Checked) -> Iterator[tuple[KeyPath, str]]:
@@ -52,4 +77,4 @@ def _paths(checked: Checked) -> Iterator[tuple[KeyPath, str]]:
             yield ("data", split, index, "path"), dataset.path
 
 
-PATH_RULES: tuple[Rule, ...] = (paths_can_exist,)
+PATH_RULES: tuple[Rule, ...] = (paths_can_exist, output_is_a_directory)

@@ -8,6 +8,7 @@ from typing import Any
 
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 
 MAX_SAMPLES = 1 << 20
 """Samples of one step. All of them are in memory together; the largest published runs have a tenth of it."""
@@ -32,12 +33,20 @@ def a_step_can_be_held(checked: Checked) -> Iterator[Problem]:
 
 
 def devices_are_named(checked: Checked) -> Iterator[Problem]:
-    """A device is auto, cpu, or an accelerator as torch writes it."""
+    """A device is auto, cpu, or an accelerator as torch writes it, and the role's backend runs on it."""
     for name, role in checked.config.roles.items():
         if not _DEVICE.fullmatch(role.device) or role.device == "meta":
             rule = "is no device"
             remedy = "write auto, cpu, cuda or cuda:N (torch's name of another accelerator, if the backend knows it)"
             yield Problem(("roles", name, "device"), rule, role.device, remedy)
+            continue
+        record = checked.record(f"roles.{name}", TrainerSpec) or checked.record(f"roles.{name}", GeneratorSpec)
+        kind = role.device.partition(":")[0]
+        if record is not None and kind not in ("auto", *record.devices):
+            runs_on = ", ".join(sorted(record.devices))
+            rule = f"{record.kind} '{record.name}' does not run on {kind}; it runs on: {runs_on}"
+            related: Related = ((("roles", name, "backend"), role.backend),)
+            yield Problem(("roles", name, "device"), rule, role.device, "choose one of these, or auto", related)
 
 
 SIZE_RULES: tuple[Rule, ...] = (a_step_can_be_held, devices_are_named)
