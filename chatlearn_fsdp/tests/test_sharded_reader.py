@@ -1,15 +1,16 @@
 import os
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from chatlearn_core.exceptions import CheckpointError
-from chatlearn_fsdp.sharded_reader import ShardedReader, TensorPlanner
+from chatlearn_fsdp.sharded_reader import ALLOWED, ShardedReader, TensorPlanner
 
 
 class Hostile:
@@ -75,6 +76,38 @@ def test_names_outside_the_list_are_refused(saved, name) -> None:
     (saved / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     with pytest.raises(CheckpointError, match="which no index"):
         read(saved, empty())
+
+
+CALLED = {name: made for name, made in ALLOWED.items() if callable(made) and made is not torch.Size}  # it is immutable
+
+
+def plant(directory, made: bytes) -> None:
+    """Before the index: set the attribute ``planted`` of what these opcodes make."""
+    attack = b"%s(N(S'planted'\nctorch\nSize\ndtb0" % made
+    (directory / ".metadata").write_bytes(attack + (directory / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize("name", CALLED, ids=".".join)
+def test_an_index_cannot_change_what_it_names(saved, name) -> None:
+    plant(saved, "c{}\n{}\n".format(*name).encode())
+    try:
+        read(saved, content := empty())
+        assert content["model"]["c"].tolist() == [1, 1]
+        assert not hasattr(CALLED[name], "planted")
+    finally:
+        with suppress(AttributeError):
+            del CALLED[name].planted
+
+
+def test_an_index_cannot_change_a_member_that_all_share(saved) -> None:
+    member = _MEM_FORMAT_ENCODING(0)
+    plant(saved, f"c{_MEM_FORMAT_ENCODING.__module__}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode())
+    try:
+        with pytest.raises(CheckpointError, match=r"\.metadata changes a member of _MEM_FORMAT_ENCODING"):
+            read(saved, empty())
+        assert not hasattr(member, "planted")
+    finally:
+        vars(member).pop("planted", None)
 
 
 def test_the_index_of_a_rank_is_not_tried_instead(saved, tmp_path) -> None:

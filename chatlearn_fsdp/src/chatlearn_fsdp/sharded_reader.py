@@ -2,14 +2,15 @@
 
 torch's distributed checkpoint keeps its index in a pickle, ``.metadata``, and unpickling calls whatever functions the
 file names. Here the index may name only the records of such an index, its files must lie in the checkpoint's own
-directory, and every entry must be a tensor: torch unpickles other entries without restrictions.
+directory, and every entry must be a tensor: torch unpickles other entries without restrictions. A pickle may also set
+attributes of what it names, so that it gets no class or function of torch's itself, but one that makes the same values.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PosixPath
 from typing import NoReturn
 
@@ -82,14 +83,52 @@ class _IndexUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(file.read_bytes()))
         self._file = file
 
+    def load(self) -> object:
+        """What the file holds.
+
+        Raises:
+            CheckpointError: it changes a value that this whole process shares, which is undone.
+        """
+        shared = [(vars(member), dict(vars(member))) for member in records._MEM_FORMAT_ENCODING]
+        try:
+            return super().load()
+        finally:
+            is_changed = False
+            for attributes, before in shared:
+                if attributes != before:
+                    is_changed = True
+                    attributes.clear()
+                    attributes.update(before)
+            if is_changed:
+                raise CheckpointError(
+                    f"{self._file} changes a member of {records._MEM_FORMAT_ENCODING.__name__}, which no index of a"
+                    " sharded checkpoint does; that was undone. The file was changed, or is not one of ChatLearn's:"
+                    " use a checkpoint that you trust."
+                )
+
     def find_class(self, module: str, name: str) -> object:
         try:
-            return ALLOWED[module, name]
+            allowed = ALLOWED[module, name]
+            return _stand_in(allowed) if callable(allowed) else allowed
         except KeyError:
             raise CheckpointError(
                 f"{self._file} refers to {module}.{name}, which no index of a sharded checkpoint does; nothing was"
                 " executed. The file was changed, or is not one of ChatLearn's: use a checkpoint that you trust."
             ) from None
+
+
+def _stand_in(make: Callable[..., object]) -> type:
+    """A new class that makes what a class or function makes; attributes that are set on it change nothing else."""
+
+    def call(_: type, *args: object) -> object:
+        return make(*args)
+
+    def new(_: type, *args: object) -> object:
+        return make.__new__(make, *args) if isinstance(make, type) else make(*args)
+
+    maker = type("StandIn", (type,), {"__call__": call})
+    stand_in: type = type.__call__(maker, getattr(make, "__name__", "made"), (), {"__new__": new})
+    return stand_in
 
 
 def _read_index(file: Path) -> records.Metadata:
