@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 
 from chatlearn_core.runtime.restarts import is_death
 from chatlearn_ray import remote
@@ -40,6 +41,8 @@ class Process:
     def __init__(self) -> None:
         self.is_stopped = False
         self.num_asked = 0
+        self.failure: Exception | None = None
+        """Of the next answer to whether it is there."""
         self.stopped_below: list[int] = []
         self.open: list[asyncio.Future[Any]] = []
         self.invoke = self.start = self.method(control=False)
@@ -51,6 +54,9 @@ class Process:
             self.num_asked += control
             if self.is_stopped or args == ("hang",):
                 self.open.append(answer)
+            elif control and self.failure is not None:
+                answer.set_exception(self.failure)
+                self.failure = None
             else:
                 answer.set_result(list(self.stopped_below) if control else Answer(None))
             return answer
@@ -86,6 +92,32 @@ async def test_a_process_that_stops_answering_is_killed_and_dead(worker: RemoteW
     worker.actor.is_stopped = True
     with pytest.raises(WorkerDiedError, match=r"score: the process is gone: it did not answer for .*heartbeat_time"):
         await worker.call("score")
+
+
+@pytest.mark.parametrize(
+    "failure", [ObjectLostError("00ff", None, ""), ActorUnavailableError("unavailable", b"0" * 16)]
+)
+async def test_one_that_cannot_be_asked_once_is_asked_again(
+    worker: RemoteWorker, caplog: pytest.LogCaptureFixture, failure: Exception
+) -> None:
+    await worker.start(None, 60.0)
+    await asked(worker, 2)
+    worker.actor.failure = failure
+    with caplog.at_level(logging.WARNING):
+        await asked(worker, 3)
+    assert "role 'reward', worker 0: cannot be asked whether it is there" in caplog.text
+    worker.actor.is_stopped = True
+    with pytest.raises(WorkerDiedError, match=r"score: the process is gone: it did not answer for"):
+        await worker.call("score")
+
+
+async def test_one_that_has_ended_is_asked_no_more(worker: RemoteWorker) -> None:
+    await worker.start(None, 60.0)
+    await asked(worker, 2)
+    worker.actor.failure = RayActorError(error_msg="The actor is dead")
+    assert worker._watch is not None
+    async with asyncio.timeout(30):
+        await worker._watch
 
 
 async def test_one_whose_engine_has_a_stopped_process_is_killed_and_dead(worker: RemoteWorker) -> None:

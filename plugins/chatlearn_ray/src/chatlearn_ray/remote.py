@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RuntimeLostError, WorkerPlace
 from chatlearn_ray.answer import Failure
@@ -26,6 +27,8 @@ START_PATIENCE = 5
 """A worker that is starting may be silent so many times as long: libraries are loaded with the interpreter's lock."""
 PEERS_S = 10.0
 """When one rank failed: how long to wait for what the others say. A death is noticed after their broken connections."""
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteWorker:
@@ -106,7 +109,7 @@ class RemoteWorker:
     async def _keep_asking(self) -> None:
         look_s, num_missed, is_up = self.silence_s / LOOKS, 0, False
         num_stopped: dict[int, int] = {}
-        while True:
+        while self._lost is None or not self._lost.done():
             answer = asyncio.ensure_future(self._is_there())
             while not (await asyncio.wait({answer}, timeout=look_s))[0]:
                 num_missed += is_up  # a process that is not up yet cannot answer
@@ -117,9 +120,14 @@ class RemoteWorker:
                         f"{self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
                     )
                     return
-            stopped = answer.result()
-            if stopped is None:
-                return
+            try:
+                stopped = answer.result()
+            except RayError as error:
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    return  # it has ended, which calls that wait for it learn as well
+                logger.warning("%s: cannot be asked whether it is there: %s", self.label, _first_lines(error))
+                await asyncio.sleep(look_s)
+                continue
             num_missed, is_up = 0, True
             num_stopped = {process: num_stopped.get(process, 0) + 1 for process in stopped}
             for process, looks in num_stopped.items():
@@ -135,12 +143,9 @@ class RemoteWorker:
         self._silence = reason
         ray.kill(self.actor, no_restart=True)
 
-    async def _is_there(self) -> list[int] | None:
-        """Processes below it that are stopped; None when it has ended, which calls that wait for it learn as well."""
-        try:
-            found: list[int] = await self.actor.is_there.options(concurrency_group=CONTROL).remote()
-        except RayError:
-            return None
+    async def _is_there(self) -> list[int]:
+        """Processes below it that are stopped."""
+        found: list[int] = await self.actor.is_there.options(concurrency_group=CONTROL).remote()
         return found
 
     def check(self) -> None:
