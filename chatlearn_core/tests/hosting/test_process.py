@@ -294,6 +294,45 @@ def test_an_engine_that_dies_while_it_starts_leaves_no_names(make, monkeypatch) 
     assert not Path(name).exists()
 
 
+def test_giving_a_process_up_leaves_its_end_to_the_one_that_waits_for_it(make, monkeypatch) -> None:
+    """It may have ended by itself at that moment."""
+    waitid, may_wait = os.waitid, threading.Event()
+
+    def late(*args):
+        assert may_wait.wait(60)
+        return waitid(*args)
+
+    monkeypatch.setattr(os, "waitid", late)
+    hosted = make()
+    hosted.start(timeout_s=60)
+    answer = hosted.begin("hang", 60)
+    try:
+        os.kill(hosted.pid, signal.SIGKILL)
+        waitid(os.P_PID, hosted.pid, os.WEXITED | os.WNOWAIT)
+        hosted._stopped_working("it does nothing")
+        assert waitid(os.P_PID, hosted.pid, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
+    finally:
+        may_wait.set()
+    with pytest.raises(HostedProcessLostError, match="it does nothing"):
+        answer.result(60)
+
+
+def test_an_end_that_something_else_waited_for_fails_calls_too(make, monkeypatch) -> None:
+    waitid = os.waitid
+
+    def waited_for(kind, pid, options):
+        os.waitpid(pid, 0)
+        return waitid(kind, pid, options)
+
+    monkeypatch.setattr(os, "waitid", waited_for)
+    hosted = make()
+    hosted.start(timeout_s=60)
+    answer = hosted.begin("hang", 60)
+    os.kill(hosted.pid, signal.SIGKILL)
+    with pytest.raises(HostedProcessLostError, match="has ended, and something else in this process took its exit"):
+        answer.result(15)
+
+
 def test_a_closed_process_lets_its_object_close_first(make, tmp_path) -> None:
     process = make("Polite", path=str(tmp_path / "log"))
     process.start(timeout_s=60)

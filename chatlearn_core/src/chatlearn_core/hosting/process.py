@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -330,23 +331,31 @@ class HostedProcess:
         threading.Thread(target=self._expect_end, name=f"{self.name} end", daemon=True).start()
 
     def _expect_end(self) -> None:
-        if not self._ended.wait(END_GRACE_S) and self._process is not None:
-            self._process.kill()
+        if not self._ended.wait(END_GRACE_S):
+            self._kill()
 
     def _stopped_working(self, reason: str) -> None:
         """It has not ended and does nothing: end it, as if it had died."""
         if self._lost is None and self._process is not None:
             self._lost, self._was_killed = reason, True
             self._fail_calls()
-            self._process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        """Without ``Popen.kill``, which may wait for the child, and so take its end from the reaper."""
+        assert self._process is not None
+        if not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Wait for the child's end, tell everybody, end what it left behind."""
         process, link = self._process, self._link
         assert process is not None
         # Not reaped yet: its id stays its own until the group is gone.
-        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
+        status = None
+        with suppress(ChildProcessError):  # something else in this process waited for it
+            status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         self._ended.set()
         assert link is not None
         if self._watchdog is not None:
@@ -355,12 +364,7 @@ class HostedProcess:
         if self._unfinished:
             self._lines.append(self._unfinished.decode(errors="replace"))
         if self._lost is None:
-            self._was_killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            how = (
-                f"was killed by {_signal_name(status.si_status)}"
-                if self._was_killed
-                else f"exited with code {status.si_status}"
-            )
+            self._was_killed, how = _manner_of_end(status)
             self._lost = f"its process {process.pid} {how}"
         self._fail_calls()
         end_group(process.pid, TERM_GRACE_S, self._shared_files)
@@ -378,6 +382,15 @@ class HostedProcess:
             return lost
 
         self._calls.fail_all(error)
+
+
+def _manner_of_end(status: os.waitid_result | None) -> tuple[bool, str]:
+    """Whether a signal killed a process, and what became of it in words; None: that was not left to see."""
+    if status is None:
+        return False, "has ended, and something else in this process took its exit code"
+    if status.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+        return True, f"was killed by {_signal_name(status.si_status)}"
+    return False, f"exited with code {status.si_status}"
 
 
 def _signal_name(number: int) -> str:
