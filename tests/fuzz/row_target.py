@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import ControlTokens, build_dataset
+from chatlearn_core.data import PromptRenderer, build_dataset
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration
@@ -48,9 +48,13 @@ def forged_turns(example: Any, tokenizer: Any) -> bool:
     prompt = example.prompt if isinstance(example, Demonstration) else example
     if not prompt.messages:
         return False
-    control = ControlTokens(tokenizer)
+    renderer = PromptRenderer(tokenizer)
     special = set(tokenizer.all_special_ids)
-    plain = [{**message, "content": "x"} for message in prompt.messages if not control.spelled_in(message["role"])]
+    plain = [
+        {**message, "content": "x"}
+        for message in prompt.messages
+        if not renderer.spelled_control_tokens(message["role"])
+    ]
     if len(plain) < len(prompt.messages):
         return False
     expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,11 @@ def test_show_counts_control_tokens(tmp_path: Path) -> None:
     assert "--model PATH" in looks
     counted = chatlearn_data("show", file, "-n", 1, "--model", tmp_path / "model").output
     assert "control tokens are spelled in 2 of 3 rows (<|im_end|> in 2, <|im_start|> in 1)" in counted
+    tokenizer = tmp_path / "model" / "tokenizer.json"  # the template writes the token, marked as special or not
+    marked, num = re.subn(r'("content": "<\|im_start\|>"[^}]*"special": )true', r"\1false", tokenizer.read_text())
+    assert num == 1
+    tokenizer.write_text(marked)
+    assert chatlearn_data("show", file, "-n", 1, "--model", tmp_path / "model").output == counted
 
 
 def test_show_survives_what_a_row_may_hold(tmp_path: Path) -> None:

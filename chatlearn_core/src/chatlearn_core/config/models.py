@@ -57,7 +57,7 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="Put before the messages of prompts that have no system turn.")
     control_tokens: Literal["text", "special", "refuse"] = Field(
         "text",
-        description="What special tokens such as <|im_end|> are that a row's text spells. text: encoded as characters. "
+        description="What control tokens such as <|im_end|> are that a row's text spells. text: encoded as characters. "
         "special: the tokens, for prompts rendered before. refuse: the row is bad. The template's are always tokens.",
     )
     shuffle: bool = True

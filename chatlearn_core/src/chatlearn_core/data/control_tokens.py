@@ -7,8 +7,10 @@ ends a turn, so that data could end turns and begin others. Only the chat templa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -38,18 +40,19 @@ class Hidden:
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer.
+    """The special tokens of a tokenizer, and those that delimit turns.
 
     Args:
         tokenizer: its ``added_tokens_decoder`` says which tokens are special, and which of them take the space around.
+        delimiters: added tokens by which a chat template begins and ends turns, special or not.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, delimiters: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._special = {
             str(token): (token_id, token)
             for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.special and str(token).strip()
+            if (token.special or str(token) in delimiters) and str(token).strip()
         }
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -108,7 +111,7 @@ class ControlTokens:
         """
         harmless = self._tokenizer.encode(hidden.reveal(hidden.value, _HARMLESS), add_special_tokens=True)
         text = hidden.reveal(hidden.value)
-        ids = self._tokenizer.encode(text, add_special_tokens=True, split_special_tokens=True)
+        ids = self._splitting.encode(text, add_special_tokens=True, split_special_tokens=True)
         if self._num_special(ids) != self._num_special(harmless):
             raise self._not_text(hidden)
         return ids
@@ -136,11 +139,27 @@ class ControlTokens:
         """Ids of a piece of text without a control token, or None if it cannot be had so."""
         if not text:
             return []
-        ids = self._tokenizer.encode(anchor + text, add_special_tokens=False, split_special_tokens=True)
+        ids = self._splitting.encode(anchor + text, add_special_tokens=False, split_special_tokens=True)
         head = self._tokenizer.encode(anchor, add_special_tokens=False) if anchor else []
         if ids[: len(head)] != head or self._num_special(ids):
             return None
         return ids[len(head) :]
+
+    @cached_property
+    def _splitting(self) -> Tokenizer:
+        """The tokenizer; where some control tokens are not special, a copy to which all are, since
+        ``split_special_tokens`` splits no others. Without an ``add_tokens`` as Hugging Face's it stays as it is, and
+        texts that it makes tokens of are refused.
+        """
+        ordinary = [token for _, token in self._special.values() if not token.special]
+        if not ordinary or not hasattr(self._tokenizer, "add_tokens"):
+            return self._tokenizer
+        marked = deepcopy(ordinary)
+        for token in marked:
+            token.special = True
+        tokenizer: Any = deepcopy(self._tokenizer)
+        tokenizer.add_tokens(marked, special_tokens=True)
+        return tokenizer  # type: ignore[no-any-return]
 
     def _num_special(self, ids: list[int]) -> int:
         """Control tokens among ids; what stands for unknown characters is no sign of one."""

@@ -17,6 +17,7 @@ from chatlearn_core.data.format import Message
 from chatlearn_core.data.messages import checked_completion, checked_prompt, has_assistant, single_text, text_of
 from chatlearn_core.data.settings import ControlTokenPolicy
 from chatlearn_core.data.tokenizer import ShortestEncoding, Tokenizer
+from chatlearn_core.data.turn_delimiters import turn_delimiters
 from chatlearn_core.exceptions import DataError, ModelError
 from chatlearn_core.types import TokenIds
 
@@ -81,7 +82,7 @@ class PromptRenderer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_deadline", Deadline(TEMPLATE_TIMEOUT_S))
-        object.__setattr__(self, "_control", ControlTokens(self.tokenizer))
+        object.__setattr__(self, "_control", ControlTokens(self.tokenizer, self._turn_delimiters()))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
 
@@ -211,6 +212,18 @@ class PromptRenderer:
         if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
         return messages
+
+    def _turn_delimiters(self) -> frozenset[str]:
+        """The tokens that delimit turns, of a tokenizer that has added tokens other than special ones."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        if self.tokenizer.chat_template is None or all(token.special for token in added):
+            return frozenset()
+        try:
+            return turn_delimiters([str(token) for token in added], self._template)
+        except ModelError:
+            if self.uses_template:
+                raise
+            return frozenset()  # a template that does not end, and that the run does not use
 
     def _found_end_of_turn(self) -> str | None:
         try:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-from chatlearn_core.data.control_tokens import ControlTokens
 from chatlearn_core.data.format import DatasetFormat, RawExample, parse_row
 from chatlearn_core.data.reader import LocatedRow, read_rows
+from chatlearn_core.data.render import PromptRenderer
 from chatlearn_core.data.report import control_tokens_text
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.exceptions import ConfigError, DataError
@@ -32,7 +32,7 @@ def described_rows(path: str, num: int, format: str, split: str | None, model: s
         PluginError: an unknown format.
     """
     plugins = discover_plugins()
-    control_tokens = None if model is None else _control_tokens(plugins, model)
+    renderer = None if model is None else _renderer(plugins, model)
     rows = read_rows(path, split, row_readers(plugins))
     first = next(rows, None)
     if first is None:
@@ -65,9 +65,9 @@ def described_rows(path: str, num: int, format: str, split: str | None, model: s
             if value is not None:
                 yield f"  {title}: {_printable(value)}"
         yield ""
-    if control_tokens is not None:
+    if renderer is not None:
         others = (_parsed_or_none(located, row_format) for located in rows)
-        found = [control_tokens.spelled_in((one.prompt, one.completion)) for one in chain(shown, others) if one]
+        found = [renderer.spelled_control_tokens(one.prompt, one.completion) for one in chain(shown, others) if one]
         yield from _told(found)
     else:
         found = [tuple(dict.fromkeys(_CONTROL_TOKENS.findall(f"{raw.prompt}{raw.completion}"))) for raw in shown]
@@ -124,7 +124,7 @@ def _printable(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _control_tokens(plugins: PluginRegistry, model: str) -> ControlTokens:
+def _renderer(plugins: PluginRegistry, model: str) -> PromptRenderer:
     general = [record for record in plugins.records("model_family") if not record.model_types]
     if not general:
         raise ConfigError(
@@ -132,4 +132,4 @@ def _control_tokens(plugins: PluginRegistry, model: str) -> ControlTokens:
         )
     record = plugins.select("model_family", general[0].name, "--model")
     family = plugins.load_factory(record)(plugins.load_options(record)())
-    return ControlTokens(family.load_tokenizer(ModelSource(path=model, tokenizer_path=model)))
+    return PromptRenderer(family.load_tokenizer(ModelSource(path=model, tokenizer_path=model)))
