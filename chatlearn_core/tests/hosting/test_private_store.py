@@ -116,9 +116,22 @@ def test_silent_strangers_are_bounded() -> None:
         assert last.recv(1) == b"", "it is hung up on"
 
 
+def test_one_that_is_hung_up_on_while_the_gate_is_full_tries_again() -> None:
+    with opened("secret") as mine, ExitStack() as strangers:
+        for _ in range(MOST_STRANGERS + 1):
+            last = strangers.enter_context(socket.create_connection((LOOPBACK, mine.port), timeout=10))
+        assert last.recv(1) == b"", "it is full"
+        room = threading.Timer(0.3, strangers.close)
+        room.start()
+        theirs = join_store(LOOPBACK, mine.port, "secret", LIMIT)
+        assert theirs.store.add("n", 1) == 1
+        theirs.close()
+        room.join()
+
+
 def test_a_wrong_secret_is_told() -> None:
     with opened("secret") as mine, pytest.raises(RuntimeError, match="does not know its secret"):
-        join_store(LOOPBACK, mine.port, "guessed", LIMIT)
+        join_store(LOOPBACK, mine.port, "guessed", timedelta(seconds=0.5))
 
 
 def test_what_took_the_port_of_the_store_is_not_talked_to() -> None:

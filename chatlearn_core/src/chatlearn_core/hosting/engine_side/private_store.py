@@ -227,21 +227,36 @@ def _serve(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
 
 
 def _greeted(host: str, port: int, secret: str, deadline: float) -> socket.socket:
-    """A connection to a gate, past the greeting; tries again until the gate listens."""
+    """A connection to a gate, past the greeting; tries again until the gate listens and has room for it."""
     while True:
         left = deadline - time.monotonic()
         try:
             connection = socket.create_connection((host, port), timeout=max(left, 0.001))
-            break
         except OSError as error:
             if left <= RETRY_S:
                 raise RuntimeError(f"the store at {host}:{port} cannot be reached: {error}") from error
-            time.sleep(RETRY_S)
+        else:
+            if _is_let_in(connection, host, port, secret, left):
+                return connection
+            if deadline - time.monotonic() <= RETRY_S:
+                raise RuntimeError(
+                    f"what listens at {host}:{port} hung up on every greeting: it is not the store that was meant and"
+                    f" does not know its secret, or {MOST_STRANGERS} connections that say nothing keep it busy"
+                )
+        time.sleep(RETRY_S)
+
+
+def _is_let_in(connection: socket.socket, host: str, port: int, secret: str, left: float) -> bool:
+    """Greet; False if the other end hangs up without a word, as a gate does to a wrong secret or when it is full."""
     try:
         caller = Caller(secret)
         connection.settimeout(max(left, 0.001))
-        connection.sendall(caller.greeting)
-        if not caller.accepts(_read_exactly(connection, ANSWER_BYTES)):
+        try:
+            connection.sendall(caller.greeting)
+            answer = _read_exactly(connection, ANSWER_BYTES)
+        except ConnectionError:  # it hung up before it had read the greeting
+            answer = b""
+        if answer and not caller.accepts(answer):
             raise RuntimeError(
                 f"what listens at {host}:{port} is not the store that was meant: it does not know its secret"
             )
@@ -250,7 +265,9 @@ def _greeted(host: str, port: int, secret: str, deadline: float) -> socket.socke
         if isinstance(error, OSError):
             raise RuntimeError(f"the store at {host}:{port} did not let this process in: {error}") from error
         raise
-    return connection
+    if not answer:
+        connection.close()
+    return bool(answer)
 
 
 def _read_exactly(connection: socket.socket, size: int, goes_on: Callable[[bytes], bool] = lambda data: True) -> bytes:
