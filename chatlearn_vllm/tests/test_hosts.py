@@ -102,7 +102,10 @@ class TestOtherInterpreter:
             await generator.resume()
             return await task, told
 
-        partial, told = replica.run(interrupted())
+        for _ in range(5):  # on a busy machine the engine may be done before it is paused
+            partial, told = replica.run(interrupted())
+            if partial.finish_reason == "abort":
+                break
         assert partial.finish_reason == "abort"
         assert partial.token_ids.tolist() == told[: len(partial.token_ids)]
         assert 3 <= len(partial.token_ids) < 100

@@ -152,7 +152,7 @@ def test_validate_tells_warnings_and_still_succeeds(config: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("roles.trainer.device=gpu:0", "roles.trainer.device is 'gpu:0', which torch does not know"),
+        ("roles.trainer.device=gpu:0", "trainer 'acme' does not run on gpu; it runs on: "),
         (
             "roles.critic={kind: trainer, backend: acme}",
             "roles.critic is defined, but the flow of algorithm 'acme_sft'",

@@ -116,7 +116,9 @@ class Guard:
     """
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        self._watched = [Guarded(name, pid) for name, pid in facts["watched"].items()]
+        # The raylet first: its end ends the driver and with it the rest of Ray, so it is the cause where all ended.
+        watched = sorted(facts["watched"].items(), key=lambda item: "raylet" not in item[0])
+        self._watched = [Guarded(name, pid) for name, pid in watched]
         self._owned = [Guarded("", pid) for pid in facts["owned"]]
         self._raylet: int | None = facts["raylet"] if self._owned else None
         self._children: dict[int, Guarded] = {}
