@@ -35,7 +35,7 @@ def test_ranks_listen_at_the_address_they_meet_at(secret) -> None:
     with ReservedPort() as port:
         command = [sys.executable, "-c", RANK]
         address = f"tcp://{host}:{port.number}"
-        # Where gloo listens unless it is told: at the address that the host's name stands for.
+        # Without a setting gloo listens at the address that the host's name stands for.
         environment = {key: value for key, value in os.environ.items() if key != GLOO}
         ranks = [
             subprocess.Popen([*command, str(rank), address, secret], stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""What is too large, too long, infinite or nowhere is refused with a sentence, and what is hardly meant is told."""
+"""Values that are too large, too long, infinite or without a place are refused; unlikely ones are a warning."""
 
 from __future__ import annotations
 

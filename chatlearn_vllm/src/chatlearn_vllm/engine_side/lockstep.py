@@ -4,7 +4,7 @@ Where ranks share a mixture of experts, a forward pass is a collective: a rank t
 rank is told the same things in the same order (``chatlearn_vllm.data_parallel``; a submission brings each rank its own
 requests, or none), and what is done between two steps is the same on every rank:
 
-- While no rank has requests, or all are paused or loading, a rank does what it is told, one thing after the other.
+- While no rank has requests, or all are paused or loading, a rank carries out its commands one after the other.
 - After any of it, a rank sees from what it was told alone whether steps follow, as every other rank does at that very
   place. If so it goes on in lockstep: before each step the ranks agree how much all of them have been told, and whether
   anybody has work. First all do what all have been told; then all step, a rank without requests a dummy batch; or, when
