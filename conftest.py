@@ -13,7 +13,7 @@ import chatlearn_core  # noqa: F401
 import chatlearn_fsdp  # noqa: F401
 import chatlearn_sglang  # noqa: F401
 import chatlearn_vllm  # noqa: F401
-from chatlearn_core.testing.applicability import NOT_APPLICABLE
+from chatlearn_testing.applicability import NOT_APPLICABLE
 
 settings.register_profile("repository", deadline=None)  # a busy machine is not a failed property
 settings.load_profile("repository")

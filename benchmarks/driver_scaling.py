@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from machine import machine_facts
 
-from chatlearn_core.executor.environment import make_slots
-from chatlearn_core.executor.evaluator import evaluation_flow
 from chatlearn_core.executor.garbage import garbage_collected_seldom
+from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
     Completion,
+    ExampleDraw,
     Prompt,
     RewardResult,
     SamplingParams,
@@ -38,14 +38,14 @@ from chatlearn_core.types import (
     pack_samples,
     per_sequence,
 )
-from chatlearn_ray.arrays import BatchArrays
-from chatlearn_ray.blocks import RayBlock, Traffic
-from chatlearn_ray.completions import CompletionPacker
-from chatlearn_ray.generator_fleet import RayGeneratorFleet
-from chatlearn_ray.generator_worker import ReplicaReport
-from chatlearn_ray.outputs import ComputedFacts
-from chatlearn_ray.reward_group import RayRewardGroup
-from chatlearn_ray.split import assign, gather_outputs, take
+from chatlearn_workers.arrays import BatchArrays
+from chatlearn_workers.blocks import StoredBlock, Traffic
+from chatlearn_workers.completions import CompletionPacker
+from chatlearn_workers.generator_fleet import RemoteGeneratorFleet
+from chatlearn_workers.generator_worker import ReplicaReport
+from chatlearn_workers.outputs import ComputedFacts
+from chatlearn_workers.reward_group import RemoteRewardGroup
+from chatlearn_workers.split import assign, gather_outputs, take
 
 PROMPT_TOKENS = 64
 COMPLETION_TOKENS = 128
@@ -54,6 +54,8 @@ ANSWERS_AT_ONCE = 64
 """Requests that end in one decode step of a replica."""
 STORE_BYTES = 200 << 20
 REFERENCE_BYTES = 28
+no_store: Any = None
+"""Nothing is fetched."""
 MAX_GROWTH = 1.5
 MAX_DRIVER_S = 60.0
 
@@ -136,25 +138,29 @@ class SimulatedRuntime:
             return SimulatedWorker(index, clock)
 
         self.traffic = Traffic()
-        self._fleet = RayGeneratorFleet("generator", launch, replicas, 3600.0, 0, traffic=self.traffic)
-        self._rewards = RayRewardGroup("reward", launch, 4, 0, traffic=self.traffic)
+        self._fleet = RemoteGeneratorFleet("generator", launch, replicas, 3600.0, 0, no_store, self.traffic)
+        self._rewards = RemoteRewardGroup("reward", launch, 4, 0, traffic=self.traffic)
 
     async def start(self) -> None:
         await self._fleet.start()
         await self._rewards.start()
 
-    def generator(self, role: str) -> RayGeneratorFleet:
+    def generator(self, role: str) -> RemoteGeneratorFleet:
         return self._fleet
 
-    def reward(self, role: str) -> RayRewardGroup:
+    def reward(self, role: str) -> RemoteRewardGroup:
         return self._rewards
+
+
+def sample_and_score(prompts: Any, m: Any) -> Any:
+    """The flow."""
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reward.score(samples))
 
 
 async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
     """CPU seconds of the driver, by part, and the bytes of its messages."""
-    graph = trace(
-        evaluation_flow("generator", "reward"), {"generator": "generator", "reward": "reward"}, name="benchmark"
-    )
+    graph = trace(sample_and_score, {"generator": "generator", "reward": "reward"}, name="benchmark")
     worker_time = WorkerTime()
     runtime: Any = SimulatedRuntime(replicas, worker_time)
     await runtime.start()
@@ -167,8 +173,9 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
         parts[name], clock = now - clock - worker_time.seconds, now
         worker_time.seconds = 0.0
 
-    slots = make_slots(prompts, 1, GROUP_SIZE, SamplingParams(max_tokens=COMPLETION_TOKENS), 0)
-    samples = await FlowScheduler(graph, runtime).run(slots, Timers())
+    draws = [ExampleDraw(prompt, 0, prompt.id) for prompt in prompts]
+    requests = make_requests(draws, GROUP_SIZE, SamplingParams(max_tokens=COMPLETION_TOKENS), 0)
+    samples = await FlowScheduler(graph, runtime).run(requests, Timers())
     lap("rollout")
     batch = pack_samples(samples)
     lap("pack")
@@ -179,10 +186,12 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
         worker_time.send(BatchArrays.of(part))
     lap("slice")
     answers = [
-        ComputedFacts({}, {"logprobs": ((part.num_tokens,), "<f4")}).outputs(RayBlock(bytes(REFERENCE_BYTES)))
+        ComputedFacts({}, {"logprobs": ((part.num_tokens,), "<f4")}).outputs(
+            StoredBlock(no_store, bytes(REFERENCE_BYTES))
+        )
         for part in slices
     ]
-    outputs = gather_outputs(batch, assignment, answers, list(range(replicas)))
+    outputs = gather_outputs(batch, assignment, answers, list(range(replicas)), frozenset())
     rows = per_sequence(outputs["logprobs"], batch.lengths)
     lap("gather")
     assert [len(row) for row in rows] == batch.lengths

@@ -37,11 +37,11 @@ import numpy as np
 import torch
 from machine import installed_version, machine_facts
 
-from chatlearn_core.hosting import HostedProcess
 from chatlearn_core.plugins.loader import PluginRegistry, discover_plugins
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
 from chatlearn_core.types import GenerateRequest, SamplingParams
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hosting import HostedProcess
 
 AIM = 0.97
 MODEL_LENGTH = 1024

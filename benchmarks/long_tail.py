@@ -28,14 +28,14 @@ from simulated_fleet import Costs, SimulatedFleet, run_simulated
 from workload import Workload
 
 from chatlearn_core.config.models import RolloutConfig
-from chatlearn_core.executor.environment import make_slots
-from chatlearn_core.executor.rollouts.kept import KeptRollouts
+from chatlearn_core.executor.rollout_producer import make_requests
+from chatlearn_core.executor.rollouts.chunked import ChunkedRollouts
 from chatlearn_core.executor.rollouts.manager import RolloutManager
 from chatlearn_core.executor.rollouts.partial import PartialRollouts
+from chatlearn_core.executor.rollouts.paused import PausedRollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.rollouts.rounds import RoundRollouts
-from chatlearn_core.executor.seeds import keyed_seed
-from chatlearn_core.types import Prompt, SamplingParams
+from chatlearn_core.types import ExampleDraw, Prompt, SamplingParams
+from chatlearn_core.types.keyed_seed import keyed_seed
 
 SEED = 11
 
@@ -92,7 +92,7 @@ async def simulate(tail: Tail, costs: Costs, name: str, num_steps: int) -> dict[
     in_flight = int(setting.get("in_flight", 1.0) * tail.prompts)
     partial: PartialRollouts
     if setting.get("partial") == "keep":
-        partial = KeptRollouts(
+        partial = PausedRollouts(
             generate,
             lambda: fleet,
             prompts_per_step=tail.prompts,
@@ -100,7 +100,7 @@ async def simulate(tail: Tail, costs: Costs, name: str, num_steps: int) -> dict[
             in_flight_prompts=in_flight,
         )
     else:  # one round without a bound is a step that waits for all
-        partial = RoundRollouts(
+        partial = ChunkedRollouts(
             generate,
             round_tokens=int(setting.get("round_tokens", 0.0) * tail.median_tokens) or tail.max_tokens,
             max_rounds=setting.get("max_rounds", 1),
@@ -117,15 +117,17 @@ async def simulate(tail: Tail, costs: Costs, name: str, num_steps: int) -> dict[
         wanted = partial.num_prompts(pending)
         # Ids as data has them: crc32 spreads consecutive numbers evenly, and nothing else.
         ids = [f"{keyed_seed(SEED, 'id', drawn + i):x}" for i in range(wanted)]
-        new = [Prompt(name, np.ones(tail.prompt_tokens, np.int64), "") for name in ids]
+        new = [ExampleDraw(Prompt(name, np.ones(tail.prompt_tokens, np.int64), ""), step, name) for name in ids]
         drawn += wanted
-        turn = partial.begin(pending, make_slots(new, step, tail.group_size, sampling, SEED), step)
-        playing = asyncio.create_task(partial.play(turn))
-        answers = await asyncio.gather(*(turn.completion("generator", slot) for slot in turn.slots))
+        rollout_step = partial.begin(pending, make_requests(new, tail.group_size, sampling, SEED))
+        playing = asyncio.create_task(partial.play(rollout_step))
+        answers = await asyncio.gather(
+            *(rollout_step.completion("generator", request) for request in rollout_step.requests)
+        )
         await playing
         idle_shares = fleet.occupancy.idle_shares()
         trained = [answer for answer in answers if answer is not None]
-        pending, _ = partial.finish(turn)
+        pending, _ = partial.finish(rollout_step)
         trained_tokens = sum(len(answer.token_ids) + tail.prompt_tokens for answer in trained)
         await asyncio.sleep(costs.train_s * trained_tokens + costs.sync_s)
         fleet.serve(step)

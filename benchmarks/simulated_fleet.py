@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
+from chatlearn_core.protocols import OnTokens
 from chatlearn_core.runtime.replica_fleet import replica_index
 from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
 
@@ -150,7 +151,9 @@ class SimulatedFleet:
         open_now = [len(replica.running) + len(replica.waiting) for replica in self.replicas]
         self.occupancy = Occupancy(self.num_replicas, asyncio.get_running_loop().time, open_now)
 
-    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+    async def generate(
+        self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
+    ) -> Completion:
         index = replica_index(request, self.num_replicas) if replica is None else replica
         self.occupancy.opened(index)
         try:

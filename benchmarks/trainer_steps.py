@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.types import TrainBatch, cumulative_lengths
-from chatlearn_fsdp.optimizer import build_optimizer
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_trainer_kit.optimizer import build_optimizer
 
 SEED = 5
 QWEN3_0_6B: dict[str, Any] = {

@@ -48,9 +48,9 @@ from weight_sync_model import (
 )
 from weight_sync_trainer import TrainerEnd
 
-from chatlearn_core.plugins.compatibility import shared_channel
+from chatlearn_core.plugins.compatibility import shared_way
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.plugins.records import Channel, GeneratorSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import Channel, GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 TRANSFER_AIM = 0.5
 """Of memcpy."""
@@ -124,7 +124,9 @@ def measure_engine(
 ) -> dict[str, Any]:
     """Every transport that fits, into one engine, between what it does by itself."""
     generator = discover_plugins().select("generator", engine, "--engines", installed=None)
+    trainer = discover_plugins().select("trainer", "fsdp", "--engines", installed=None)
     assert isinstance(generator, GeneratorSpec)
+    assert isinstance(trainer, TrainerSpec)
     native = native_s(engine, model, scratch / f"native-{engine}", args) if engine in ("vllm", "sglang") else None
     if native is not None:
         print(f"  {engine} by itself: {native}", flush=True)
@@ -145,9 +147,10 @@ def measure_engine(
         row |= {"native_s": native, "engine_own_s": round(own_s, 4), "transports": {}}
         for name in args.transports:
             record = record_of(name)
-            channel = shared_channel(record, generator)
-            if channel is None:
+            way = shared_way(trainer, generator, record)
+            if way is None:
                 continue
+            _, channel = way
             measured = end.measure(record, channel, tensors, repeats_of(name, args.repeats))
             measured["over_from_memory"] = round(measured["s"] / own_s, 2)
             measured["over_from_memory_by_cpu"] = round(max(measured["cpu_s"].values()) / load_cpu_s, 2)

@@ -20,12 +20,12 @@ from torch import Tensor
 from weight_sync_loopback import receive_pieces
 from weight_sync_model import MODEL_LENGTH, MemoryTrainer, own_memory
 
-from chatlearn_core.hosting import SharedBlock
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
-from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, WeightManifest
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncRequest, WeightManifest
+from chatlearn_hosting import SharedBlock
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
 
 KV_CACHE_BYTES = 256 << 20
 Measured = dict[str, float]
@@ -120,7 +120,7 @@ def started(registry: PluginRegistry, engine: str, model: Path, dtype: str, pyth
     return generator
 
 
-async def receive(end: End, transport: str, plan: SyncPlan, offer: SyncOffer) -> Measured:
+async def receive(end: End, transport: str, plan: SyncRequest, offer: SyncOffer) -> Measured:
     """One sync, to the confirmed version."""
     receiver = end.receivers.get(transport)
     if receiver is None:
@@ -134,7 +134,7 @@ async def receive(end: End, transport: str, plan: SyncPlan, offer: SyncOffer) ->
     return {"bytes": num_bytes, "s": costs.seconds(), "peak_mb": costs.peak_mb(), "cpu_s": costs.cpu_s()}
 
 
-async def direct(end: End, plan: SyncPlan) -> Measured:
+async def direct(end: End, plan: SyncRequest) -> Measured:
     """One sync over ``direct``, which has both ends in this process."""
     record = end.registry.select("weight_sync", "direct", "transport")
     options = end.registry.load_options(record)()

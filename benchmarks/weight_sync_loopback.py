@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore, Work
 
-from chatlearn_core.hosting.engine_side.groups import SenderGroup, join
+from chatlearn_hosting.engine_side.groups import SenderGroup, join
 
 HOST = "127.0.0.1"
 PIECE_BYTES = 4 << 20

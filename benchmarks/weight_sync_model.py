@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatlearn_core.testing.model_directory import read_checkpoint
 from chatlearn_core.types import WeightShard
+from chatlearn_testing.model_directory import read_checkpoint
 
 MB = 1 << 20
 VOCABULARY = 32_000

@@ -19,8 +19,8 @@ from weight_sync_model import MB, MemoryTrainer, total_bytes
 
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Channel, WeightSyncSpec
-from chatlearn_core.testing.model_directory import manifest_of
-from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_core.types import Endpoint, SyncRequest
+from chatlearn_testing.model_directory import manifest_of
 
 TIMEOUT_S = 300.0
 ENDS = ("trainer", "generator")
@@ -139,15 +139,16 @@ class TrainerEnd:
             self._pipe.send(("close",))
         self._process.join(TIMEOUT_S)
 
-    def _plan(self, record: WeightSyncSpec, channel: Channel, tensors: Mapping[str, Tensor]) -> SyncPlan:
+    def _plan(self, record: WeightSyncSpec, channel: Channel, tensors: Mapping[str, Tensor]) -> SyncRequest:
         self._version += 1
         direct = record.name == "direct"
-        return SyncPlan(
+        return SyncRequest(
             sync_id=f"v{self._version}",
             policy_version=self._version,
             base_version=None,
             payload="full",
             channel=channel,
+            export="full_tensors",
             manifest=manifest_of(tensors),
             senders=(self._there if direct else self._here,),
             receivers=(self._there,),

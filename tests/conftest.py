@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 import yaml
 
-from chatlearn_core.testing.leftovers import WAIT_S, session_members, wait_until_empty
+from chatlearn_testing.leftovers import WAIT_S, wait_until_empty
+from chatlearn_testing.processes import session_members
 
 PROBE_PLUGIN = """
 from chatlearn_core.plugins import hookimpl
@@ -42,6 +43,11 @@ def chatlearn_algorithms():
     roles = (("sampler", "generator"), ("judge", "reward"), ("helper", "trainer"), ("policy", "trainer"))
     return [AlgorithmSpec(name="renamed", factory="probe_backends:Renamed",
                           options="chatlearn_algorithms.grpo_options:GRPOOptions", roles=roles)]
+
+@hookimpl
+def chatlearn_environments():
+    from chatlearn_core.plugins.records import EnvironmentSpec
+    return [EnvironmentSpec(name="retry", factory="probe_backends:Retry", options="probe_options:Options")]
 
 @hookimpl
 def chatlearn_trainers():
@@ -149,6 +155,7 @@ PROBE_BACKENDS = """
 import asyncio, os, time
 from dataclasses import replace
 from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols import RoleUpdate
 from chatlearn_core.types import RAW_BASIS, RewardResult
 from dataclasses import replace
 from chatlearn_algorithms.grpo import GRPO
@@ -169,7 +176,7 @@ class LettersReward(Reward):
         return [self.judge(sample) for sample in samples]
 
     def judge(self, sample):
-        text = sample.completion.text
+        text = sample.text
         return RewardResult(sum(letter in "aeiou" for letter in text) / max(1, len(text)))
 
 class RaisingReward(Reward):
@@ -200,17 +207,42 @@ class MoodyReward(LettersReward):
             return RewardResult(float("nan"))
         return RewardResult(None, error="no answer in it") if index == 1 else super().judge(sample)
 
+class Retry:
+    # Two turns: the answer, a hint that the policy did not write, and a second answer.
+
+    def __init__(self, options, context):
+        self.options = options
+
+    def setup(self): ...
+
+    def close(self): ...
+
+    async def rollout(self, prompt, context):
+        if arrived("environment raises"):
+            raise ValueError("no such tool")
+        if arrived("environment hangs"):
+            await asyncio.sleep(600)
+        sequence = context.sequence()
+        for turn in range(2):
+            if turn:
+                sequence.observed(context.tokenizer.encode(" wrong, try again:"))
+            sequence.sampled(await context.generate(sequence.token_ids))
+        first, second = (turn.text for turn in sequence.sample.turns)
+        return context.finished([sequence], reward=RewardResult(float(sum(map(str.isalpha, first + second)))))
+
 class Renamed(GRPO):
-    policy = "policy"
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.policy = "policy"
 
     def flow(self, prompts, m):
         samples = m.sampler.generate(prompts)
         return m.join(samples, m.judge.score(samples), m.policy.logprobs(samples))
 
-    def losses(self):
-        [loss] = super().losses().values()
-        return {"helper": replace(loss, old_logprobs="generator_logprobs"),
-                "policy": replace(loss, old_logprobs="policy_logprobs")}
+    def updates(self, step):
+        loss = self.loss()
+        return [RoleUpdate("helper", replace(loss, old_logprobs="generator_logprobs")),
+                RoleUpdate("policy", replace(loss, old_logprobs="policy_logprobs"))]
 
 class WatchedTrainer(FSDPTrainer):
     def update(self, batch, loss):
@@ -224,13 +256,14 @@ class WatchedTrainer(FSDPTrainer):
         return metrics
 
     def save(self, directory):
-        super().save(directory)
+        facts = super().save(directory)
         reach("save")
         if arrived("half a save"):
             file = directory / "optimizer.pt"
             with file.open("r+b") as stream:
                 stream.truncate(file.stat().st_size // 2)
             os.kill(os.getpid(), 9)
+        return facts
 
     def export_model(self, directory):
         super().export_model(directory)

@@ -194,7 +194,7 @@ def test_raw_logprobs_that_nothing_compares_are_told_of_and_harmless(recipe: Any
     assert "warning: " in finished.output
     assert "roles.generator: raw returns logprobs of the raw distribution" in finished.output
     [line] = [json.loads(text) for text in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert "actor/pg_loss" in line
+    assert "policy/pg_loss" in line
     assert not [name for name in line if name.startswith("mismatch/")]
 
 

@@ -15,9 +15,9 @@ from chatlearn_core.config.load import load_config
 from chatlearn_core.executor.assembly import assemble
 from chatlearn_core.executor.run import Run
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.testing.listeners import listening_meanwhile, reached_from_outside
 from chatlearn_data.arithmetic import problems, prompt_records
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.listeners import listening_meanwhile, reached_from_outside
 
 STEPS = 3
 MISMATCH = 1e-4
@@ -102,4 +102,4 @@ def assert_trains(tmp_path: Path, generator: dict[str, Any]) -> None:
     for step in steps:
         assert step["mismatch/logprob_diff_max"] < MISMATCH
         assert step["rollout/staleness_max"] == 0
-    assert steps[0]["actor/grad_norm"] > 0, "nothing was learned, so nothing was shown"
+    assert steps[0]["policy/grad_norm"] > 0, "nothing was learned, so nothing was shown"

@@ -81,8 +81,8 @@ def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, c
         optimizer.step()
 
     assert norms[0] > GRAD_CLIP, "clipping takes part"
-    assert line["actor/loss"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
-    assert line["actor/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    assert line["policy/loss"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
+    assert line["policy/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     trained = load_file(recipe.run_dir / "model" / "model.safetensors")
     start = load_file(tiny_model / "model.safetensors")
     expected = model.state_dict()

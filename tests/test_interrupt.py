@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.testing.leftovers import session_members
+from chatlearn_testing.processes import session_members
 
 pytestmark = pytest.mark.engine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,17 @@ def test_every_distribution_has_the_same_shape() -> None:
         [package] = [path for path in (project / "src").iterdir() if path.is_dir()]
         assert package.name == project.name
         assert (package / "py.typed").is_file(), project
+
+
+def test_the_contracts_name_every_distribution() -> None:
+    """A new distribution that no contract names could import anything."""
+    ours = {
+        file.parent.name for file in [*ROOT.glob("chatlearn_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    }
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    contracts = {contract["id"]: contract for contract in settings["contracts"]}
+    assert set(settings["root_packages"]) == ours
+    assert ours - set(contracts["no-engines"]["forbidden_modules"]) == {"chatlearn_core"}
+    assert ours - set(contracts["kit"]["source_modules"]) == {"chatlearn_core", "chatlearn_testing"}
+    libraries = {"chatlearn_core", "chatlearn_hosting", "chatlearn_testing"}
+    assert ours - set(contracts["kit-apart"]["forbidden_modules"]) == libraries

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from chatlearn_core.testing.listeners import Listener, family, listeners, reached_from_outside
 from chatlearn_data.arithmetic import problems, prompt_records
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.listeners import Listener, family, listeners, reached_from_outside
 
 LIMIT_S = 600
 LOOK_S = 0.2

@@ -269,7 +269,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def offload_in_name(self: FSDPTrainer, parts: Iterable[Any]) -> None:
     """Mark parts as offloaded and leave them where they are."""
     for part in parts:
-        self._parts[part].is_offloaded = True
+        self._parts._parts[part].is_offloaded = True
 
 
 async def test_a_trainer_that_offloads_in_name_only_ends_the_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

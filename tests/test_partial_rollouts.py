@@ -18,11 +18,11 @@ from chatlearn_core.config.models import RolloutConfig, RunConfig
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import PartialRollouts, partial_rollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.runtime.fleet import LocalFleet
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.types import Completion, GenerateRequest, Prompt, SamplingParams
+from chatlearn_core.runtime.serial_executor import SerialExecutor
+from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, SamplingParams
 from chatlearn_hf.checkpoint_names import checkpoint_tensors
 from chatlearn_hf.tiny import build_tiny_model
 from chatlearn_transformers.generator import TransformersGenerator
@@ -52,12 +52,12 @@ async def fleet(models: list[Path]) -> AsyncIterator[LocalFleet]:
         source = ModelSource(str(models[0]), str(models[0]))
         return TransformersGenerator(TransformersGeneratorOptions(), RoleContext("generator", source, replica=index))
 
-    lane = Lane("generator", timeout_s=60.0)
-    fleet = LocalFleet("generator", build, 2, lane, max_restarts=0)
+    executor = SerialExecutor("generator", timeout_s=60.0)
+    fleet = LocalFleet("generator", build, 2, executor, max_restarts=0)
     await fleet.start()
     yield fleet
     fleet.close()
-    lane.stop()
+    executor.stop()
 
 
 async def sync(fleet: LocalFleet, partial: PartialRollouts, version: int, directory: Path) -> None:
@@ -69,21 +69,27 @@ async def sync(fleet: LocalFleet, partial: PartialRollouts, version: int, direct
     await partial.weights_changed()
 
 
-def greedy_slot(name: str, tokens: int) -> Slot:
+def greedy_request(name: str, tokens: int) -> RolloutRequest:
     prompt = Prompt(name, np.array([21, 22, 23]), "?")
     sampling = SamplingParams(tokens, temperature=0.0, ignore_eos=True)
-    return Slot(name, name, prompt, GenerateRequest(name, prompt.token_ids, sampling, name))
+    return RolloutRequest(name, ExampleDraw(prompt, 0, name), GenerateRequest(name, prompt.token_ids, sampling, name))
 
 
 async def one_step(
-    partial: PartialRollouts, pending: tuple[Group, ...], step: int, *new: Slot
+    partial: PartialRollouts, pending: tuple[Group, ...], step: int, *new: RolloutRequest
 ) -> tuple[dict[str, Completion], tuple[Group, ...]]:
-    turn = partial.begin(pending, new, step)
-    playing = asyncio.create_task(partial.play(turn))
-    answers = await asyncio.gather(*(turn.completion("generator", slot) for slot in turn.slots))
+    rollout_step = partial.begin(pending, new)
+    playing = asyncio.create_task(partial.play(rollout_step))
+    answers = await asyncio.gather(
+        *(rollout_step.completion("generator", request) for request in rollout_step.requests)
+    )
     await playing
-    ended = {slot.sample_id: answer for slot, answer in zip(turn.slots, answers, strict=True) if answer is not None}
-    return ended, partial.finish(turn)[0]
+    ended = {
+        request.sample_id: answer
+        for request, answer in zip(rollout_step.requests, answers, strict=True)
+        if answer is not None
+    }
+    return ended, partial.finish(rollout_step)[0]
 
 
 @pytest.mark.parametrize("mode", ["resume", "keep"])
@@ -112,7 +118,7 @@ async def test_every_token_is_of_the_weights_that_its_span_names(
     ended: dict[str, Completion] = {}
     pending: tuple[Group, ...] = ()
     for step in range(3):
-        new = [greedy_slot(f"short{step}", 4)] + ([greedy_slot("long", LONG)] if step == 0 else [])
+        new = [greedy_request(f"short{step}", 4)] + ([greedy_request("long", LONG)] if step == 0 else [])
         done, pending = await one_step(partial, pending, step + 1, *new)
         ended |= done
         if step < 2:

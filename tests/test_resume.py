@@ -33,7 +33,7 @@ def expected(undisturbed: dict[str, Any], recipe: Any, chatlearn: Any, result_of
     result = undisturbed["result"]
     assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
     assert all(line["training/updates"] == 4 for line in result.metrics), "2 mini-batches x 2 epochs"
-    assert any(line["actor/grad_norm"] > 0 for line in result.metrics), "something is learned"
+    assert any(line["policy/grad_norm"] > 0 for line in result.metrics), "something is learned"
     return result
 
 

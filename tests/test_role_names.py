@@ -50,7 +50,7 @@ def test_the_policy_is_synced_evaluated_exported_and_reported(renamed: Any, chat
     *_, last = results[0].metrics
     assert last["mismatch/prob_diff_mean"] < 1e-4, "the generator samples from the policy, after updates too"
     assert "eval/samples" in last
-    assert {"actor/grad_norm", "helper/grad_norm", "actor/ppo_kl", "helper/actor/ppo_kl"} <= last.keys()
+    assert {"policy/grad_norm", "helper/grad_norm", "policy/ppo_kl", "helper/ppo_kl"} <= last.keys()
     assert last["helper/mismatch/prob_diff_mean"] > 1e-4, "its own, under its own name"
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.plugins.matrix import compatibility_matrix, read_tested
+from chatlearn_observe.compatibility_matrix import compatibility_matrix, read_tested
 
 RECORD = Path(__file__).parent.parent / "docs" / "tested-matrix.json"
 NEED_A_GPU = frozenset({"cuda_ipc"})

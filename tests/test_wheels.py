@@ -32,6 +32,15 @@ ENGINES = {"chatlearn-vllm": "vllm", "chatlearn-sglang": "sglang"}
 """Imported in the interpreter that holds the engine, which may be another one."""
 COMPANIONS = {"pydantic-core": "pydantic"}
 """Distributions that come with another, which pins them."""
+LIBRARIES = {
+    "chatlearn-chat",
+    "chatlearn-generator-kit",
+    "chatlearn-hosting",
+    "chatlearn-losses",
+    "chatlearn-trainer-kit",
+    "chatlearn-workers",
+}
+"""Distributions that register nothing."""
 CACHES = {"__pycache__", ".ruff_cache", ".mypy_cache", ".pytest_cache"}
 PROVIDERS = metadata.packages_distributions()
 
@@ -113,6 +122,8 @@ def test_every_plugin_names_its_entry_point(wheels: dict[str, Path]) -> None:
         text = "".join(points)
         if name == "chatlearn-core":
             assert "chatlearn = chatlearn_core.cli.main:main" in text
+        elif name in LIBRARIES:
+            assert not text, f"{name} is a library"
         elif name not in {"chatlearn", "chatlearn-observe"}:
             assert f"{name.replace('-', '_')}.plugin" in text, name
 

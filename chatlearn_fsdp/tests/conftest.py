@@ -15,10 +15,10 @@ import torch
 
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cumulative_lengths
-from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_trainer_kit.optimizer import optimizer_tensors
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
 VOCABULARY = 300
@@ -55,6 +55,7 @@ def _make_batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> TrainBatch:
         token_data={
             "loss_weight": mask / mask.sum(),
             "advantages": torch.randn(total, generator=generator),
+            "chosen": torch.arange(2 * total).reshape(total, 2) % 300,
         },
         sequence_data={"target": torch.randn(count, generator=generator)},
     )

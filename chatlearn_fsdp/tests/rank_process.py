@@ -15,11 +15,11 @@ import torch
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
-from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import whole
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.meta_start import CheckpointFiles
+from chatlearn_trainer_kit.optimizer import optimizer_tensors
 
 
 class HeadLoss:
@@ -67,6 +67,14 @@ class ReadingCount:
         CheckpointFiles.rows = self._rows  # type: ignore[method-assign]  # as above
 
 
+def asked(loss: HeadLoss) -> OutputRequest:
+    """What the loss needs; of a language model also tables of tokens."""
+    names = loss.needs.names
+    if loss.head == "lm":
+        names |= {"topk_ids", "topk_logprobs", "logprobs_at"}
+    return OutputRequest(names, 0.7, {"k": 3, "ids": "chosen"})
+
+
 def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     """The job's keys are described at ``run_jobs``."""
     context = RoleContext(
@@ -85,7 +93,7 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         trainer.load(Path(job["load"]))
     mine = batch.select(job["slices"][trainer.data_parallel_rank])
     loss = HeadLoss(job["head"], job["poison"])
-    answer["computed"] = trainer.compute(mine, loss.needs)
+    answer["computed"] = trainer.compute(mine, asked(loss))
     try:
         for _ in range(job["updates"]):
             metrics = trainer.update(mine, loss)

@@ -12,13 +12,14 @@ from chatlearn_core.exceptions import CheckpointError
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"cpu_offload": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.9}], ids=str
+)
 @pytest.mark.parametrize("updates_before", [0, 3])
 def test_resuming_is_bit_identical(
-    make_trainer, make_batch, policy_loss, weights_of, tmp_path, updates_before, cpu_offload
+    make_trainer, make_batch, policy_loss, weights_of, tmp_path, updates_before, chosen
 ) -> None:
-    options = {"schedule": "cosine", "warmup_steps": 1, "total_updates": 8, "weight_decay": 0.01}
-    options |= {"cpu_offload": cpu_offload}
+    options = {"schedule": "cosine", "warmup_steps": 1, "total_updates": 8, "weight_decay": 0.01} | chosen
     straight = make_trainer(**options)
     for seed in range(updates_before):
         straight.update(make_batch(seed), policy_loss)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_core.testing.suites import TrainerConformance
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.suites import TrainerConformance
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def test_the_record_names_options_that_exist() -> None:
 
     [record] = chatlearn_trainers()
     assert set(record.layout_options) <= FSDPOptions.model_fields.keys()
-    assert set(record.node_options) <= set(record.layout_options)
+    assert set(record.parallel.values()) <= set(record.layout_options)
 
 
 @pytest.mark.parametrize("options", [{"dp_shard": 3}, {"ulysses": 3}, {"dp_replicate": 8}])

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.hosting.reserved_port import ReservedPort
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.testing.listeners import listeners
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import box_of_rows, mesh_sizes
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.checkpoint_names import checkpoint_layout, expected_manifest
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hosting.reserved_port import ReservedPort
+from chatlearn_testing.listeners import listeners
 
 EVERYTHING = [list(range(7))]
 DP2, DP4 = [[0, 1, 2, 3, 4, 5], [6]], [[0, 1], [2, 3, 4], [5, 6], []]

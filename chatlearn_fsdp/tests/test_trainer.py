@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext, Trainer
 from chatlearn_core.types import OutputRequest, pack_samples
-from chatlearn_fsdp.optimizer import optimizer_tensors
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.model_directory import load_causal_lm
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_trainer_kit.optimizer import optimizer_tensors
 
 pytestmark = pytest.mark.engine
 
@@ -323,3 +323,28 @@ def test_closing_twice_is_fine_and_then_it_refuses(make_trainer, make_batch, pol
     assert trainer.health()
     with pytest.raises(BackendError, match="closed"):
         trainer.compute(make_batch(), policy_loss.needs)
+
+
+@pytest.mark.engine
+def test_a_step_that_fails_midway_is_reported_until_a_checkpoint_is_loaded(
+    make_trainer, make_batch, policy_loss, weights_of, tmp_path, monkeypatch
+) -> None:
+    trainer = make_trainer()
+    trainer.update(make_batch(), policy_loss)
+    trainer.save(tmp_path / "saved")
+    whole = {name: tensor.clone() for name, tensor in weights_of(trainer).items()}
+
+    def broken_step() -> None:
+        raise torch.OutOfMemoryError("no memory for the second moment")
+
+    monkeypatch.setattr(trainer._optimizer, "step", broken_step)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.update(make_batch(1), policy_loss)
+    assert "optimizer step 1 failed midway (OutOfMemoryError)" in trainer.health()
+    with pytest.raises(BackendError, match=r"cannot work: optimizer step 1 failed midway .*; load a checkpoint"):
+        trainer.compute(make_batch(1), OutputRequest(frozenset({"logprobs"})))
+    monkeypatch.undo()
+    trainer.load(tmp_path / "saved")
+    assert trainer.health() is None
+    assert all(torch.equal(whole[name], tensor) for name, tensor in weights_of(trainer).items())
+    trainer.update(make_batch(1), policy_loss)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from chatlearn_core.losses import clipped_policy_loss
 from chatlearn_core.protocols import LossOutput
 from chatlearn_core.types import OutputRequest
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_losses import clipped_policy_loss
 
 pytestmark = pytest.mark.engine
 LOGPROBS = OutputRequest(frozenset({"logprobs"}))

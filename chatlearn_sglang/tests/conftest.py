@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -13,19 +14,19 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from chatlearn_core.exceptions import HostedProcessLostError
-from chatlearn_core.hosting import HostedProcess, SharedBlock
-from chatlearn_core.hosting.engine_side.checksums import checksum
-from chatlearn_core.hosting.engine_side.groups import SenderGroup
-from chatlearn_core.hosting.process_group import live_members
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import PROMPTS, ask, assert_completion, plain_greedy
 from chatlearn_core.types import Completion, GenerateRequest, GroupRendezvous
 from chatlearn_hf.plain_forward import load_plain_model
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hosting import HostedProcess, SharedBlock
+from chatlearn_hosting.engine_side.checksums import checksum
+from chatlearn_hosting.engine_side.groups import SenderGroup
+from chatlearn_hosting.process_group import live_members
 from chatlearn_sglang.conformance import PYTHON_VARIABLE
 from chatlearn_sglang.generator import SGLangGenerator
 from chatlearn_sglang.options import LoraOptions, SGLangGeneratorOptions
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import PROMPTS, ask, assert_completion, plain_greedy
 
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class LeasedProcess:
 
     engines: ClassVar[dict[str, tuple[HostedProcess, list[LeasedProcess]]]] = {}
     """By what they were started with: the engine, and a list that holds who used it last."""
+    numbers: ClassVar[Iterator[int]] = itertools.count(100)
 
     def __init__(self, name: str, *, arguments: Mapping[str, Any], **rest: Any) -> None:
         self._key = json.dumps([arguments, rest], sort_keys=True)
@@ -78,6 +80,7 @@ class LeasedProcess:
         self._model = Path(arguments["owned"]["model_path"])
         self._version = 0
         self._closed: str | None = None
+        self._number = next(self.numbers)
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
 
     @property
@@ -97,7 +100,7 @@ class LeasedProcess:
 
     async def acall(self, method: str, *args: Any, **rest: Any) -> Any:
         self._check(method)
-        task = asyncio.ensure_future(self._take().acall(method, *args, **rest))
+        task = asyncio.ensure_future(self._take().acall(method, *self._with_own_names(method, args), **rest))
         entry = (asyncio.get_running_loop(), task)
         self._waiting.add(entry)
         try:
@@ -110,6 +113,12 @@ class LeasedProcess:
         if method == "finish_weights":
             self._version = args[0]
         return result
+
+    def _with_own_names(self, method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """SGLang may not have let go yet of requests that the replica before it left, under the same numbers."""
+        if method == "generate":
+            return (f"{self._number}{args[0]}", *args[1:])
+        return ([f"{self._number}{name}" for name in args[0]],) if method == "abort" else args
 
     def close(self, grace_s: float = 0.0) -> None:
         self._closed = self._closed or "it was closed"

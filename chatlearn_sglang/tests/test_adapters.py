@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting import SharedBlock
-from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import PROMPTS, ask, assert_completion, plain_greedy
 from chatlearn_core.types import Completion, WeightManifest
 from chatlearn_hf.plain_forward import PlainModel, load_plain_model
+from chatlearn_hosting import SharedBlock
 from chatlearn_sglang.options import LoraOptions
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import PROMPTS, ask, assert_completion, plain_greedy
 
 pytestmark = pytest.mark.engine
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from chatlearn_core.testing.suites import GeneratorConformance
 from chatlearn_sglang.conformance import PYTHON_VARIABLE
+from chatlearn_testing.suites import GeneratorConformance
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatlearn_core.testing.fakes.sampling import basis_logprobs
 from chatlearn_core.types import LogprobBasis
 from chatlearn_sglang.engine_side.cut_logits import cut_logits
+from chatlearn_testing.fakes.sampling import basis_logprobs
 
 CUTS = [(1.0, 0, 0.9), (0.7, 11, 0.85), (2.0, 5, 1.0), (1.0, 0, 1.0), (0.3, 1, 0.01), (1.0, 500, 0.5)]
 

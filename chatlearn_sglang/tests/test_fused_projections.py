@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import PROMPTS, ask
 from chatlearn_hf.tiny import build_tiny_tokenizer
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import PROMPTS, ask
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from chatlearn_core.exceptions import (
     WeightSyncError,
 )
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.testing.suites.generator_fixtures import ask
 from chatlearn_core.types import WeightManifest
 from chatlearn_sglang.generator import SGLangGenerator
 from chatlearn_sglang.options import SGLangGeneratorOptions
+from chatlearn_testing.suites.generator_fixtures import ask
 
 FACTS = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "keeps_memory": False}
 
@@ -113,7 +113,7 @@ async def test_a_faulty_answer_fails_its_request_by_name_and_no_other(make, monk
     generator, process = make()
     good = process.reply
     monkeypatch.setattr(process, "reply", lambda count: good(count, logprobs=[None] * count))
-    with pytest.raises(BackendError, match=r"\(sglang\): request 'bad' failed: the logprob of token 0 is None"):
+    with pytest.raises(BackendError, match=r"\(sglang\): request 'bad' failed: the logprob of token 0 is nan"):
         await generator.generate(ask("bad"))
     monkeypatch.setattr(process, "reply", good)
     assert (await generator.generate(ask("good"))).request_id == "good"
@@ -132,7 +132,7 @@ async def test_a_callback_that_raises_fails_its_request_by_name(make) -> None:
 
 async def test_requests_at_the_gate_enter_in_order_or_return_what_they_have(make) -> None:
     generator, process = make()
-    await generator.pause("wait")
+    await generator.pause()
     waiting = [asyncio.ensure_future(generator.generate(ask(name))) for name in ("a", "b", "c")]
     await asyncio.sleep(0)
     assert process.called.count("generate") == 0
@@ -149,9 +149,9 @@ async def test_tokens_that_arrive_while_paused_are_told_afterwards(make) -> None
     told: list[int] = []
     task = asyncio.ensure_future(generator.generate(ask("slow"), lambda start, tokens: told.extend(tokens)))
     await asyncio.sleep(0)
-    await generator.pause("keep")
-    ticket = next(iter(generator._tickets))
-    generator._on_event(ticket, [4])  # sampled before, passed on late
+    await generator.pause()
+    pending_request = next(iter(generator._pending.values()))
+    generator._on_event(pending_request, [4])  # sampled before, passed on late
     assert told == []
     await generator.resume()
     assert told == [4]
@@ -164,7 +164,9 @@ async def test_a_process_that_is_gone_makes_the_replica_dead(make) -> None:
     process.lost = "its process 7 was killed by signal 9 (SIGKILL)"
     assert generator.state == "dead"
     assert "signal 9" in str(generator.health())
-    with pytest.raises(BackendError, match="is dead and cannot take request 'late': its process 7 was killed"):
+    with pytest.raises(
+        BackendError, match="is dead and cannot take request 'late'; restart it: its process 7 was killed"
+    ):
         await generator.generate(ask("late"))
     with pytest.raises(WeightSyncError, match="is dead; restart it"):
         await generator.loader.begin(1, generator.loader.expected_manifest())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatlearn_core.testing.gpu_handles import shared_by_another_process
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.gpu_handles import shared_by_another_process
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from chatlearn_core.testing.model_directory import copy_with_weights, perturbed, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import PROMPTS, ask
 from chatlearn_sglang.engine_side import memory
+from chatlearn_testing.model_directory import copy_with_weights, perturbed, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import PROMPTS, ask
 
 LAYERS, HEADS, HEAD_WIDTH, CACHE_TOKENS = 2, 2, 32, 100_000
 """Of the tiny model's cache; enough tokens that it is most of what the process occupies."""
@@ -90,7 +90,7 @@ class TestEngine:
             begun = asyncio.Event()
             task = asyncio.ensure_future(engine.generator.generate(request, lambda *_: begun.set()))
             await begun.wait()
-            await engine.generator.pause("keep")
+            await engine.generator.pause()
             engine.generator.offload(BOTH)
             engine.generator.onload(BOTH)
             await engine.generator.resume()

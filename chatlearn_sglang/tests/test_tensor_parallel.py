@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.testing.model_directory import copy_with_weights, perturbed, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import ask
+from chatlearn_testing.model_directory import copy_with_weights, perturbed, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import ask
 
 pytestmark = pytest.mark.engine
 

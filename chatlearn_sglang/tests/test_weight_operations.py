@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from chatlearn_core.hosting import SharedBlock, handle_content
+from chatlearn_hosting import SharedBlock, handle_content
 from chatlearn_sglang.engine_side import adapter, weight_operations
 from chatlearn_sglang.engine_side.outcome import Outcome
 from chatlearn_sglang.engine_side.weight_operations import encode

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError, WeightSyncError
-from chatlearn_core.hosting import SharedBlock, handle_content
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
-from chatlearn_core.testing.suites.generator_fixtures import PROMPTS, ask
 from chatlearn_core.types import GroupRendezvous
+from chatlearn_hosting import SharedBlock, handle_content
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.suites.generator_fixtures import PROMPTS, ask
 
 pytestmark = pytest.mark.engine
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from chatlearn_core.hosting.engine_side.checksums import checksum
-from chatlearn_core.hosting.engine_side.groups import SenderGroup
 from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
-from chatlearn_core.testing.model_directory import manifest_of
 from chatlearn_core.types import Completion, GenerateRequest, GroupRendezvous, SamplingParams
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_hosting.engine_side.checksums import checksum
+from chatlearn_hosting.engine_side.groups import SenderGroup
+from chatlearn_testing.model_directory import manifest_of
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 from chatlearn_vllm.generator import VLLMGenerator
 from chatlearn_vllm.options import VLLMGeneratorOptions

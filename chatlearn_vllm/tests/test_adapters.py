@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting import SharedBlock
-from chatlearn_core.testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_core.types import WeightManifest
+from chatlearn_hosting import SharedBlock
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_core.testing.suites import GeneratorConformance
+from chatlearn_testing.suites import GeneratorConformance
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError, HostedProcessLostError
-from chatlearn_core.hosting.process_group import live_members
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_hosting.process_group import live_members
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_vllm import data_parallel
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 from chatlearn_vllm.data_parallel import DataParallelHost
@@ -366,7 +366,7 @@ class TestEngine:
             await asyncio.gather(*(event.wait() for event in begun))
             await generator.abort({"r0"})
             partial = await tasks[0]
-            await generator.pause("keep")
+            await generator.pause()
             generator.offload({"kv_cache"})
             generator.onload({"kv_cache"})
             assert not any(task.done() for task in tasks[1:])

@@ -27,6 +27,7 @@ class ScriptedHost:
     """Records what it is asked for, and says what a test lets it say."""
 
     shares_memory = True
+    lost = None
 
     def __init__(self):
         self.submitted = []
@@ -107,10 +108,10 @@ async def test_a_completion_holds_what_each_version_sampled(stand, make_request)
     [
         (([7], [math.nan], "length"), "the logprob of token 0 is nan"),
         (([7, 8, 9], [-1.0, -math.inf, -1.0], "length"), "the logprob of token 1 is -inf"),
-        (([7], [-1.0], "length"), "ended it for its length after 1 of 3 tokens"),
+        (([7], [-1.0], "length"), "reason 'length' after 1 of 3 tokens"),
         (([7, 8, 9], [-1.0], "length"), "returned 3 tokens and 1 logprobs"),
         (([7, 8, 9], [], "length"), "returned 3 tokens and 0 logprobs"),
-        (([], [], "stop"), "ended it without a token"),
+        (([], [], "stop"), "reason 'stop' without a token"),
         (([7], [-1.0], "error"), "ended it with 'error'"),
     ],
     ids=["nan", "infinite", "too few tokens", "too few logprobs", "no logprobs", "nothing", "error"],
@@ -191,7 +192,7 @@ async def test_an_engine_that_does_not_come_to_what_it_is_told_is_dead(stand, mo
     monkeypatch.setattr("chatlearn_vllm.generator._CALL_TIMEOUT_S", 0.01)
     monkeypatch.setattr(host, "call", hang)
     with pytest.raises(BackendTimeoutError, match=r"did not come to 'pause' within 0\.01 s; restart it"):
-        await generator.pause("keep")
+        await generator.pause()
     assert generator.state == "dead"
 
 
@@ -211,7 +212,7 @@ async def test_an_engine_that_keeps_its_memory_says_why(model_dir, monkeypatch):
 async def test_an_engine_that_fails_to_move_its_memory_is_dead(stand, method):
     generator, host = stand
     host.fail_on = method
-    await generator.pause("keep")
+    await generator.pause()
     if method == "wake":
         generator.offload({"weights"})
     move = generator.offload if method == "sleep" else generator.onload
@@ -222,7 +223,7 @@ async def test_an_engine_that_fails_to_move_its_memory_is_dead(stand, method):
 
 async def test_parts_sleep_and_wake_in_the_order_that_was_asked(stand, make_request):
     generator, host = stand
-    await generator.pause("keep")
+    await generator.pause()
     host.calls.clear()
     generator.offload({"kv_cache"})
     generator.offload({"weights"})
@@ -247,7 +248,7 @@ async def test_weights_that_were_dropped_are_not_generated_with(model_dir, monke
     context = RoleContext("generator", ModelSource(path, path))
     generator = VLLMGenerator(VLLMGeneratorOptions(sleep_level=2), context)
     generator.setup()
-    await generator.pause("keep")
+    await generator.pause()
     generator.offload({"weights"})
     generator.onload({"weights"})
     assert ("sleep", 2) in host.calls

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatlearn_core.testing.gpu_handles import shared_by_another_process
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.gpu_handles import shared_by_another_process
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 
@@ -38,7 +38,7 @@ def test_sleep_gives_memory_back_by_part_and_changes_nothing(replica, model_dir)
     used = free_bytes()
 
     async def pause():
-        await replica.generator.pause("keep")
+        await replica.generator.pause()
 
     async def resume():
         await replica.generator.resume()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, ConfigError
-from chatlearn_core.testing.listeners import family, listeners, reached_from_outside
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.listeners import family, listeners, reached_from_outside
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 
 pytestmark = pytest.mark.engine
@@ -97,7 +97,7 @@ class TestOtherInterpreter:
             generator = replica.generator
             task = asyncio.ensure_future(generator.generate(make_request(PROMPT, "long", max_tokens=100), on_tokens))
             await begun.wait()
-            await generator.pause("keep")
+            await generator.pause()
             await generator.abort({"long"})
             await generator.resume()
             return await task, told
@@ -119,7 +119,7 @@ class TestOtherInterpreter:
                 replica.generator.generate(make_request(PROMPT, "cut", max_tokens=100), lambda *_: begun.set())
             )
             await begun.wait()
-            await replica.generator.pause("keep")  # or it might end before the kill
+            await replica.generator.pause()  # or it might end before the kill
             os.kill(replica.generator._host.process.pid, signal.SIGKILL)
             await task
 
@@ -133,7 +133,7 @@ class TestOtherInterpreter:
 @pytest.mark.parametrize(("phase", "by"), [("sync", "SIGKILL"), ("wake", "SIGKILL"), ("sync", "SIGSTOP")])
 @pytest.mark.slow
 def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, monkeypatch):
-    monkeypatch.setattr("chatlearn_core.hosting.process.SILENCE_S", 3.0)
+    monkeypatch.setattr("chatlearn_hosting.process.SILENCE_S", 3.0)
     replica = make_replica(model_dir(), host="child")
     generator, tensors = replica.generator, read_checkpoint(model_dir())
 
@@ -147,7 +147,7 @@ def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, 
         await generator.loader.load_tensors(list(tensors.items())[3:])
 
     async def wake():
-        await generator.pause("keep")
+        await generator.pause()
         generator.offload({"weights", "kv_cache"})
         kill()
         generator.onload({"weights", "kv_cache"})

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
-from chatlearn_core.hosting import SharedBlock
-from chatlearn_core.hosting.engine_side.groups import SenderGroup
-from chatlearn_core.testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 from chatlearn_core.types import GroupRendezvous, VersionSpan
+from chatlearn_hosting import SharedBlock
+from chatlearn_hosting.engine_side.groups import SenderGroup
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.testing.model_directory import copy_with_weights, perturbed, read_checkpoint
+from chatlearn_testing.model_directory import copy_with_weights, perturbed, read_checkpoint
 from chatlearn_vllm.conformance import ENGINE_ARGUMENTS
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.protocols import LossOutput
+from chatlearn_core.runtime.local import LocalRuntime, LocalTrainer
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -160,8 +162,8 @@ class OffloadInName(FSDPTrainer):
     """Says that parts are offloaded, and leaves them where they are."""
 
     def offload(self, parts):
-        for name in set(parts) & self._parts.keys():
-            self._parts[name].is_offloaded = True
+        for name in set(parts) & self._parts._parts.keys():
+            self._parts._parts[name].is_offloaded = True
 
 
 class ReusedBuffer(FSDPTrainer):
@@ -273,9 +275,25 @@ class SleepInName(TransformersGenerator):
 class DeafPause(TransformersGenerator):
     """``pause`` does nothing."""
 
-    async def pause(self, mode):
-        if mode != "keep":
-            await super().pause(mode)
+    async def pause(self):
+        pass
+
+
+class OpenDoor(TransformersGenerator):
+    """What comes while paused is answered at once."""
+
+    async def generate(self, request, on_tokens=None):
+        if self._paused:
+            await self.resume()
+        return await super().generate(request, on_tokens)
+
+
+class StaleCache(TransformersGenerator):
+    """Unfinished requests go on with the KV cache of the old weights, where the record says that it is recomputed."""
+
+    def setup(self):
+        super().setup()
+        self._options = self._options.model_copy(update={"kv_after_sync": "kept"})
 
 
 class _LoaderMutant(TransformersGenerator):
@@ -506,6 +524,111 @@ class SilentTimeout(CheckpointReceiver):
             return 0
 
 
+# Runtimes
+
+
+class SilentRestart(LocalRuntime):
+    """A replica is rebuilt, and nothing says so."""
+
+    def _tell(self, event):
+        return None
+
+
+class StaleRebuild(LocalRuntime):
+    """A rebuilt replica serves the weights of the model directory."""
+
+    async def sync_weights(self, trainer, generator, policy_version):
+        receipts = await super().sync_weights(trainer, generator, policy_version)
+        self.generator(generator).resync = None
+        return receipts
+
+
+class EndlessRestarts(LocalRuntime):
+    """The limit of restarts is not kept."""
+
+    def __init__(self, options, plan):
+        super().__init__(options.model_copy(update={"max_generator_restarts": 5}), plan)
+
+
+class ForgottenReplica(LocalRuntime):
+    """One replica confirms what it never got."""
+
+    async def sync_weights(self, trainer, generator, policy_version):
+        fleet = self.generator(generator)
+        others, fleet.replicas[1:] = fleet.replicas[1:], []
+        [receipt] = await self._transfers[trainer, generator].sync([0], policy_version)
+        fleet.replicas += others
+        return [replace(receipt, replica=index) for index in range(fleet.num_replicas)]
+
+
+class _ShortTrainer(LocalTrainer):
+    async def derive(self, batch, function, split="group"):
+        return await super().derive(batch.select(range(batch.num_sequences - 1)), function, split)
+
+
+class LostSequence(LocalRuntime):
+    """The last sequence of a batch gets lost on its way."""
+
+    def trainer(self, role):
+        made = super().trainer(role)
+        return _ShortTrainer(made.name, made.trainer, made.executor)
+
+
+class OtherRandomNumbers(LocalRuntime):
+    """A request's seed is not the one that it was made with."""
+
+    def generator(self, role):
+        fleet = super().generator(role)
+        if not hasattr(fleet, "unchanged"):
+            fleet.unchanged = fleet.generate
+
+            async def generate(request, replica=None):
+                sampling = replace(request.sampling, seed=request.sampling.seed + 1)
+                return await fleet.unchanged(replace(request, sampling=sampling), replica)
+
+            fleet.generate = generate
+        return fleet
+
+
+class _MuteTrainer(LocalTrainer):
+    async def update(self, batch, loss):
+        try:
+            return await super().update(batch, loss)
+        except BackendTimeoutError:
+            raise BackendTimeoutError("it took too long") from None
+
+
+class NamelessTimeout(LocalRuntime):
+    """A timeout without role, method and setting."""
+
+    def trainer(self, role):
+        made = super().trainer(role)
+        return _MuteTrainer(made.name, made.trainer, made.executor)
+
+
+class _LazyTrainer(LocalTrainer):
+    async def _move(self, action, parts):
+        return []
+
+
+class UnmovedParts(LocalRuntime):
+    """Parts that are to be moved stay where they are."""
+
+    def trainer(self, role):
+        made = super().trainer(role)
+        return _LazyTrainer(made.name, made.trainer, made.executor)
+
+
+class ClosedOnce(LocalRuntime):
+    """The second ``close`` fails."""
+
+    async def close(self):
+        if getattr(self, "is_closed", False):
+            raise RuntimeError("it was closed before")
+        self.is_closed = True
+        await super().close()
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One broken backend and who notices."""
@@ -562,7 +685,9 @@ MUTANTS = [
         SharedRandomness="test_seeds_decide",
         LostPartial="test_abort_returns_what_was_sampled",
         ForgottenPrior="test_resume_continues_an_aborted_completion",
-        DeafPause="test_pause_and_keep_goes_on_later",
+        DeafPause="test_a_paused_request_goes_on_later",
+        OpenDoor="test_what_comes_while_paused_waits",
+        StaleCache="test_an_unfinished_request_lives_through_a_sync_as_declared",
         AcceptedUnknownNames="test_weights_that_were_not_announced_are_refused",
         WrongName="test_new_weights_change_the_output",
         NeverLoaded="test_new_weights_change_the_output",
@@ -604,6 +729,19 @@ MUTANTS = [
         SilentTimeout="test_a_silent_sender_is_a_timeout_that_names_it",
     ),
     *_of("weight_sync", "checkpoint", "sender", HoardingSender="test_several_syncs_in_a_row"),
+    *_of(
+        "runtime",
+        "local",
+        SilentRestart="test_a_dead_replica_is_reported_and_its_requests_start_again",
+        StaleRebuild="test_a_dead_replica_is_reported_and_its_requests_start_again",
+        EndlessRestarts="test_a_dead_replica_beyond_its_limit_is_refused",
+        ForgottenReplica="test_weights_reach_every_replica",
+        LostSequence="test_one_rank_gives_the_bits_of_the_local_runtime",
+        OtherRandomNumbers="test_one_rank_gives_the_bits_of_the_local_runtime",
+        NamelessTimeout="test_a_call_that_hangs_ends_by_its_timeout",
+        UnmovedParts="test_parts_are_moved_out_and_back",
+        ClosedOnce="test_close_twice_leaves_nothing",
+    ),
 ]
 """Every kind has some; each wraps a first-party backend that passes its suite."""
 

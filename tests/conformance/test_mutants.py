@@ -9,9 +9,9 @@ import pytest
 from conformance_mutants import MUTANTS, Mutant
 
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.testing.check import SUITES, run_conformance
-from chatlearn_core.testing.suites import RewardCase
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.check import SUITES, run_conformance
+from chatlearn_testing.suites import RewardCase
 
 PLAIN = "chatlearn_hf.plain_forward:load_plain_model"
 USERS_CODE = """

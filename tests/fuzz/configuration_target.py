@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from chatlearn_chat import renderer
 from chatlearn_core.config.load import LoadedConfig, load_config
-from chatlearn_core.data import render
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.executor.assembly import assemble, assemble_flow
 from chatlearn_core.executor.planning import run_directory
@@ -41,7 +41,7 @@ def check(case: dict[str, Any]) -> dict[str, str]:
         case: ``text`` of the configuration, ``overrides``, whether to ``run`` what is valid, and perhaps
             ``template_timeout_s``.
     """
-    render.TEMPLATE_TIMEOUT_S = case.get("template_timeout_s", render.TEMPLATE_TIMEOUT_S)
+    renderer.TEMPLATE_TIMEOUT_S = case.get("template_timeout_s", renderer.TEMPLATE_TIMEOUT_S)
     folder = tempfile.mkdtemp(dir=Path.cwd())
     os.chdir(folder)
     os.environ["HOME"] = folder

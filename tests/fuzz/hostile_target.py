@@ -12,10 +12,10 @@ from hostile_reward import ACTIONS, MARK
 
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
-from chatlearn_core.testing.leftovers import environment, processes
 from chatlearn_core.types import RAW_BASIS, Completion, Prompt, Sample, SamplingParams, sample_from_completion
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_rewards.options import FunctionOptions
+from chatlearn_testing.processes import environment, processes
 
 
 def sample(index: int, text: str) -> Sample:

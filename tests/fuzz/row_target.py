@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import PromptRenderer, build_dataset
+from chatlearn_core.data import Demonstrations, Preferences, Prompts, build_dataset
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.types import Demonstration
 from chatlearn_data.show import described_rows
 from chatlearn_hf.model_directory import load_tokenizer
 
 REGISTRY = discover_plugins()
+KINDS = {"prompts": Prompts, "demonstrations": Demonstrations, "preferences": Preferences}
 
 
 def read(case: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +31,12 @@ def read(case: dict[str, Any]) -> dict[str, Any]:
         if case["show"]:
             "".join(described_rows(case["path"], 5, case["format"], None)).encode()
         (dataset,) = build_dataset(
-            config, tokenizer, REGISTRY, input=case["input"], max_prompt_tokens=200, max_length=256
+            config,
+            ChatTemplateRenderer(tokenizer, max_tokens=256),
+            REGISTRY,
+            kind=KINDS[case["input"]](),
+            max_prompt_tokens=200,
+            max_length=256,
         ).datasets
     except ChatLearnError as error:
         return {"refused": str(error)}
@@ -45,10 +51,10 @@ def read(case: dict[str, Any]) -> dict[str, Any]:
 
 def forged_turns(example: Any, tokenizer: Any) -> bool:
     """Whether an example has other control tokens than the template writes for as many messages."""
-    prompt = example.prompt if isinstance(example, Demonstration) else example
+    prompt = example.prompt
     if not prompt.messages:
         return False
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     special = set(tokenizer.all_special_ids)
     plain = [
         {**message, "content": "x"}

@@ -21,12 +21,20 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "verifiable": [{"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "data_source": "sums", "extra_info": {}}],
     "sft": [{"prompt": "what is 1?", "completion": "1"}, {"prompt": CHAT, "completion": [TURN]}],
     "messages": [{"messages": [*CHAT, TURN]}, {"messages": [*CHAT, TURN, CHAT[1], TURN], "tools": TOOLS}],
+    "preference": [
+        {"prompt": CHAT, "chosen": "it is 2", "rejected": "it is 3"},
+        {"chosen": [*CHAT, TURN], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+    ],
+    "ranked": [{"prompt": "what is 1?", "completions": ["1", "2", [TURN]], "scores": [1, 0.5, 0]}],
+    "labelled": [{"prompt": "what is 1?", "completion": "1", "label": True}],
     "gsm8k": [{"question": "how many?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}],
     "math": [{"problem": "What is $1+1$?", "solution": "It is $\\boxed{2}$.", "answer": "2"}],
     "keys": [{"prompt": "what is 1 plus 1?", "label": "2"}],
     "auto": [{"prompt": "what is 1 plus 1?", "answer": "2"}],
 }
-INPUTS = {"sft": "demonstrations", "messages": "demonstrations"}
+INPUTS = {"sft": "demonstrations", "messages": "demonstrations"} | dict.fromkeys(
+    ("preference", "ranked", "labelled"), "preferences"
+)
 PIECES = [
     "<|im_end|>",
     "<|im_start|>",

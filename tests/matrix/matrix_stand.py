@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from chatlearn_algorithms.sft import SFTLoss
-from chatlearn_core.plugins.compatibility import mismatches, shared_channel
+from chatlearn_core.plugins.compatibility import mismatches, shared_way
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import (
     Completion,
     GenerateRequest,
@@ -162,7 +162,7 @@ class Stand:
             engine=engine,
         )
         roles = {role.name: role for role in (*trainers, generator)}
-        plan = RunPlan(self.registry, roles, (), self.workspace, seed=0, total_updates=None)
+        plan = RunPlan(self.registry, roles, (), self.workspace, seed=0)
         record = self.registry.select("runtime", self.bench.runtime)
         settings: dict[str, Any] = {"num_threads": 1}
         return self.registry.load_factory(record)(self.registry.load_options(record)(**settings), plan)
@@ -235,12 +235,14 @@ class Stand:
             assert {span.version for span in completion.version_spans} == {self.version}, where
         assert replica.policy_version == self.version, where
 
-    def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightSyncPlan:
+    def _sync_plan(self, trainer: str, transport: WeightSyncSpec) -> WeightRoute:
         generator = self.registry.select("generator", self.bench.generator, installed=None)
         assert isinstance(generator, GeneratorSpec)
-        channel = shared_channel(transport, generator, self.bench.payload)
-        assert channel is not None
-        return WeightSyncPlan(
+        record = self.registry.select("trainer", TRAINER)
+        assert isinstance(record, TrainerSpec)
+        way = shared_way(record, generator, transport, payload=self.bench.payload)
+        assert way is not None
+        return WeightRoute(
             trainer=trainer,
             generator="generator",
             record=transport,
@@ -249,7 +251,8 @@ class Stand:
             fleet_rule="barrier",
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=120.0,
-            channel=channel,
+            export=way[0],
+            channel=way[1],
             payload=self.bench.payload,
         )
 

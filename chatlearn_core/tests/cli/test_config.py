@@ -26,6 +26,7 @@ def chatlearn_algorithms():
     return [AlgorithmSpec(name="acme_sft", factory="acme_code:Sft", options="acme_code:Options")]
 """
 OPTIONS = """\
+from chatlearn_core.protocols import Algorithm, RoleUpdate
 from pydantic import BaseModel
 
 
@@ -37,18 +38,18 @@ class Options(BaseModel, extra="forbid"):
         return [("lr", "nothing learns at this rate")] if self.lr == 0 else []
 
 
-class Sft:
-    input, group_size = "demonstrations", 1
+class Sft(Algorithm):
+    input = "demonstrations"
 
     def __init__(self, options, context): ...
 
     def flow(self, examples, m):
         return examples
 
-    def losses(self):
+    def updates(self, step):
         from chatlearn_core.types import OutputRequest
 
-        return {"trainer": type("Loss", (), {"needs": OutputRequest(frozenset({"logprobs"}))})}
+        return [RoleUpdate("trainer", type("Loss", (), {"needs": OutputRequest(frozenset({"logprobs"}))}))]
 """
 CONFIG = """\
 model: {path: models/tiny}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 COMMANDS = """
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import CliCommandSpec
@@ -9,6 +11,7 @@ def chatlearn_cli_commands():
     return [
         CliCommandSpec(name="acme", app="acme_cli:app", help="Work with Acme."),
         CliCommandSpec(name="weigh", app="acme_cli:weigh", help="Weigh a run."),
+        CliCommandSpec(name="plugins weigh", app="acme_cli:weigh", help="Weigh a plugin."),
         CliCommandSpec(name="broken", app="no_such_module:app", help="Always breaks."),
     ]
 """
@@ -58,6 +61,32 @@ def test_a_command_that_cannot_be_imported_names_its_plugin(fake_environment) ->
     assert done.returncode == 2
     assert "The command 'broken' (acme-tools 1.0) cannot be imported." in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_plugin_adds_a_command_to_the_group_of_the_core(fake_environment) -> None:
+    install(fake_environment)
+    listed = fake_environment.chatlearn("plugins", "--help").stdout
+    assert all(text in listed for text in ("list", "matrix", "show", "Weigh a plugin."))
+    assert fake_environment.chatlearn("plugins", "weigh", "runs/a").stdout == "weighed runs/a\n"
+    assert "Weigh a plugin." not in fake_environment.chatlearn("--help").stdout
+    done = fake_environment.chatlearn("plugins", "wiegh")
+    assert done.stderr.startswith("error: No command named 'plugins wiegh' (command line).\n")
+    assert done.stderr.endswith("  Did you mean 'plugins weigh'?\n")
+
+
+@pytest.mark.parametrize("command", ["new", "check"])
+def test_a_command_of_the_kit_says_how_to_install_it(fake_environment, command: str) -> None:
+    hide = (
+        "import importlib.metadata as metadata, sys\n"
+        "found = metadata.distributions\n"
+        "metadata.distributions = lambda **of: (d for d in found(**of) if d.name != 'chatlearn-testing')\n"
+        "from chatlearn_core.cli.main import main\n"
+        f"main(['plugins', {command!r}, 'acme-reward'])\n"
+    )
+    done = fake_environment.python("-c", hide)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: No command named 'plugins {command}' (command line).\n")
+    assert done.stderr.endswith("  It comes with: pip install chatlearn-testing\n")
 
 
 def test_an_unknown_command_names_the_nearest(fake_environment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -22,3 +23,19 @@ def test_only_an_accuracy_is_called_one(metrics: dict[str, float], said: str) ->
     text = io.StringIO()
     ProgressBar(console=Console(file=text, width=200)).evaluated(0, {"eval/samples": 300.0, **metrics})
     assert text.getvalue().strip() == said
+
+
+def test_tokens_of_a_step_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("chatlearn_core.cli.progress_bar._PLAIN_INTERVAL_S", 0.0)
+    text = io.StringIO()
+    bar = ProgressBar(counts_tokens=True, console=Console(file=text, width=200))
+    assert bar.counts_tokens
+    bar.sampled(5)  # before the bar is there
+    bar.started(tmp_path, 2, 1)
+    bar.sampled(1000)
+    bar.step_done(1, {"perf/throughput": 10.0})
+    bar.sampled(7)
+    lines = text.getvalue().splitlines()
+    assert "1,005 tokens so far in this step" in lines
+    assert lines[-1] == "7 tokens so far in this step"
+    assert not ProgressBar().counts_tokens

@@ -11,6 +11,7 @@ from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
     DatasetSpec,
+    EnvironmentSpec,
     GeneratorSpec,
     LoggerSpec,
     PluginRecord,
@@ -96,6 +97,7 @@ def make_registry() -> PluginRegistry:
         TrainerSpec(name="raising", **code("Raising")),
         TrainerSpec(name="missing_options", **code("Nothing")),
         GeneratorSpec(
+            seeded=True,
             name="transformers",
             channels=frozenset({"tensors"}),
             devices=frozenset({"cpu", "cuda", "xpu"}),
@@ -103,9 +105,16 @@ def make_registry() -> PluginRegistry:
             **code("Empty"),
         ),
         GeneratorSpec(
-            name="adapters", channels=frozenset({"tensors"}), payloads=frozenset({"adapter"}), **code("Empty")
+            seeded=True,
+            name="adapters",
+            channels=frozenset({"tensors"}),
+            payloads=frozenset({"adapter"}),
+            **code("Empty"),
         ),
-        GeneratorSpec(name="engineless", requires=(("acme-engine>=9",),), own_interpreter=True, **code("Empty")),
+        GeneratorSpec(
+            name="engineless", seeded=True, requires=(("acme-engine>=9",),), own_interpreter=True, **code("Empty")
+        ),
+        EnvironmentSpec(name="game", **code("Empty")),
         RewardSpec(name="math", **code("Empty")),
         RewardSpec(name="format", **code("Careless")),
         AlgorithmSpec(
@@ -115,7 +124,7 @@ def make_registry() -> PluginRegistry:
         ),
         AlgorithmSpec(name="sft", roles=(("trainer", "trainer"),), **code("Empty")),
         transport("direct"),
-        transport("boxes", needs_export="boxes"),
+        transport("boxes", exports=("boxes",)),
         transport("disk", channels=("checkpoint",)),
         transport("collective", per_replica=False, speed_rank=200),
         RuntimeSpec(name="local", **code("Empty")),

@@ -1,6 +1,6 @@
 from pydantic import BaseModel, ValidationInfo, field_validator
 
-from chatlearn_core.config.choices import ROLES, choose, slots, validate_options
+from chatlearn_core.config.choices import ROLES, choose, plugin_sites, validate_options
 from chatlearn_core.config.problems import Marks
 from chatlearn_core.plugins.records import TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -33,7 +33,7 @@ class Named(BaseModel):
         return name
 
 
-def test_every_place_that_names_a_plugin_is_a_slot() -> None:
+def test_every_place_that_names_a_plugin_is_a_site() -> None:
     values = {
         "algorithm": {"name": "grpo"},
         "roles": {
@@ -45,7 +45,7 @@ def test_every_place_that_names_a_plugin_is_a_slot() -> None:
         "log": {"loggers": [{"name": "console"}]},
         "data": {"train": [{"path": "a"}, {"path": "b", "format": "gsm8k"}], "eval": [{"path": "c", "format": "math"}]},
     }
-    assert [(slot.key, slot.kind, slot.name) for slot in slots(values)] == [
+    assert [(site.key, site.kind, site.name) for site in plugin_sites(values)] == [
         ("algorithm", "algorithm", "grpo"),
         ("roles.trainer", "trainer", "fsdp"),
         ("roles.reward.parts.0", "reward", "math"),
@@ -60,13 +60,13 @@ def test_every_place_that_names_a_plugin_is_a_slot() -> None:
 
 def test_auto_chooses_nothing_and_the_runtime_has_a_default() -> None:
     values = {"weight_sync": {"backend": "auto"}, "data": {"train": [{"path": "a", "format": "auto"}]}}
-    assert [(slot.key, slot.name) for slot in slots(values)] == [("runtime", "local")]
+    assert [(site.key, site.name) for site in plugin_sites(values)] == [("runtime", "local")]
 
 
 def test_malformed_places_are_passed_over() -> None:
     values = {"algorithm": 3, "roles": {"a": None, "b": {"kind": "trainer", "backend": 5}}, "log": [], "data": "x"}
-    assert [slot.key for slot in slots(values)] == ["runtime"]
-    assert [slot.key for slot in slots({"runtime": None, "roles": [1]})] == []
+    assert [site.key for site in plugin_sites(values)] == ["runtime"]
+    assert [site.key for site in plugin_sites({"runtime": None, "roles": [1]})] == []
 
 
 def test_a_plugin_with_wrong_options_is_found_but_not_selected(registry: PluginRegistry) -> None:
@@ -107,14 +107,14 @@ def test_unknown_keys_are_refused_unless_the_model_wants_them() -> None:
     assert options.model_extra == {"dept": 1}
 
 
-def test_a_plugin_named_under_the_key_of_another_section_is_a_slot() -> None:
+def test_a_plugin_named_under_the_key_of_another_section_is_a_site() -> None:
     """Otherwise what is wrong in its options would be told one run later."""
     values = {
         "algorithm": {"backend": "grpo"},
         "roles": {"trainer": {"kind": "trainer", "name": "fsdp"}},
         "log": {"loggers": [{"backend": "console"}]},
     }
-    assert [(slot.key, slot.name) for slot in slots(values)] == [
+    assert [(site.key, site.name) for site in plugin_sites(values)] == [
         ("algorithm", "grpo"),
         ("roles.trainer", "fsdp"),
         ("runtime", "local"),

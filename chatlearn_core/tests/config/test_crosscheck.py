@@ -84,19 +84,20 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["roles.reward.ranks=2"],
-            "roles.reward.ranks: a reward role does not take ranks: a reward runs in one rank (got 2)\n"
+            "roles.reward.ranks: a reward role does not take ranks: it runs in one rank (got 2)\n"
             "    roles.reward.kind = 'reward' (<text>:16)\n"
             "    remove it; for more reward workers use replicas, on a runtime that hosts several",
         ),
         (
             ["roles.reward.device=cuda"],
-            "roles.reward.device: a reward role does not take device: a reward is not placed on one (got 'cuda')\n"
+            "roles.reward.device: a reward role does not take device: it is not placed on one (got 'cuda')\n"
             "    roles.reward.kind = 'reward' (<text>:16)\n"
             "    remove it; a reward model is a role of kind trainer with head: reward",
         ),
         (
             ["roles.reward.engine={a: 1}"],
-            "roles.reward.engine: a reward role does not take engine: a reward has no engine (got {'a': 1})\n"
+            "roles.reward.engine: a reward role does not take engine: only trainers and generators have engines "
+            "(got {'a': 1})\n"
             "    roles.reward.kind = 'reward' (<text>:16)\n"
             "    remove it, or set what the reward itself takes under options",
         ),
@@ -148,19 +149,24 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    set ranks to 1, or choose a distributed runtime (chatlearn plugins list)",
         ),
     ],
-    "evaluation_has_roles": [
+    "refreshed_roles": [
         (
-            ["algorithm.name=sft", "~roles.reward", "data.eval=[{path: held.jsonl}]"],
-            "roles: evaluation needs a role of kind reward (got ['trainer', 'generator'])\n"
-            "    data.eval = ['held.jsonl'] (MARK)\n"
-            "    add roles.reward with kind: reward, or remove data.eval",
+            ["roles.anchor={kind: trainer, backend: fsdp, refresh: {role: generator, every: 2}}"],
+            "roles.anchor.refresh.role: a role takes weights from another trainer role (got 'generator')\n"
+            "    name one of: trainer",
+        ),
+    ],
+    "environments_call_generators": [
+        (
+            ["roles.game={kind: environment, backend: game, uses: {policy: trainer}}"],
+            "roles.game.uses.policy: the environment calls it by the handle 'policy', so it must be a generator; it is "
+            "a trainer (got 'trainer')\n"
+            "    name a role of kind generator",
         ),
         (
-            ["algorithm.name=sft", "roles.rules={kind: reward, backend: math}", "data.eval=[{path: held.jsonl}]"],
-            "roles: evaluation needs one role of kind reward, and the algorithm does not say which "
-            "(got ['reward', 'rules'])\n"
-            "    data.eval = ['held.jsonl'] (MARK)\n"
-            "    keep one of them, or remove data.eval",
+            ["roles.game={kind: environment, backend: game, uses: {other: generator}}"],
+            "roles.game.uses: environment 'game' calls generators by the handles policy (got {'other': 'generator'})\n"
+            "    give each its role, such as uses: {policy: generator}",
         ),
     ],
     "algorithm_roles": [
@@ -188,7 +194,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["weight_sync.backend=boxes"],
-            "weight_sync.backend: transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors' "
+            "weight_sync.backend: transport 'boxes' carries export 'boxes'; trainer 'fsdp' exports 'full_tensors' "
             "(got 'boxes')\n    roles.trainer.backend = 'fsdp' (<text>:11)\n"
             "    roles.generator.backend = 'transformers' (<text>:14)\n"
             "    choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)",
@@ -361,7 +367,7 @@ def test_auto_tells_when_no_transport_fits(valid: str, registry: PluginRegistry)
         load_config(valid, ["roles.generator.backend=adapters"], registry)
     message = str(caught.value)
     assert "weight_sync.backend: no installed transport fits (got 'auto')" in message
-    assert "    transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'\n" in message
+    assert "    transport 'boxes' carries export 'boxes'; trainer 'fsdp' exports 'full_tensors'\n" in message
     assert "install a transport that fits, or choose another backend" in message
 
 

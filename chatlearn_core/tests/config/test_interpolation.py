@@ -23,7 +23,7 @@ def test_types_are_kept_and_text_is_composed() -> None:
     result = resolved(values)
     assert result["copy"] == 10
     assert result["text"] == "n=10"
-    assert result["section"] == {"steps": 10, "mini_batches": 1, "epochs": 1}
+    assert result["section"] == {"steps": 10, "mini_batches": 1, "epochs": 1, "step_policies": []}
 
 
 def test_relative_items_and_nested() -> None:

@@ -165,7 +165,10 @@ sampling: {stop: [no]}
         ("data.train=x", "data.train: must be a list (got 'x')"),
         ("data.train=[]", "data.train: must have at least 1 item(s) (got [])"),
         ("model=models/x", "model: must be a mapping of keys to values (got 'models/x')"),
-        ("roles.reward.kind=rewards", "roles.reward.kind: must be 'trainer', 'generator' or 'reward' (got 'rewards')"),
+        (
+            "roles.reward.kind=rewards",
+            "roles.reward.kind: must be 'trainer', 'generator', 'reward' or 'environment' (got 'rewards')",
+        ),
         ("data.on_bad_row=skipp", "data.on_bad_row: must be 'error' or 'skip' (got 'skipp') | did you mean 'skip'?"),
         ("algorithm.options=3", "algorithm.options: must be a mapping of keys to values (got 3)"),
         ("roles.trainer.timeout_s=0", "roles.trainer.timeout_s: must be greater than 0 (got 0)"),

@@ -18,50 +18,7 @@ from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import DatasetSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-
-EOS = 1
-BOS = 2
-
-
-class AddedToken(str):
-    """A special token as tokenizer libraries describe it."""
-
-    special, lstrip, rstrip = True, False, False
-
-
-class CharacterTokenizer:
-    """One token a character; plain text gets a beginning-of-sequence token."""
-
-    eos_token_id: int | None = EOS
-    control_token: str | None = None
-    """Spells the end-of-sequence token."""
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]:
-        return {} if self.control_token is None else {EOS: AddedToken(self.control_token)}
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(code): code for code in range(128)}
-
-    def __init__(self, chat_template: str | None = "roles") -> None:
-        self.chat_template = chat_template
-
-    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
-        if self.control_token is not None and not split_special_tokens:
-            text = text.replace(self.control_token, chr(EOS))
-        return ([BOS] if add_special_tokens else []) + [ord(character) for character in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join("</s>" if token == EOS else chr(token) for token in token_ids)
-
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        if any(message["role"] == "narrator" for message in conversation):
-            raise ValueError("unknown role narrator")
-        turns = "".join(f"[{message['role']}]{message['content']}" for message in conversation)
-        return turns + ("[assistant]" if add_generation_prompt else "")
+from chatlearn_testing.fakes.tokenizer import CharacterTokenizer
 
 
 class PlainOptions(BaseModel):
@@ -89,6 +46,9 @@ class PlainFormat:
             row.get("id"),
             dict(row),
             imitates_prompt=row.get("imitates_prompt", False),
+            completions=row.get("completions", ()),
+            ranks=row.get("ranks", ()),
+            labels=row.get("labels", ()),
         )
 
 

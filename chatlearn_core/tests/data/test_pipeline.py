@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.data import ExampleSet, build_dataset
+from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_core.data import Demonstrations, ExampleSet, Prompts, build_dataset
 from chatlearn_core.exceptions import DataError, PluginNotFoundError
 from chatlearn_core.types import Demonstration, Prompt
 
@@ -21,15 +22,22 @@ Build = Callable[..., ExampleSet]
 def build(tokenizer: Any, plugins: Any, data_config: Any) -> Build:
     """``build(path, ..., key=value)``: the training examples of a data section."""
 
-    def run(*paths: Any, input: Any = "prompts", prompt: int = 100, length: int = 200, **fields: Any) -> ExampleSet:
+    def run(*paths: Any, kind: Any = Prompts, prompt: int = 100, length: int = 200, **fields: Any) -> ExampleSet:
         config = data_config(*paths, **fields)
-        return build_dataset(config, tokenizer, plugins, input=input, max_prompt_tokens=prompt, max_length=length)
+        renderer = ChatTemplateRenderer(
+            tokenizer,
+            config.apply_chat_template,
+            config.system_prompt,
+            control_tokens=config.control_tokens,
+            max_tokens=length,
+        )
+        return build_dataset(config, renderer, plugins, kind=kind(), max_prompt_tokens=prompt, max_length=length)
 
     return run
 
 
 def ids(examples: Any) -> list[str]:
-    return [(example.prompt if isinstance(example, Demonstration) else example).id for example in examples]
+    return [example.id for example in examples]
 
 
 def test_a_row_becomes_a_prompt(build: Build, write_rows: Any) -> None:
@@ -42,7 +50,7 @@ def test_a_row_becomes_a_prompt(build: Build, write_rows: Any) -> None:
 
 
 def test_a_row_becomes_a_demonstration(build: Build, write_rows: Any) -> None:
-    (example,) = build(write_rows([{"prompt": "2+2", "completion": "4"}]), input="demonstrations")
+    (example,) = build(write_rows([{"prompt": "2+2", "completion": "4"}]), kind=Demonstrations)
     assert isinstance(example, Demonstration)
     assert example.completion_ids.tolist() == [ord("4"), 1]
 
@@ -55,8 +63,8 @@ def test_ids_do_not_depend_on_rows_left_out(build: Build, write_rows: Any) -> No
 def test_eval_ids_differ_from_train_ids(tokenizer: Any, plugins: Any, data_config: Any, write_rows: Any) -> None:
     path = write_rows([{"prompt": "a", "answer": 1}])
     config = data_config(path, eval=[{"path": path, "name": "math"}])
-    limits: Any = {"input": "prompts", "max_prompt_tokens": 50, "max_length": 60}
-    (example,) = build_dataset(config, tokenizer, plugins, **limits, split="eval")
+    limits: Any = {"kind": Prompts(), "max_prompt_tokens": 50, "max_length": 60}
+    (example,) = build_dataset(config, ChatTemplateRenderer(tokenizer), plugins, **limits, split="eval")
     assert (example.id, example.data_source) == ("eval/math/0", "math")
 
 
@@ -69,14 +77,15 @@ def test_datasets_of_one_name_are_told_apart(build: Build, write_rows: Any) -> N
 
 def test_a_prompt_that_the_run_cannot_use_is_a_bad_row(tokenizer, plugins, data_config, write_rows) -> None:
     path = write_rows([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "?"}])
-    limits: Any = {"input": "prompts", "max_prompt_tokens": 50, "max_length": 60}
+    limits: Any = {"kind": Prompts(), "max_prompt_tokens": 50, "max_length": 60}
 
     def check(prompt: Prompt) -> str | None:
         return f"prompt {prompt.id!r} has no answer" if prompt.ground_truth == "?" else None
 
+    renderer = ChatTemplateRenderer(tokenizer)
     with pytest.raises(DataError, match=r"(?s)1 of 2 rows.*line 2: prompt 'train/1' has no answer.*on_bad_row=skip"):
-        build_dataset(data_config(path), tokenizer, plugins, **limits, check=check)
-    kept = build_dataset(data_config(path, on_bad_row="skip"), tokenizer, plugins, **limits, check=check)
+        build_dataset(data_config(path), renderer, plugins, **limits, check=check)
+    kept = build_dataset(data_config(path, on_bad_row="skip"), renderer, plugins, **limits, check=check)
     assert ids(kept) == ["train/0"]
 
 
@@ -113,7 +122,7 @@ def test_a_prompt_that_is_too_long_without_doubt_is_not_tokenised(
 
 def test_long_demonstrations_are_filtered_by_their_whole_length(build: Build, write_rows: Any) -> None:
     rows = [{"prompt": "x", "completion": "y" * n} for n in (10, 11)]
-    examples = build(write_rows(rows), input="demonstrations", length=TEMPLATE_TOKENS + 1 + 10 + 1)
+    examples = build(write_rows(rows), kind=Demonstrations, length=TEMPLATE_TOKENS + 1 + 10 + 1)
     assert ids(examples) == ["train/0"]
 
 
@@ -194,14 +203,14 @@ def test_duplicate_ids_across_datasets_name_both_places(build: Build, write_rows
 def test_answers_can_be_optional_and_demonstrations_need_none(build: Build, write_rows: Any) -> None:
     path = write_rows([{"prompt": "x", "completion": "y"}])
     assert len(build({"path": path, "options": {"answer": "optional"}})) == 1
-    assert len(build(path, input="demonstrations")) == 1
+    assert len(build(path, kind=Demonstrations)) == 1
 
 
 def test_a_mask_is_part_of_the_fingerprint(build: Build, write_rows: Any) -> None:
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
     row = {"prompt": chat, "completion": "w"}
-    all_turns = build(write_rows([row | {"imitates_prompt": True}]), input="demonstrations")
-    last = build(write_rows([row]), input="demonstrations")
+    all_turns = build(write_rows([row | {"imitates_prompt": True}]), kind=Demonstrations)
+    last = build(write_rows([row]), kind=Demonstrations)
     [example], [last_example] = all_turns, last
     assert last_example.loss_mask is None
     # "y", what the template writes between, "w" and the end-of-sequence token.
@@ -211,7 +220,7 @@ def test_a_mask_is_part_of_the_fingerprint(build: Build, write_rows: Any) -> Non
 
 def test_a_demonstration_needs_a_completion(build: Build, write_rows: Any) -> None:
     with pytest.raises(DataError, match=r"line 1: no completion to imitate \(looked in: completion\)"):
-        build(write_rows([{"prompt": "x", "answer": 1}]), input="demonstrations")
+        build(write_rows([{"prompt": "x", "answer": 1}]), kind=Demonstrations)
 
 
 def test_unknown_format_and_unknown_columns(build: Build, write_rows: Any) -> None:
@@ -224,7 +233,7 @@ def test_unknown_format_and_unknown_columns(build: Build, write_rows: Any) -> No
 
 def test_fingerprint_changes_with_any_token_and_any_id(build: Build, write_rows: Any) -> None:
     def fingerprint(row: dict[str, Any]) -> str:
-        examples = build(write_rows([{"prompt": "x", "completion": "y", **row}]), input="demonstrations")
+        examples = build(write_rows([{"prompt": "x", "completion": "y", **row}]), kind=Demonstrations)
         return examples.datasets[0].fingerprint
 
     prints = [fingerprint(row) for row in ({}, {"prompt": "z"}, {"completion": "z"}, {"id": "z"})]

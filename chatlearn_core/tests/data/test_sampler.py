@@ -22,7 +22,7 @@ def dataset(name: str, size: int, weight: float = 1.0, first_token: int = 0) -> 
 
 
 def ids(batch: list[Any]) -> list[str]:
-    return [example.id for example in batch]
+    return [draw.example.id for draw in batch]
 
 
 SETS = st.lists(st.tuples(st.integers(1, 7), st.sampled_from([0.5, 1.0, 3.0])), min_size=1, max_size=3).map(
@@ -63,28 +63,31 @@ def test_resumed_anywhere_it_continues_as_if_never_stopped(
 def test_the_stream_does_not_depend_on_batch_sizes(sets: list[Dataset], total: int) -> None:
     one_by_one = Sampler(sets, seed=1)
     at_once = Sampler(sets, seed=1)
-    stream = [one_by_one.next_batch(1)[0].id for _ in range(total)]
-    assert [name.partition("~")[0] for name in ids(at_once.next_batch(total))] == stream
+    stream = [one_by_one.next_batch(1)[0].example.id for _ in range(total)]
+    assert ids(at_once.next_batch(total)) == stream
 
 
 @given(SETS, st.integers(1, 40))
-def test_ids_are_unique_within_a_batch(sets: list[Dataset], size: int) -> None:
-    batch = ids(Sampler(sets, seed=0).next_batch(size))
-    assert len(set(batch)) == size
+def test_groups_and_seeds_are_unique_in_a_run(sets: list[Dataset], size: int) -> None:
+    sampler = Sampler(sets, seed=0)
+    draws = [draw for _ in range(3) for draw in sampler.next_batch(size)]
+    assert len({draw.group_id for draw in draws}) == len({draw.seed_key for draw in draws}) == 3 * size
 
 
-def test_a_repeated_example_keeps_everything_but_its_id() -> None:
+def test_draws_of_an_example_are_numbered() -> None:
     data = dataset("a", 1)
-    first, second, third = Sampler([data], seed=0).next_batch(3)
-    assert ids([first, second, third]) == ["a/0", "a/0~2", "a/0~3"]
-    assert second.token_ids is first.token_ids
-    shown = Dataset("a", 1.0, (Demonstration(first, np.array([5])),), data.report)
-    assert [example.prompt.id for example in Sampler([shown], seed=0).next_batch(2)] == ["a/0", "a/0~2"]
+    sampler = Sampler([data], seed=0)
+    draws = [*sampler.next_batch(3), *sampler.next_batch(1)]
+    assert [draw.group_id for draw in draws] == ["a/0@0", "a/0@1", "a/0@2", "a/0@3"]
+    assert [draw.seed_key for draw in draws] == ["a/0@1", "a/0~2@1", "a/0~3@1", "a/0@2"]
+    assert all(draw.example is data.examples[0] for draw in draws)
+    shown = Dataset("a", 1.0, (Demonstration(data.examples[0].prompt, np.array([5])),), data.report)
+    assert [draw.group_id for draw in Sampler([shown], seed=0).next_batch(2)] == ["a/0@0", "a/0@1"]
 
 
 def test_several_datasets_are_mixed_by_ratio_each_wrapping_on_its_own() -> None:
     sampler = Sampler([dataset("small", 2, 3.0), dataset("large", 50, 1.0)], seed=0)
-    drawn = [sampler.next_batch(1)[0].id for _ in range(40)]
+    drawn = [sampler.next_batch(1)[0].example.id for _ in range(40)]
     assert Counter(name.split("/")[0] for name in drawn) == {"small": 30, "large": 10}
     assert Counter(name for name in drawn if "small" in name) == {"small/0": 15, "small/1": 15}
     assert len({name for name in drawn if "large" in name}) == 10

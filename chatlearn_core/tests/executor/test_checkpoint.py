@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from chatlearn_core.exceptions import BackendError, CheckpointError
+from chatlearn_core.executor import checkpoint
 from chatlearn_core.executor.checkpoint import SEAL, CheckpointStore, read_checkpoint
+from chatlearn_core.metrics.durable_files import file_facts
+from chatlearn_core.types import FileFacts
 
 CONFIG = {"seed": 0, "train": {"steps": 10}}
 
@@ -298,3 +302,44 @@ def test_other_directories_are_left_alone(tmp_path: Path) -> None:
     for step in (1, 2):
         save(store, step)
     assert names(store) == ["step_00000002", "step_mine"]
+
+
+def facts_of(text: str) -> FileFacts:
+    return FileFacts(len(text), hashlib.sha256(text.encode()).hexdigest())
+
+
+def test_files_of_which_their_writer_tells_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told is sealed, what is not is read; reading a checkpoint compares both with the disk."""
+    read: list[str] = []
+    monkeypatch.setattr(
+        checkpoint, "file_facts", lambda directory, names: (read.extend(names), file_facts(directory, names))[1]
+    )
+    store, facts = make_store(tmp_path), {}
+    with store.write(2, {"config": CONFIG}, facts) as directory:
+        (directory / "told").write_text("weights")
+        (directory / "untold").write_text("state")
+        facts["told"] = facts_of("weights")
+    assert read == ["untold"]
+    assert read_checkpoint(store.path_of(2)).step == 2
+    (store.path_of(2) / "told").write_text("WEIGHTS")
+    with pytest.raises(CheckpointError, match="the contents of told changed"):
+        read_checkpoint(store.path_of(2))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"shard-1": facts_of("weights")}, "lacks shard-1, which its trainer says it has written"),
+        ({"weights": facts_of("longer weights")}, "weights has 7 bytes, and its trainer says that it has written 14"),
+    ],
+)
+def test_a_file_that_is_not_as_its_writer_says_is_no_checkpoint(tmp_path: Path, told, message: str) -> None:
+    store = make_store(tmp_path)
+
+    def write() -> None:
+        with store.write(2, {"config": CONFIG}, told) as directory:
+            (directory / "weights").write_text("weights")
+
+    with pytest.raises(CheckpointError, match=message):
+        write()
+    assert names(store) == []

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.evaluator import Evaluator, accuracy, evaluation_flow, evaluation_metrics, evaluation_roles
-from chatlearn_core.flow import trace
+from chatlearn_core.executor.evaluator import (
+    EvaluationRoles,
+    Evaluator,
+    accuracy,
+    evaluation_flow,
+    evaluation_metrics,
+    evaluation_roles,
+)
+from chatlearn_core.flow import Graph, trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -38,17 +45,19 @@ def finished(sample_id: str, source: str, reward: RewardResult | None, length: i
 
 
 class FakeScheduler:
-    """Gives every slot the next of some rewards."""
+    """Gives every request the next of some rewards."""
+
+    graph = Graph("none", (), {})
 
     def __init__(self, rewards: list[RewardResult | None]) -> None:
         self.rewards = rewards
         self.runs: list[list[tuple[str, int]]] = []
 
-    async def run(self, slots: Any, timers: Any) -> list[Sample]:
-        self.runs.append([(slot.sample_id, slot.request.sampling.seed) for slot in slots])
+    async def run(self, requests: Any, timers: Any) -> list[Sample]:
+        self.runs.append([(request.sample_id, request.generate_request.sampling.seed) for request in requests])
         return [
-            finished(slot.sample_id, slot.prompt.data_source, reward)
-            for slot, reward in zip(slots, self.rewards, strict=True)
+            finished(request.sample_id, request.prompt.data_source, reward)
+            for request, reward in zip(requests, self.rewards, strict=True)
         ]
 
 
@@ -134,7 +143,9 @@ def test_without_any_reward_there_is_no_average_of_rewards() -> None:
 
 
 def test_the_flow_generates_and_scores() -> None:
-    graph = trace(evaluation_flow("sampler", "judge"), {"sampler": "generator", "judge": "reward"})
+    graph = trace(
+        evaluation_flow(EvaluationRoles("sampler", "generate", "judge")), {"sampler": "generator", "judge": "reward"}
+    )
     assert [node.name for node in graph.nodes] == ["sampler.generate", "judge.score"]
 
 
@@ -152,13 +163,15 @@ def test_evaluation_uses_the_roles_of_the_algorithms_flow_whatever_they_are_call
         samples = m.sampler.generate(prompts)
         return m.join(samples, m.judge.score(samples), m.policy.logprobs(samples))
 
-    assert evaluation_roles(roles_config(**ROLES), trace(flow, ROLES)) == ("sampler", "judge")
+    assert evaluation_roles(roles_config(**ROLES), trace(flow, ROLES)) == EvaluationRoles(
+        "sampler", "generate", "judge"
+    )
 
 
 def test_a_flow_that_generates_nothing_is_evaluated_with_the_only_roles_there_are() -> None:
-    graph = trace(lambda demonstrations, m: demonstrations, ROLES, input_kind="demonstrations")
+    graph = trace(lambda demonstrations, m: demonstrations, ROLES, given="demonstrations")
     only = roles_config(policy="trainer", sampler="generator", judge="reward")
-    assert evaluation_roles(only, graph) == ("sampler", "judge")
+    assert evaluation_roles(only, graph) == EvaluationRoles("sampler", "generate", "judge")
     with pytest.raises(ConfigError, match=r"data\.eval needs a role of kind generator.*there are other, sampler"):
         evaluation_roles(roles_config(**ROLES), graph)
     with pytest.raises(ConfigError, match=r"data\.eval needs a role of kind reward.*there is none.*roles.reward"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.flow_checks import check_partial_rollouts, check_roles
-from chatlearn_core.flow import trace
+from chatlearn_core.executor.flow_checks import check_partial_rollouts, check_roles, check_stages
+from chatlearn_core.flow import FlowVocabulary, trace
 from chatlearn_core.protocols import Loss
 from chatlearn_core.types import OutputRequest
 
@@ -22,7 +23,7 @@ class LossNeeds:
     needs: OutputRequest
 
 
-LOSSES = cast(dict[str, Loss], {"trainer": LossNeeds(OutputRequest(frozenset({"logprobs", "entropy"})))})
+LOSSES = cast(dict[str, tuple[Loss, ...]], {"trainer": (LossNeeds(OutputRequest(frozenset({"logprobs", "entropy"}))),)})
 
 
 def flow(prompts: Any, m: Any) -> Any:
@@ -47,7 +48,12 @@ def check(**of_roles: dict[str, Any]) -> None:
             "train": {"steps": 1, "prompts_per_step": 1},
         }
     )
-    check_roles(config, trace(flow, {name: role["kind"] for name, role in roles.items()}), LOSSES)
+    check_roles(
+        config,
+        trace(flow, {name: role["kind"] for name, role in roles.items()}),
+        LOSSES,
+        FlowVocabulary.builtin().outputs,
+    )
 
 
 def partial(flow_function: Any, mode: str) -> None:
@@ -76,6 +82,27 @@ def test_partial_rollouts_need_a_flow_that_generates() -> None:
         ConfigError, match=r"rollout\.partial is 'keep', .* algorithm 'any' generates nothing\. Set rollout"
     ):
         partial(never, "keep")
+
+
+def test_partial_rollouts_are_of_one_call() -> None:
+    def twice(prompts: Any, m: Any) -> Any:
+        return m.generator.extend(m.generator.generate(prompts))
+
+    partial(twice, "none")
+    with pytest.raises(ConfigError, match=r"calls generators 2 times, the second time with generator\.extend"):
+        partial(twice, "resume")
+
+
+def test_nothing_is_generated_from_what_a_role_computes_that_learns() -> None:
+    def selects(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.generator.extend(m.apply("copy:copy", m.join(samples, m.trainer.logprobs(samples))))
+
+    graph = trace(selects, {"trainer": "trainer", "generator": "generator"})
+    config: Any = SimpleNamespace(algorithm=SimpleNamespace(name="any"))
+    check_stages(config, graph, ())
+    with pytest.raises(ConfigError, match=r"test_flow_checks.py:\d+: generator.extend needs what 'trainer' computes"):
+        check_stages(config, graph, {"trainer"})
 
 
 def test_roles_that_fit() -> None:

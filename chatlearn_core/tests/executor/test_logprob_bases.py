@@ -92,5 +92,5 @@ def test_raw_logprobs_of_tempered_samples_have_a_name_of_their_own() -> None:
         made = completion(basis, sampling)
         sample = sample_from_completion("s", "g", prompt, made)
         assert generator_logprobs_name(made) == name
-        assert sample.token_data.keys() == {name}
+        assert sample.token_data.keys() == {name, "policy_version"}
         assert sample.token_data[name].tolist() == [0, 0, -1, -1]

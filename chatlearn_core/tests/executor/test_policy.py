@@ -11,12 +11,12 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.policy import policy_of
 
 
-def find(losses: str, policy: str | None = None, **heads: str) -> str | None:
-    """The policy of an algorithm with these losses, among roles with these heads."""
+def find(learners: str, declared: str | None = None, **heads: str) -> str | None:
+    """The policy of an algorithm that trains these roles, among roles with these heads."""
     roles = {name: SimpleNamespace(kind="trainer", head=head) for name, head in heads.items()}
     config: Any = SimpleNamespace(algorithm=SimpleNamespace(name="acme"), roles=roles)
-    algorithm: Any = SimpleNamespace() if policy is None else SimpleNamespace(policy=policy)
-    return policy_of(algorithm, dict.fromkeys(losses.split()), config)  # type: ignore[arg-type]  # only the names
+    algorithm: Any = SimpleNamespace(policy=declared)
+    return policy_of(algorithm, learners.split(), config)
 
 
 def test_the_only_language_model_that_learns_is_the_policy() -> None:
@@ -39,6 +39,6 @@ def test_a_policy_that_learns_no_language_is_refused(declared: str) -> None:
 
 
 def test_no_other_role_has_the_name_of_the_policys_metrics() -> None:
-    assert find("actor", actor="lm", reference="lm") == "actor"
-    with pytest.raises(ConfigError, match=r"roles\.actor is not the policy.*'learner'.*Rename the role"):
-        find("learner", actor="lm", learner="lm")
+    assert find("policy", policy="lm", reference="lm") == "policy"
+    with pytest.raises(ConfigError, match=r"roles\.policy is not the policy.*'learner'.*Rename the role"):
+        find("learner", policy="lm", learner="lm")

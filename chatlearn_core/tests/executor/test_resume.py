@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from chatlearn_core.executor.resume import (
     ResumePoint,
     changed_settings,
     find_resume_point,
+    fixed_layout,
     layout_settings,
     lock_run_directory,
 )
@@ -201,6 +203,40 @@ def test_layout_is_asked_of_trainers_among_roles_of_several_backends() -> None:
         "roles.trainer.options.offload",
         "roles.sampler.engine.max_num_seqs",
     ]
+
+
+def test_another_layout_is_refused_where_checkpoints_are_bound_to_it(tmp_path: Path) -> None:
+    """``ranks`` may change by itself, ``tp`` because it is a layout option; a trainer that cannot reshard forbids both,
+    of roles that are in the checkpoint. One that can forbids nothing."""
+    bound = TrainerSpec(
+        name="rigid", factory="a:b", options="a:c", layout_options=("tp",), parallel={"tp": "tp"}, reshards=False
+    )
+    supple = replace(bound, name="supple", reshards=True)
+    plan: Any = SimpleNamespace(
+        roles={
+            name: SimpleNamespace(name=name, trainable=learns, refresh=None, backends=[SimpleNamespace(record=record)])
+            for name, learns, record in (("policy", True, bound), ("reference", False, bound), ("critic", True, supple))
+        }
+    )
+    assert set(fixed_layout(plan)) == {"roles.policy.ranks", "roles.policy.options.tp"}
+    store = make_store(tmp_path)
+    then = changed(roles={"policy": {"ranks": 2, "options": {"tp": 1}}, "critic": {"ranks": 2, "options": {"tp": 1}}})
+    with store.write(2, {"config": then}):
+        pass
+
+    def resume(policy: dict[str, Any], critic: dict[str, Any]) -> Any:
+        now = changed(roles={"policy": policy, "critic": critic})
+        allowed = layout_settings(plan)
+        arguments = {"has_metrics": True, "is_complete": False, "may_change": allowed, "fixed": fixed_layout(plan)}
+        return find_resume_point(store, "auto", now, 10, **arguments)
+
+    same = {"ranks": 2, "options": {"tp": 1}}
+    assert resume(same, {"ranks": 4, "options": {"tp": 2}}).checkpoint is not None
+    with pytest.raises(CheckpointError) as caught:
+        resume({"ranks": 4, "options": {"tp": 2}}, same)
+    why = "the trainer 'rigid' does not load a checkpoint under another layout"
+    assert f"roles.policy.ranks: was 2, is 4; {why}" in str(caught.value)
+    assert f"roles.policy.options.tp: was 1, is 2; {why}" in str(caught.value)
 
 
 def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from chatlearn_core.exceptions import ModelError
 from chatlearn_core.executor.role_models import check_role_models, check_same_tokenizer
 from chatlearn_core.protocols import ModelSource
+from chatlearn_core.protocols.model_family import ModelFacts
 
 VOCAB = {"a": 0, "b": 1, "<eos>": 2}
 
@@ -63,7 +64,7 @@ class Family:
         self.loaded: list[str] = []
 
     def facts(self, source: ModelSource) -> Any:
-        return SimpleNamespace(vocab_size=12 if source.path == "wide" else 8)
+        return ModelFacts("bigram", 64, 12 if source.path == "wide" else 8)
 
     def load_tokenizer(self, source: ModelSource) -> Any:
         self.loaded.append(source.tokenizer_path)
@@ -71,7 +72,9 @@ class Family:
 
 
 def check(loaded: Any, family: Family) -> dict[str, int]:
-    return check_role_models(loaded, family, loaded.config.roles, tokenizer(VOCAB), 8)  # type: ignore[arg-type]  # what is used
+    own = ModelFacts("bigram", 64, 8)
+    known = check_role_models(loaded, family, loaded.config.roles, tokenizer(VOCAB), own)  # type: ignore[arg-type]  # what is used
+    return {name: facts.vocab_size for name, facts in known.items()}
 
 
 def test_sizes_are_those_of_each_roles_model_and_a_shared_tokenizer_is_not_read_again() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.data import Dataset, DatasetReport
+from chatlearn_core.data import Dataset, DatasetReport, Demonstrations
 from chatlearn_core.exceptions import (
     BackendError,
     BackendTimeoutError,
@@ -25,31 +25,54 @@ from chatlearn_core.exceptions import (
 )
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.checkpoint import SEAL
+from chatlearn_core.executor.learning_plan import learning_plan
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.run import Run
 from chatlearn_core.flow import trace
+from chatlearn_core.metrics.run_directory import FAILURE_PAGE
+from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_core.types import Demonstration, Metric, Metrics, OutputRequest, Prompt, SamplingParams, TrainBatch
+from chatlearn_core.protocols import Algorithm, ModelSource, RoleUpdate, Unit
+from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.types import (
+    Demonstration,
+    Derived,
+    FileFacts,
+    Metric,
+    Metrics,
+    OutputRequest,
+    Prompt,
+    RunFailure,
+    SamplingParams,
+    TrainBatch,
+)
 
 STEPS = 5
 
 
-class ReadingAlgorithm:
+class ReadingAlgorithm(Algorithm):
     """One update a step, from the demonstrations as they are."""
 
-    group_size = 1
-    unit = "sequence"
+    input = "demonstrations"
+    policy = "trainer"
+
+    def flow(self, examples: Any, m: Any) -> Any:
+        return examples
+
+    def updates(self, step: int) -> list[RoleUpdate]:
+        return [RoleUpdate("trainer", ReadingLoss())]
+
+
+class ReadingLoss:
+    unit: Unit = "sequence"
     needs = OutputRequest(frozenset({"logprobs"}))
-
-    def losses(self) -> dict[str, Any]:
-        return {"trainer": self}
-
-    def prepare_samples(self, samples: Any) -> Metrics:
-        return {}
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         return batch
+
+
+TRAINER = RolePlan("trainer", "trainer", (), ModelSource("model", "model"), "lm", "cpu", 1, 1, True, {}, timeout_s=60.0)
 
 
 class ListTrainer:
@@ -69,14 +92,22 @@ class ListTrainer:
             raise self.runtime.failures[number]
         return {"loss": Metric(0.0, reducer="sum")}
 
-    async def save(self, directory: Path) -> None:
+    async def derive(self, batch: TrainBatch, function: Any, split: str) -> Derived:
+        return Derived(function(batch).token_data)
+
+    async def save(self, directory: Path) -> dict[str, FileFacts]:
         self.runtime.calls.append("save")
         directory.mkdir(parents=True)
         (directory / "weights.json").write_text(json.dumps(self.weights))
+        return {}
 
     async def load(self, directory: Path) -> None:
         self.runtime.calls.append("load")
         self.weights = json.loads((directory / "weights.json").read_text())
+
+    async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
+        self.runtime.calls.append(f"load_model {directory}")
+        self.weights = []
 
     async def export_model(self, directory: Path) -> None:
         directory.mkdir()
@@ -134,7 +165,14 @@ def demonstrations() -> Dataset:
 
 
 def make_run(
-    run_dir: Path, runtime: ListRuntime, listener: RunListener, *, every: int, steps: int = STEPS, **checkpoint: Any
+    run_dir: Path,
+    runtime: ListRuntime,
+    listener: RunListener,
+    *,
+    every: int,
+    steps: int = STEPS,
+    observers: Observers | None = None,
+    **checkpoint: Any,
 ) -> Run:
     config = RunConfig.model_validate(
         {
@@ -157,20 +195,24 @@ def make_run(
             written={},
             resolved={},
             warnings=("run.yaml:3: odd",),
-            chosen=lambda *path: SimpleNamespace(record=spec, options=None),
+            chosen=lambda *path: SimpleNamespace(record=spec, options=None) if path == ("runtime",) else None,
         ),
         registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
         algorithm=ReadingAlgorithm(),
+        learning=learning_plan(ReadingAlgorithm(), config.train, "reading"),
         policy="trainer",
-        graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", input_kind="demonstrations"),
+        home="trainer",
+        max_length=64,
+        kind=Demonstrations(),
+        graph=trace(lambda demos, m: demos, {"trainer": "trainer"}, name="reading", given="demonstrations"),
         evaluation=None,
-        plan=SimpleNamespace(run_dir=run_dir, weight_syncs=(), roles={}),
+        plan=SimpleNamespace(run_dir=run_dir, weight_syncs=(), roles={"trainer": TRAINER}, refreshes={}),
         train_set=SimpleNamespace(datasets=[dataset], reports=[dataset.report]),
         eval_set=None,
         sampling=SamplingParams(1),
         group_rewards=frozenset(),
     )
-    return Run(assembly, listener=listener)  # type: ignore[arg-type]  # the part that is used
+    return Run(assembly, listener=listener, observers=observers)  # type: ignore[arg-type]  # the part that is used
 
 
 class Trained:
@@ -179,7 +221,19 @@ class Trained:
     def __init__(self, run_dir: Path, failures: dict[int, Exception], max_restarts: int, **settings: Any) -> None:
         self.run_dir = run_dir
         self.runtime, self.listener = ListRuntime(failures, max_restarts), Listener()
-        self.run = make_run(run_dir, self.runtime, self.listener, **settings)
+        self.failures: list[RunFailure] = []
+        observers = Observers([Observer("chatlearn_error", "pages 1", self._write_page, ("error", "failure"))])
+        self.run = make_run(run_dir, self.runtime, self.listener, observers=observers, **settings)
+
+    def _write_page(self, error: BaseException, failure: RunFailure) -> None:
+        self.failures.append(failure)
+        (failure.run_dir / FAILURE_PAGE).write_text(f"{type(error).__name__}: {error}", errors="backslashreplace")
+
+    @property
+    def failure(self) -> RunFailure:
+        """What observers were given."""
+        (failure,) = self.failures
+        return failure
 
     @property
     def model(self) -> list[list[int]]:
@@ -308,17 +362,18 @@ async def test_a_trainer_lost_once_too_often_ends_the_run(training: Training) ->
     assert again.model == await undisturbed(training), "it can be resumed"
 
 
-async def test_a_run_that_fails_leaves_a_page_which_goes_when_it_goes_on(training: Training) -> None:
+async def test_a_run_that_fails_names_the_page_of_an_observer_which_goes_when_it_goes_on(training: Training) -> None:
     trained = training("a", {3: lost(), 4: lost()}, max_restarts=1)
     with pytest.raises(TrainerLostError):
         await trained.run.train()
-    page = trained.run_dir / "failure.md"
-    text = page.read_text()
-    assert text.startswith("# Run 'run' failed while recovering, step 3 of 5\n")
-    assert "role 'trainer': rank 1 died" in text
-    assert "**trainer_lost**" in text
-    assert "A checkpoint of step 2 is in" in text
-    assert str(page) in trained.listener.said[-1]
+    page = trained.run_dir / FAILURE_PAGE
+    assert page.read_text() == "TrainerLostError: role 'trainer': rank 1 died"
+    failure = trained.failure
+    assert (failure.name, failure.phase, failure.step, failure.planned_steps) == ("run", "recovering", 3, 5)
+    assert (failure.num_complete, failure.run_dir) == (2, trained.run_dir)
+    assert "trainer_lost" in [event["event"] for event in failure.events]
+    assert failure.kept.startswith("A checkpoint of step 2 is in")
+    assert f"What happened, and how to go on: {page}" in trained.listener.said[-1]
     await training("a").run.train()
     assert not page.exists()
 
@@ -328,7 +383,30 @@ async def test_what_is_wrong_before_a_run_begins_leaves_no_page(training: Traini
     again = training("a")
     with pytest.raises(ConfigError, match="is complete"):
         await again.run.train()
-    assert not (again.run_dir / "failure.md").exists()
+    assert not again.failures
+
+
+async def test_a_run_without_a_page_names_none(training: Training) -> None:
+    trained = training("a", {3: BackendError("out of memory")})
+    trained.run.observers = Observers()
+    with pytest.raises(BackendError, match="out of memory"):
+        await trained.run.train()
+    assert "What happened" not in trained.listener.said[-1]
+
+
+async def test_an_observer_that_cannot_write_its_page_hides_no_error(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = training("a", {3: BackendError("out of memory")})
+
+    def full(**arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trained.run.observers = Observers([Observer("chatlearn_error", "pages 1", full, ())], strict=True)
+    with pytest.raises(BackendError, match="out of memory"):
+        await trained.run.train()
+    assert "chatlearn_error of pages 1 raised OSError: [Errno 28] No space left on device" in caplog.text
+    assert json.loads((trained.run_dir / "summary.json").read_text())["error"] == "BackendError: out of memory"
 
 
 async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> None:
@@ -340,9 +418,8 @@ async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> N
     trained.runtime.start = start  # type: ignore[method-assign]  # a machine without the device
     with pytest.raises(BackendError):
         await trained.run.train()
-    text = (trained.run_dir / "failure.md").read_text()
-    assert "failed while starting, before the first step" in text
-    assert "| call | setup |" in text
+    assert (trained.failure.phase, trained.failure.step) == ("starting", 0)
+    assert (trained.run_dir / FAILURE_PAGE).exists()
 
 
 async def test_sys_exit_is_a_failure_and_no_interruption(training: Training) -> None:
@@ -354,7 +431,7 @@ async def test_sys_exit_is_a_failure_and_no_interruption(training: Training) -> 
     trained.runtime.start = start  # type: ignore[method-assign]  # what a plugin may do
     with pytest.raises(PluginError, match=r"(?s)tried to end the process: SystemExit\(3\).*test_run\.py, line"):
         await trained.run.train()
-    assert "SystemExit(3)" in (trained.run_dir / "failure.md").read_text()
+    assert "SystemExit(3)" in (trained.run_dir / FAILURE_PAGE).read_text()
 
 
 async def test_a_trainer_lost_while_it_saves_or_exports_saves_or_exports_again(training: Training) -> None:
@@ -366,11 +443,12 @@ async def test_a_trainer_lost_while_it_saves_or_exports_saves_or_exports_again(t
 
         async def failing(
             self: ListTrainer, directory: Path, original: Any = original, told: list[str] = told, phase: str = phase
-        ) -> None:
-            await original(self, directory)
+        ) -> Any:
+            answer = await original(self, directory)
             if not told:
                 told.append(phase)
                 raise lost()
+            return answer
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ListTrainer, method, failing)
@@ -623,7 +701,6 @@ async def test_an_error_in_any_words_ends_a_run_as_every_error_does(training: Tr
     failed = training("a", {3: BackendError(words)})
     with pytest.raises(BackendError):
         await failed.run.train()
-    assert "\\x1b[31mhalf \\ud800 \\u2028 of a pair" in (failed.run_dir / "failure.md").read_text()
     assert words in failed.lines("events.jsonl")[-1]["error"]
     assert words in json.loads((failed.run_dir / "summary.json").read_text())["error"]
     again = training("a")

@@ -21,15 +21,16 @@ from chatlearn_core.exceptions import (
     ReplicaLostError,
     WeightSyncError,
 )
+from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.logprob_bases import DeclaredBases
-from chatlearn_core.executor.memory import MemoryTurns
-from chatlearn_core.executor.scheduler import FlowScheduler, Slot
+from chatlearn_core.executor.scheduler import FlowScheduler, RolloutRequest
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Device
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
+    ExampleDraw,
     GenerateRequest,
     OutputRequest,
     Prompt,
@@ -124,19 +125,19 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def make_slots(groups: int = 2, size: int = 2) -> list[Slot]:
-    slots = []
+def make_requests(groups: int = 2, size: int = 2) -> list[RolloutRequest]:
+    requests = []
     for group in range(groups):
         prompt = Prompt(f"p{group}", np.array([1, 2, 3]), "?")
         for index in range(size):
             sample_id = f"p{group}@1#{group * size + index}"
             request = GenerateRequest(sample_id, prompt.token_ids, SamplingParams(4), f"p{group}@1")
-            slots.append(Slot(sample_id, f"p{group}@1", prompt, request))
-    return slots
+            requests.append(RolloutRequest(sample_id, ExampleDraw(prompt, 1, f"p{group}@1"), request))
+    return requests
 
 
-def ids_of(slots: list[Slot]) -> list[str]:
-    return [slot.sample_id for slot in slots]
+def ids_of(requests: list[RolloutRequest]) -> list[str]:
+    return [request.sample_id for request in requests]
 
 
 def scheduler_for(flow: Any, runtime: ScriptedRuntime, **settings: Any) -> FlowScheduler:
@@ -144,18 +145,18 @@ def scheduler_for(flow: Any, runtime: ScriptedRuntime, **settings: Any) -> FlowS
 
 
 async def test_all_requests_are_submitted_in_order_before_any_finishes() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
     await settled()
-    assert runtime.events == [f"generate {sample_id}" for sample_id in ids_of(slots)]
-    await runtime.finish(*ids_of(slots))
+    assert runtime.events == [f"generate {sample_id}" for sample_id in ids_of(requests)]
+    await runtime.finish(*ids_of(requests))
     await run
 
 
 async def test_rewards_start_while_generation_goes_on() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
     await runtime.finish(c)
     assert runtime.events[-1] == f"score {c}", "three others are still being generated"
     await runtime.finish(a)
@@ -167,10 +168,10 @@ async def test_rewards_start_while_generation_goes_on() -> None:
 
 
 async def test_a_slow_reward_holds_up_neither_generation_nor_the_next_reward() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
     runtime.reward_waits = asyncio.Event()
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
     await runtime.finish(a, b)
     assert [event for event in runtime.events if event.startswith("score")] == [f"score {a}", f"score {b}"]
     await runtime.finish(c, d)
@@ -180,24 +181,24 @@ async def test_a_slow_reward_holds_up_neither_generation_nor_the_next_reward() -
 
 
 async def test_what_is_ready_together_is_scored_together_in_slot_order() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
     await settled()
-    for sample_id in reversed(ids_of(slots)):
+    for sample_id in reversed(ids_of(requests)):
         runtime.open[sample_id].set_result(None)
     await run
-    assert [event for event in runtime.events if event.startswith("score")] == ["score " + " ".join(ids_of(slots))]
+    assert [event for event in runtime.events if event.startswith("score")] == ["score " + " ".join(ids_of(requests))]
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_results_are_in_slot_order_whatever_the_timing(seed: int) -> None:
-    runtime, slots = ScriptedRuntime(), make_slots(groups=3, size=3)
-    order = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests(groups=3, size=3)
+    order = ids_of(requests)
     random.Random(seed).shuffle(order)
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
     await runtime.finish(*order)
     samples = await run
-    assert [sample.id for sample in samples] == ids_of(slots)
+    assert [sample.id for sample in samples] == ids_of(requests)
     assert [sample.reward.value for sample in samples if sample.reward] == [float(i) for i in range(9)]
     for index, sample in enumerate(samples):
         start = index * 5
@@ -206,28 +207,28 @@ async def test_results_are_in_slot_order_whatever_the_timing(seed: int) -> None:
 
 
 async def test_a_group_reward_waits_for_the_whole_group() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
     scheduler = scheduler_for(generate_and_score, runtime, group_rewards=frozenset({"reward"}))
-    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    run = asyncio.create_task(scheduler.run(requests, Timers()))
     await runtime.finish(d, b)
     assert not [event for event in runtime.events if event.startswith("score")]
     await runtime.finish(c)
-    assert runtime.events[-1] == f"score {c} {d}", "the group is complete, in slot order"
+    assert runtime.events[-1] == f"score {c} {d}", "the group is complete, in request order"
     await runtime.finish(a)
     assert runtime.events[-1] == f"score {a} {b}"
     await run
 
 
 async def test_a_failed_generation_excludes_its_sample_with_the_reason() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
     runtime.failures[b] = BackendError("the prompt does not fit")
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
     await runtime.finish(a, b, c, d)
     samples = await run
     assert [sample.exclusion for sample in samples] == [None, "generation failed: the prompt does not fit", None, None]
-    assert samples[1].completion is None
+    assert not samples[1].turns
     assert samples[1].reward is None
     assert not samples[1].loss_mask.any()
     assert not any(b in event for event in runtime.events if event.startswith("score")), "there is nothing to judge"
@@ -236,29 +237,29 @@ async def test_a_failed_generation_excludes_its_sample_with_the_reason() -> None
 
 
 async def test_a_timeout_is_counted_apart_from_failures() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    runtime.failures[ids_of(slots)[0]] = BackendTimeoutError("nothing in 3 s")
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    runtime.failures[ids_of(requests)[0]] = BackendTimeoutError("nothing in 3 s")
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     assert (await run)[0].exclusion == "generation timed out: nothing in 3 s"
 
 
 async def test_a_group_that_its_source_leaves_out_is_not_called_for_any_more() -> None:
     class Source:
-        async def completion(self, role: str, slot: Slot) -> Completion | None:
+        async def completion(self, role: str, request: RolloutRequest) -> Completion | None:
             assert role == "generator"
-            if slot.group_id == "p0@1":
+            if request.group_id == "p0@1":
                 return None
-            assert slot.request is not None
-            return await runtime.generate(slot.request)
+            assert request.generate_request is not None
+            return await runtime.generate(request.generate_request)
 
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
     scheduler = scheduler_for(grpo, runtime, group_rewards=frozenset({"reward"}))
-    run = asyncio.create_task(scheduler.run(slots, Timers(), Source()))
+    run = asyncio.create_task(scheduler.run(requests, Timers(), Source()))
     await runtime.finish(c, d)
     assert [sample.id for sample in await run] == [c, d]
-    assert [slot.left_out for slot in slots] == [True, True, False, False]
+    assert [request.left_out for request in requests] == [True, True, False, False]
     assert not any(name in event for name in (a, b) for event in runtime.events)
     assert {batch.sample_ids for _, batch, _ in runtime.batches} == {(c, d)}
 
@@ -270,24 +271,24 @@ async def test_calls_on_generators_go_through_the_front() -> None:
         def begin(self) -> None:
             calls.append("begin")
 
-        async def completion(self, role: str, slot: Slot) -> Completion:
-            calls.append(f"{role} {slot.sample_id}")
-            assert slot.request is not None
-            return await runtime.generate(slot.request)
+        async def completion(self, role: str, request: RolloutRequest) -> Completion:
+            calls.append(f"{role} {request.sample_id}")
+            assert request.generate_request is not None
+            return await runtime.generate(request.generate_request)
 
-    runtime, slots = ScriptedRuntime(), make_slots(groups=1)
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime, front=Front()).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = ScriptedRuntime(), make_requests(groups=1)
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime, front=Front()).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     await run
     assert calls == ["begin", "generator p0@1#0", "generator p0@1#1"]
 
 
 async def test_a_group_with_a_failed_generation_is_still_scored() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    a, b, c, d = ids_of(slots)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    a, b, c, d = ids_of(requests)
     runtime.failures[b] = BackendError("lost")
     scheduler = scheduler_for(generate_and_score, runtime, group_rewards=frozenset({"reward"}))
-    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    run = asyncio.create_task(scheduler.run(requests, Timers()))
     await runtime.finish(a, b)
     assert runtime.events[-1] == f"score {a}"
     await runtime.finish(c, d)
@@ -295,24 +296,36 @@ async def test_a_group_with_a_failed_generation_is_still_scored() -> None:
 
 
 async def test_a_completion_of_another_basis_than_declared_ends_the_run() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots(1, 2)
-    for slot in slots:
-        assert slot.request is not None
-        slot.request = replace(slot.request, sampling=SamplingParams(4, temperature=0.7))
+    runtime, requests = ScriptedRuntime(), make_requests(1, 2)
+    for request in requests:
+        assert request.generate_request is not None
+        request.generate_request = replace(request.generate_request, sampling=SamplingParams(4, temperature=0.7))
     bases = {"generator": DeclaredBases("generator", "acme", frozenset({"processed"}))}
     scheduler = scheduler_for(lambda prompts, m: m.generator.generate(prompts), runtime, bases=bases)
-    run = asyncio.create_task(scheduler.run(slots, Timers()))
+    run = asyncio.create_task(scheduler.run(requests, Timers()))
     await settled()
-    await runtime.finish(slots[0].sample_id)
+    await runtime.finish(requests[0].sample_id)
     with pytest.raises(PluginError, match="returned logprobs of basis raw for request p0@1#0"):
         await run
 
 
+async def test_a_completion_with_data_that_a_call_of_the_flow_writes_ends_the_run() -> None:
+    class Writing(ScriptedRuntime):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            return replace(await super().generate(request), token_data={"trainer_logprobs": np.zeros(2, np.float32)})
+
+    runtime, requests = Writing(), make_requests(1, 1)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(requests[0].sample_id)
+    with pytest.raises(ContractError, match="sample 'p0@1#0' has the token data 'trainer_logprobs', which a call of"):
+        await run
+
+
 async def test_an_empty_completion_is_excluded() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    runtime.empty.add(slots[0].sample_id)
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    runtime.empty.add(requests[0].sample_id)
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     samples = await run
     assert samples[0].exclusion == "empty_completion"
     assert samples[1].exclusion is None
@@ -322,11 +335,11 @@ async def test_a_completion_that_was_aborted_is_not_trained_on() -> None:
     class Aborting(ScriptedRuntime):
         async def generate(self, request: GenerateRequest) -> Completion:
             completion = await super().generate(request)
-            return replace(completion, finish_reason="abort") if request.id == slots[1].sample_id else completion
+            return replace(completion, finish_reason="abort") if request.id == requests[1].sample_id else completion
 
-    runtime, slots = Aborting(), make_slots()
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = Aborting(), make_requests()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     samples = await run
     assert samples[1].exclusion == "generation failed: aborted after 2 tokens, unasked"
     assert not samples[1].loss_mask.any()
@@ -338,9 +351,9 @@ async def test_outputs_that_are_not_finite_end_the_step_by_role_and_sample() -> 
         async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
             return {name: values * torch.nan for name, values in (await super().compute(role, batch, request)).items()}
 
-    runtime, slots = Broken(), make_slots()
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = Broken(), make_requests()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     with pytest.raises(ContractError, match=r"role '.*', a trainer: compute returned 'logprobs' = nan for sample 'p0"):
         await run
 
@@ -350,9 +363,9 @@ async def test_a_runtime_that_loses_a_verdict_fails_the_rewards_it_was_asked_for
         async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
             return (await super().score(samples))[1:]
 
-    runtime, slots = Losing(), make_slots(1)
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = Losing(), make_requests(1)
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     assert {sample.exclusion for sample in await run} == {"reward failed: returned 0 results for 1 samples"}
 
 
@@ -361,17 +374,17 @@ async def test_a_failed_reward_excludes_its_sample_with_the_reason() -> None:
         async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
             return [RewardResult(None, error="math: KeyError: 'answer'") for _ in samples]
 
-    runtime, slots = Failing(), make_slots()
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = Failing(), make_requests()
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     assert {sample.exclusion for sample in await run} == {"reward failed: math: KeyError: 'answer'"}
 
 
 async def test_if_every_generation_fails_the_run_is_told_the_first_reason() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    runtime.failures = {sample_id: BackendError(f"no memory for {sample_id}") for sample_id in ids_of(slots)}
-    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    runtime.failures = {sample_id: BackendError(f"no memory for {sample_id}") for sample_id in ids_of(requests)}
+    run = asyncio.create_task(scheduler_for(generate_and_score, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     with pytest.raises(
         BackendError, match=r"every one of 4 generations failed, the first with: .* no memory for p0@1#0"
     ):
@@ -379,20 +392,20 @@ async def test_if_every_generation_fails_the_run_is_told_the_first_reason() -> N
 
 
 async def test_a_lost_generator_stops_the_step_and_nothing_is_left_running() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    runtime.failures[slots[2].sample_id] = ReplicaLostError("replica 0 died")
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
-    await runtime.finish(slots[2].sample_id)
+    runtime, requests = ScriptedRuntime(), make_requests()
+    runtime.failures[requests[2].sample_id] = ReplicaLostError("replica 0 died")
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(requests[2].sample_id)
     with pytest.raises(ReplicaLostError, match="replica 0 died"):
         await run
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_failing_trainer_is_raised_as_itself() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
+    runtime, requests = ScriptedRuntime(), make_requests()
     runtime.compute_error = BackendError("role 'trainer': compute failed: CUDA out of memory")
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
+    await runtime.finish(*ids_of(requests))
     with pytest.raises(BackendError, match="CUDA out of memory") as caught:
         await run
     assert isinstance(caught.value.__cause__, ExceptionGroup), "others that failed at the same time are kept"
@@ -408,17 +421,23 @@ async def test_of_several_errors_the_most_serious_is_raised(serious: Exception, 
 
 
 async def test_trainer_outputs_are_asked_at_the_sampling_temperature() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    run = asyncio.create_task(scheduler_for(grpo, runtime, temperature=0.7).run(slots, Timers()))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    run = asyncio.create_task(
+        scheduler_for(grpo, runtime, sampling=SamplingParams(4, temperature=0.7)).run(requests, Timers())
+    )
+    await runtime.finish(*ids_of(requests))
     await run
     assert {request.temperature for _, _, request in runtime.batches} == {0.7}
-    assert scheduler_for(grpo, runtime, temperature=0.0).temperature == 1.0, "greedy: the model's own distribution"
+    greedy = scheduler_for(grpo, runtime, sampling=SamplingParams(4, temperature=0.0))
+    run = asyncio.create_task(greedy.run(make_requests(1, 1), Timers()))
+    await runtime.finish("p0@1#0")
+    await run
+    assert runtime.batches[-1][2].temperature == 1.0, "greedy: the model's own distribution"
 
 
 async def test_stopping_cancels_every_call() -> None:
-    runtime, slots = ScriptedRuntime(), make_slots()
-    run = asyncio.create_task(scheduler_for(grpo, runtime).run(slots, Timers()))
+    runtime, requests = ScriptedRuntime(), make_requests()
+    run = asyncio.create_task(scheduler_for(grpo, runtime).run(requests, Timers()))
     await settled()
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -435,10 +454,10 @@ async def test_sequence_outputs_go_to_the_sample() -> None:
         async def compute(self, role: str, batch: TrainBatch, request: OutputRequest) -> Any:
             return {"scores": torch.arange(batch.num_sequences) / 2}
 
-    runtime, slots = Scoring(), make_slots()
+    runtime, requests = Scoring(), make_requests()
     graph = trace(scored, ROLES | {"reward_model": "trainer"})
-    run = asyncio.create_task(FlowScheduler(graph, runtime).run(slots, Timers()))  # type: ignore[arg-type]  # as above
-    await runtime.finish(*ids_of(slots))
+    run = asyncio.create_task(FlowScheduler(graph, runtime).run(requests, Timers()))  # type: ignore[arg-type]  # as above
+    await runtime.finish(*ids_of(requests))
     assert [sample.sequence_data["reward_model_scores"] for sample in await run] == [0.0, 0.5, 1.0, 1.5]
 
 
@@ -476,9 +495,12 @@ class PlacedRuntime(ScriptedRuntime):
         return await super().compute(role, batch, request)
 
     @property
-    def memory(self) -> MemoryTurns:
-        roles: Any = {name: SimpleNamespace(name=name, kind=ROLES[name], trainable=False) for name in self.places}
-        return MemoryTurns(self, roles, "auto")  # type: ignore[arg-type]  # the part that is used
+    def colocation(self) -> ColocationManager:
+        roles: Any = {
+            name: SimpleNamespace(name=name, kind=ROLES[name], trainable=False, holds_a_model=ROLES[name] != "reward")
+            for name in self.places
+        }
+        return ColocationManager(self, roles, "auto")  # type: ignore[arg-type]  # the part that is used
 
 
 class PlacedGroup:
@@ -509,10 +531,10 @@ def spans(timers: Timers) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 async def test_calls_of_one_level_on_different_devices_run_at_the_same_time() -> None:
     """Reference and trainer each wait inside until the other is there too; the reward judges meanwhile."""
-    runtime, slots, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_slots(), Timers()
+    runtime, requests, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_requests(), Timers()
     runtime.meeting, runtime.reward_waits = asyncio.Barrier(3), asyncio.Event()
-    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, timers))
-    await runtime.finish(*ids_of(slots))
+    run = asyncio.create_task(scheduler_for(grpo, runtime, colocation=runtime.colocation).run(requests, timers))
+    await runtime.finish(*ids_of(requests))
     async with asyncio.timeout(5):
         while runtime.meeting.n_waiting < 2:
             await asyncio.sleep(0)
@@ -527,9 +549,9 @@ async def test_calls_of_one_level_on_different_devices_run_at_the_same_time() ->
 
 
 async def test_calls_that_share_a_device_follow_one_another_in_the_order_of_the_flow() -> None:
-    runtime, slots, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU0), make_slots(), Timers()
-    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, timers))
-    await runtime.finish(*ids_of(slots))
+    runtime, requests, timers = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU0), make_requests(), Timers()
+    run = asyncio.create_task(scheduler_for(grpo, runtime, colocation=runtime.colocation).run(requests, timers))
+    await runtime.finish(*ids_of(requests))
     await run
     order = [event for event in runtime.events if not event.startswith(("generate", "done", "score"))]
     assert order == [
@@ -547,9 +569,9 @@ async def test_calls_that_share_a_device_follow_one_another_in_the_order_of_the_
 
 
 async def test_beside_a_shared_generator_rewards_stream_and_trainers_wait_for_the_last_completion() -> None:
-    runtime, slots = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_slots()
-    a, b, c, d = ids_of(slots)
-    run = asyncio.create_task(scheduler_for(grpo, runtime, memory=runtime.memory).run(slots, Timers()))
+    runtime, requests = PlacedRuntime(generator=GPU0, trainer=GPU0, reference=GPU1), make_requests()
+    a, b, c, d = ids_of(requests)
+    run = asyncio.create_task(scheduler_for(grpo, runtime, colocation=runtime.colocation).run(requests, Timers()))
     await runtime.finish(a, b, c)
     assert runtime.events[-1] == f"score {c}"
     assert "offload generator" not in runtime.events

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.flow import trace
+from chatlearn_core.flow import FlowVocabulary, trace
+from chatlearn_core.plugins.records import FlowMethodSpec, OutputSpec
 
 ROLES = {
     "generator": "generator",
@@ -36,7 +38,12 @@ def test_nodes_inputs_and_fields() -> None:
         "trainer.logprobs",
     ]
     assert [node.inputs for node in graph.nodes] == [(), (0,), (0,), (0,)]
-    assert [node.field for node in graph.nodes] == ["completion", "reward", "reference_logprobs", "trainer_logprobs"]
+    assert [node.fields for node in graph.nodes] == [
+        (),
+        ("reward",),
+        ("reference_logprobs",),
+        ("trainer_logprobs",),
+    ]
     assert graph.roles == {"generator": "generator", "reward": "reward", "reference": "trainer", "trainer": "trainer"}
 
 
@@ -78,10 +85,8 @@ def test_methods_of_objects_may_decide_on_their_settings() -> None:
 
 
 def test_demonstrations_have_completions_already() -> None:
-    assert trace(lambda examples, m: examples, ROLES, input_kind="demonstrations").nodes == ()
-    graph = trace(
-        lambda examples, m: m.join(examples, m.reference.logprobs(examples)), ROLES, input_kind="demonstrations"
-    )
+    assert trace(lambda examples, m: examples, ROLES, given="demonstrations").nodes == ()
+    graph = trace(lambda examples, m: m.join(examples, m.reference.logprobs(examples)), ROLES, given="demonstrations")
     assert [node.name for node in graph.nodes] == ["reference.logprobs"]
 
 
@@ -158,9 +163,145 @@ def _returns_a_list(prompts: Any, m: Any) -> Any:
     return [m.generator.generate(prompts)]
 
 
+def _uses_samples_as_a_bound(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    for _ in range(samples):
+        samples = m.reward.score(samples)
+    return samples
+
+
+def _loops_without_end(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    temperature = 1.0
+    while True:
+        samples = m.join(samples, m.trainer.logprobs(samples, temperature=temperature, name=f"at_{temperature:.0f}"))
+        temperature += 1
+
+
+def _misspells_an_argument(prompts: Any, m: Any) -> Any:
+    return m.generator.generate(prompts, temprature=0)
+
+
+def _passes_a_bad_value(prompts: Any, m: Any) -> Any:
+    return m.generator.generate(prompts, top_p=2)
+
+
+def _passes_samples_as_an_argument(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.trainer.logprobs(samples, temperature=samples)
+
+
+def _passes_an_object(prompts: Any, m: Any) -> Any:
+    return m.generator.generate(prompts, stop={"a"})
+
+
+def _passes_two_values(prompts: Any, m: Any) -> Any:
+    return m.generator.generate(prompts, 0.5)
+
+
+def _forgets_an_argument(prompts: Any, m: Any) -> Any:
+    return m.trainer.topk(m.generator.generate(prompts))
+
+
+def _names_a_call_badly(prompts: Any, m: Any) -> Any:
+    return m.trainer.logprobs(m.generator.generate(prompts), name="a name")
+
+
+def _reads_what_is_not_there(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(samples, m.reference.topk(samples, k=4), m.trainer.logprobs_at(samples, ids="reference_topk_ids"))
+
+
+def _overwrites_by_a_name(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    first = m.trainer.logprobs(samples, temperature=2.0)
+    return m.join(samples, first, m.trainer.logprobs(m.join(samples, first)))
+
+
+def _joins_groups_of_one_call(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join_groups(samples, m.reward.score(samples))
+
+
+def _joins_groups_of_the_input(prompts: Any, m: Any) -> Any:
+    return m.join_groups(prompts, m.generator.generate(prompts))
+
+
+def _applies_what_is_not_there(prompts: Any, m: Any) -> Any:
+    return m.apply("json:no_such_function", m.generator.generate(prompts))
+
+
+def _applies_no_import_string(prompts: Any, m: Any) -> Any:
+    return m.apply("json.dumps", m.generator.generate(prompts))
+
+
+def _applies_with_a_wrong_argument(prompts: Any, m: Any) -> Any:
+    return m.apply("textwrap:indent", m.generator.generate(prompts), prefx="> ")
+
+
+def _applies_what_cannot_be_called(prompts: Any, m: Any) -> Any:
+    return m.apply("math:pi", m.generator.generate(prompts))
+
+
+def _applies_by_token(prompts: Any, m: Any) -> Any:
+    return m.apply("copy:copy", m.generator.generate(prompts), granularity="token")
+
+
+def _applies_to_prompts(prompts: Any, m: Any) -> Any:
+    return m.apply("copy:copy", prompts)
+
+
+def _applies_beside_another_call(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(m.apply("copy:copy", samples), m.reference.logprobs(samples))
+
+
+def _extends_twice(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.join(m.generator.extend(samples), m.generator.extend(samples, max_tokens=3))
+
+
+def _extends_what_was_computed(prompts: Any, m: Any) -> Any:
+    samples = m.generator.generate(prompts)
+    return m.generator.extend(m.join(samples, m.reference.logprobs(samples)))
+
+
+async def _is_async(prompts: Any, m: Any) -> Any:
+    return m.generator.generate(prompts)
+
+
 @pytest.mark.parametrize(
     ("flow", "says"),
     [
+        (_uses_samples_as_a_bound, "uses samples as a number"),
+        (_loops_without_end, "more than 1000 calls: a loop in it has no end"),
+        (_misspells_an_argument, "has no argument 'temprature'; it takes .*Did you mean 'temperature'"),
+        (_passes_a_bad_value, r"generator.generate\(top_p=2\): Input should be less than or equal to 1"),
+        (_passes_samples_as_an_argument, r"trainer.logprobs\(temperature=...\) is given samples"),
+        (_passes_an_object, r"generator.generate\(stop=\{'a'\}\) is a set"),
+        (_passes_two_values, "generator.generate takes prompts and named arguments, and is given 0.5"),
+        (_forgets_an_argument, "trainer.topk needs the argument 'k'"),
+        (_names_a_call_badly, r"trainer.logprobs\(name='a name'\): a name is letters"),
+        (_reads_what_is_not_there, "logprobs_at reads ids='reference_topk_ids', which no earlier call adds.*have none"),
+        (_overwrites_by_a_name, "trainer.logprobs would overwrite the trainer_logprobs that trainer.logprobs"),
+        (_is_async, "the flow is an async function"),
+        (_joins_groups_of_one_call, r"m.join_groups is given the samples of generator.generate .* twice; m.join puts"),
+        (_joins_groups_of_the_input, "m.join_groups takes samples of generator calls, but is given the flow's input"),
+        (_applies_what_is_not_there, r"m.apply\('json:no_such_function'\) cannot be imported: ImportError"),
+        (_applies_no_import_string, "m.apply: 'json.dumps' is not an import string"),
+        (
+            _applies_with_a_wrong_argument,
+            r"m.apply: textwrap:indent \(.*\) cannot be called with a list of samples and",
+        ),
+        (_applies_what_cannot_be_called, r"m.apply\('math:pi'\) is a float; it must be a function"),
+        (_applies_by_token, r"m.apply\(granularity='token'\): one of sample, group, batch"),
+        (_applies_to_prompts, "m.apply takes samples, but is given the flow's prompts"),
+        (_applies_beside_another_call, "reference.logprobs works on samples that apply copy:copy .* works on, too"),
+        (_extends_twice, "generator.extend works on samples that generator.extend .* works on, too"),
+        (
+            _extends_what_was_computed,
+            "what reference.logprobs computes does not cover the tokens that generator.extend",
+        ),
         (_branches, "branches on samples"),
         (_loops, "loops over samples"),
         (_reads_a_field, "reads the attribute 'completion'"),
@@ -188,10 +329,66 @@ def test_a_bad_flow_is_refused_with_its_line(flow: Callable[..., Any], says: str
     assert any(str(caught.value).startswith(line) for line in lines)
 
 
+def test_calls_take_arguments_and_names() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts, temperature=0, max_tokens=8, stop=["."], top_k=None)
+        teacher = m.join(samples, m.reference.topk(samples, k=4))
+        return m.join(
+            teacher,
+            m.trainer.logprobs_at(teacher, ids="reference_topk_ids"),
+            m.trainer.logprobs(samples),
+            m.trainer.logprobs(samples, temperature=2.0, name="warm"),
+            m.reward.score(samples),
+            m.rules.score(samples, name="strict"),
+        )
+
+    graph = trace(flow, ROLES)
+    assert graph.nodes[0].arguments == {"temperature": 0, "max_tokens": 8, "stop": ["."]}
+    assert graph.nodes[0].call == 'generator.generate(temperature=0, max_tokens=8, stop=["."])'
+    assert [node.fields for node in graph.nodes[1:]] == [
+        ("reference_topk_ids", "reference_topk_logprobs"),
+        ("trainer_logprobs_at",),
+        ("trainer_logprobs",),
+        ("warm_logprobs",),
+        ("reward",),
+        ("strict_reward",),
+    ]
+
+
+def test_a_loop_of_constant_length_unrolls() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        for temperature in (0.5, 1.0):
+            samples = m.join(samples, m.trainer.logprobs(samples, temperature=temperature, name=f"t{temperature:.0f}"))
+        return samples
+
+    assert [node.fields for node in trace(flow, ROLES).nodes] == [(), ("t0_logprobs",), ("t1_logprobs",)]
+
+
+def test_a_plugin_adds_a_method_and_its_output() -> None:
+    known = FlowVocabulary.builtin()
+    margin = FlowMethodSpec(
+        name="trainer.margin",
+        arguments="chatlearn_core.flow.arguments:ComputeArguments",
+        outputs=("margin",),
+        granularity="batch",
+    )
+
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(samples, m.trainer.margin(samples, temperature=0.5))
+
+    outputs = known.outputs | {"margin": OutputSpec(name="margin")}
+    vocabulary = replace(known, methods=known.methods | {margin.name: margin}, outputs=outputs)
+    assert trace(flow, ROLES, vocabulary=vocabulary).nodes[1].fields == ("trainer_margin",)
+    with pytest.raises(FlowError, match="asks for the output 'margin', which no installed plugin describes"):
+        trace(flow, ROLES, vocabulary=replace(vocabulary, outputs=known.outputs))
+
+
 def test_a_reward_does_not_judge_demonstrations() -> None:
     """They have no completion, and would go unscored without a word."""
     with pytest.raises(FlowError, match=r"reward\.score judges completions that a generator sampled"):
-        trace(lambda examples, m: m.join(examples, m.reward.score(examples)), ROLES, input_kind="demonstrations")
+        trace(lambda examples, m: m.join(examples, m.reward.score(examples)), ROLES, given="demonstrations")
 
 
 def test_a_role_whose_name_would_overwrite_the_sampled_logprobs_is_refused() -> None:
@@ -201,3 +398,37 @@ def test_a_role_whose_name_would_overwrite_the_sampled_logprobs_is_refused() -> 
 
     with pytest.raises(FlowError, match=r"would overwrite 'generator_logprobs'.*rename the trainer role 'generator'"):
         trace(flow, {"sampler": "generator", "generator": "trainer"})
+
+
+def test_stages_put_roles_that_learn_into_consumption() -> None:
+    produced, consumed = trace(grpo, ROLES).stages({"trainer"})
+    assert [node.role for node in produced] == ["generator", "reward", "reference"]
+    assert [node.role for node in consumed] == ["trainer"]
+
+
+def test_what_needs_a_role_that_learns_is_consumption_and_what_it_needs_is_not() -> None:
+    def chained(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        known = m.join(samples, m.trainer.logprobs(samples))
+        scored = m.join(known, m.reward.score(known))
+        return m.join(scored, m.reference.logprobs(samples), m.reference.entropy(scored))
+
+    produced, consumed = trace(chained, ROLES).stages({"trainer"})
+    assert [node.name for node in produced] == ["generator.generate", "reference.logprobs"]
+    assert [node.name for node in consumed] == ["trainer.logprobs", "reward.score", "reference.entropy"]
+
+
+def test_tokens_of_all_turns_add_up() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts, max_tokens=10)
+        short = m.judge.generate(prompts, max_tokens=3)
+        for _ in range(2):
+            samples = m.generator.extend(samples)
+        return m.join_groups(samples, short)
+
+    assert trace(flow, ROLES).sampled_tokens(4) == 18
+
+
+def test_without_roles_that_learn_everything_is_production() -> None:
+    graph = trace(grpo, ROLES)
+    assert graph.stages(()) == (graph.nodes, ())

@@ -91,3 +91,19 @@ def test_the_trace_of_an_evaluation_is_told_apart_and_its_times_are_not_the_step
     measured.adopt(apart, during="eval")
     assert [(e["start_s"], e.get("during")) for e in measured.trace()] == [(0.0, None), (1.0, "eval")]
     assert measured.seconds("generate") == 1.0
+
+
+def test_a_part_with_timers_of_its_own_is_included_from_when_it_began(clock: Clock) -> None:
+    """Rollouts may begin before the step that trains on them does."""
+    part = Timers()
+    with part.measure("generate", role="generator"):
+        clock.now += 2
+        step = Timers()
+        with step.measure("generate"), step.measure("update", role="trainer"):
+            clock.now += 3
+    step.include(part)
+    assert step.seconds("generate") == 5
+    assert [(entry["action"], entry["start_s"], entry["stop_s"]) for entry in step.trace()] == [
+        ("generate", -2, 3),
+        ("update", 0, 3),
+    ]

@@ -13,7 +13,15 @@ def test_the_core_registers_through_the_hooks_like_everyone() -> None:
 def test_what_the_core_registers() -> None:
     source = PluginSource("core", "chatlearn-core", "0", load=lambda: builtin)
     registry = load_plugins([source], disabled=DisabledDistributions(), strict=True)
-    assert [entry.name for entry in registry.entries] == ["config", "eval", "flow", "plugins", "run", "local"]
+    names: dict[str, list[str]] = {}
+    for entry in registry.entries:
+        names.setdefault(str(entry.kind), []).append(entry.name)
+    commands = ["config", "eval", "plugins", "plugins list", "plugins show", "run"]
+    assert names["cli_command"] == commands
+    assert names["runtime"] == ["local"]
+    assert {"logprobs", "entropy", "values", "scores"} <= set(names["output"])
+    assert {"generator.generate", "reward.score", "trainer.logprobs"} <= set(names["flow_method"])
+    assert names["example_kind"] == ["demonstrations", "preferences", "prompts"]
 
 
 def test_everything_that_the_core_registers_can_be_imported() -> None:
@@ -21,6 +29,11 @@ def test_everything_that_the_core_registers_can_be_imported() -> None:
     registry = load_plugins([source], disabled=DisabledDistributions(), strict=True)
     for command in registry.records("cli_command"):
         registry.load_factory(command, "app")
+    for kind in registry.records("example_kind"):
+        registry.load_factory(kind)()
     for runtime in registry.records("runtime"):
         registry.load_factory(runtime)
         registry.load_options(runtime)
+    for method in registry.records("flow_method"):
+        registry.load_options(method, "arguments")
+        assert set(method.outputs) <= registry.outputs.keys()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, shared_channel
+from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, shared_way
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 
@@ -20,7 +20,7 @@ DIRECT = transport("direct", channels=("tensors",), reach="process", speed_rank=
 SHARED = transport("shared_memory", channels=("tensors",), reach="host", speed_rank=20)
 BESIDE = replace(SHARED, name="beside", within_hosts=True)
 CHECKPOINT = transport("checkpoint", channels=("checkpoint",), reach="anywhere", speed_rank=90)
-BOXES = transport("boxes", needs_export="boxes", channels=("boxes",), reach="anywhere", speed_rank=1)
+BOXES = transport("boxes", exports=("boxes",), channels=("boxes",), reach="anywhere", speed_rank=1)
 ALL = (CHECKPOINT, BOXES, SHARED, DIRECT)
 
 
@@ -74,7 +74,7 @@ def test_each_reason_names_both_sides() -> None:
         "trainer 'fsdp' and generator 'vllm' share a host but not a process",
     ]
     assert mismatches(TRAINER, replace(GENERATOR, channels=frozenset({"boxes"})), BOXES, "process") == [
-        "transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'"
+        "transport 'boxes' carries export 'boxes'; trainer 'fsdp' exports 'full_tensors'"
     ]
 
 
@@ -115,7 +115,7 @@ def test_no_fit_names_every_transport_and_why() -> None:
     message = str(caught.value)
     assert message.startswith("No weight sync fits trainer 'fsdp' and generator 'vllm', which are on different hosts.")
     assert "\n  direct: transport 'direct' delivers by channel 'tensors' within one process; " in message
-    assert "\n  boxes: transport 'boxes' needs export 'boxes'; trainer 'fsdp' exports 'full_tensors'" in message
+    assert "\n  boxes: transport 'boxes' carries export 'boxes'; trainer 'fsdp' exports 'full_tensors'" in message
 
 
 def test_no_transport_at_all() -> None:
@@ -125,11 +125,10 @@ def test_no_transport_at_all() -> None:
 
 def test_the_first_channel_that_the_generator_takes_is_used() -> None:
     sync = transport("any", channels=("memory_handles", "tensors"))
-    assert shared_channel(sync, GENERATOR) == "tensors"
-    assert shared_channel(sync, replace(GENERATOR, channels=frozenset({"tensors", "memory_handles"}))) == (
-        "memory_handles"
-    )
-    assert shared_channel(sync, replace(GENERATOR, channels=frozenset({"checkpoint"}))) is None
+    handles = replace(GENERATOR, channels=frozenset({"tensors", "memory_handles"}))
+    assert shared_way(TRAINER, GENERATOR, sync) == ("full_tensors", "tensors")
+    assert shared_way(TRAINER, handles, sync) == ("full_tensors", "memory_handles")
+    assert shared_way(TRAINER, replace(GENERATOR, channels=frozenset({"checkpoint"})), sync) is None
     [reason] = mismatches(TRAINER, replace(GENERATOR, channels=frozenset({"checkpoint"})), sync, "process")
     assert reason.startswith("transport 'any' delivers by channel 'memory_handles' or 'tensors' between hosts; ")
 
@@ -150,3 +149,56 @@ def test_auto_leaves_out_what_must_be_named() -> None:
     chosen, why = choose_transport(TRAINER, GENERATOR, (special, CHECKPOINT), "process")
     assert chosen.name == "checkpoint"
     assert "special does not fit (it is taken by name only: it needs a moon)" in why
+
+
+@pytest.mark.parametrize(("devices", "fits"), [((), True), (("auto", "cuda:1"), True), (("cuda", "cpu"), False)])
+def test_a_transport_that_needs_gpus_fits_no_end_on_a_cpu(devices: tuple[str, ...], fits: bool) -> None:
+    transport = replace(DIRECT, needs_gpus=True)
+    reasons = mismatches(TRAINER, GENERATOR, transport, "process", devices=devices)
+    assert reasons == ([] if fits else ["transport 'direct' needs both ends on GPUs; one of the two has device 'cpu'"])
+
+
+SHARDS = replace(TRAINER, exports=frozenset({"boxes"}))
+BOTH = replace(TRAINER, exports=frozenset({"full_tensors", "boxes"}))
+EITHER = transport("either", exports=("full_tensors", "boxes"), channels=("checkpoint", "boxes", "tensors"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "channels", "asked", "way"),
+    [
+        (TRAINER, {"tensors", "boxes"}, None, ("full_tensors", "tensors")),
+        (BOTH, {"tensors", "boxes"}, None, ("full_tensors", "tensors")),
+        (BOTH, {"tensors", "boxes"}, "boxes", ("boxes", "boxes")),
+        (SHARDS, {"tensors", "boxes"}, None, ("boxes", "boxes")),
+        (SHARDS, {"tensors", "checkpoint"}, None, ("boxes", "tensors")),  # put together by the receiver
+        (BOTH, {"boxes"}, None, ("boxes", "boxes")),  # whole tensors have no channel
+        (SHARDS, {"checkpoint"}, None, None),
+        (TRAINER, {"tensors"}, "boxes", None),
+    ],
+)
+def test_the_form_of_the_weights(trainer, channels, asked, way) -> None:
+    generator = replace(GENERATOR, channels=frozenset(channels))
+    assert shared_way(trainer, generator, EITHER, export=asked) == way
+    assert (mismatches(trainer, generator, EITHER, "process", export=asked) == []) is (way is not None)
+
+
+def test_a_form_that_was_asked_for_and_is_not_there_is_named() -> None:
+    assert mismatches(TRAINER, GENERATOR, EITHER, "process", export="boxes") == [
+        "export 'boxes' is asked for (weight_sync.export); transport 'either' carries export 'full_tensors' or "
+        "'boxes'; trainer 'fsdp' exports 'full_tensors'"
+    ]
+
+
+def test_boxes_do_not_leave_their_host_where_each_host_serves_itself() -> None:
+    beside = replace(BESIDE, exports=("full_tensors", "boxes"), channels=("boxes", "tensors"))
+    assert shared_way(SHARDS, GENERATOR, beside, "host") == ("boxes", "tensors")
+    [reason] = mismatches(SHARDS, GENERATOR, beside, "hosts")
+    assert "boxes do not reach the other hosts" in reason
+    assert mismatches(BOTH, GENERATOR, beside, "hosts") == []
+
+
+def test_adapters_travel_whole() -> None:
+    sync = replace(EITHER, payloads=frozenset({"full", "adapter"}))
+    trainer, generator = (replace(one, payloads=frozenset({"full", "adapter"})) for one in (SHARDS, GENERATOR))
+    [reason] = mismatches(trainer, generator, sync, "process", "adapter")
+    assert "adapters travel whole" in reason

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatlearn_core.flow import Graph
 from chatlearn_core.plugins import hookspec
 from chatlearn_core.plugins.loader import load_plugins
 from chatlearn_core.plugins.observers import Observers
@@ -20,9 +21,11 @@ from chatlearn_core.plugins.records import RECORD_TYPES
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import DisabledDistributions, PluginSource
 from chatlearn_core.plugins.validation import REGISTERING_HOOKS
-from chatlearn_core.types import Prompt, Sample, SyncReceipt
+from chatlearn_core.types import Prompt, RunFailure, Sample, SyncReceipt
 
 SAMPLE = Sample("p@1#0", "p@1", Prompt("p", np.array([1]), "?"), np.array([1, 2]), np.array([False, True]))
+GRAPH = Graph("reading", (), {})
+FAILURE = RunFailure("mine", "scoring", 1.0, 3, 2, 9, "Nothing is saved.", Path("runs/mine"), (), 5.0, {})
 HOOKS = [name for name in vars(hookspec) if name.startswith("chatlearn_")]
 Check = Callable[[PluginRegistry, types.ModuleType, Path], None]
 
@@ -57,15 +60,23 @@ CHECKS: dict[str, Check] = {
     "chatlearn_runtimes": registers("runtime", "slurm"),
     "chatlearn_model_families": registers("model_family", "acme"),
     "chatlearn_datasets": registers("dataset", "acme_tickets"),
+    "chatlearn_example_kinds": registers("example_kind", "rewrites"),
     "chatlearn_algorithms": registers("algorithm", "acme_po"),
-    "chatlearn_episodes": registers("episode", "browser"),
+    "chatlearn_environments": registers("environment", "browser"),
     "chatlearn_trainers": registers("trainer", "acme"),
     "chatlearn_generators": registers("generator", "acme"),
     "chatlearn_rewards": registers("reward", "unit_tests"),
     "chatlearn_weight_syncs": registers("weight_sync", "nfs"),
     "chatlearn_loggers": registers("logger", "statsd"),
+    "chatlearn_samplers": registers("sampler", "easy_first"),
+    "chatlearn_sample_filters": registers("sample_filter", "no_refusals"),
+    "chatlearn_schedules": registers("schedule", "cosine"),
+    "chatlearn_step_policies": registers("step_policy", "budget"),
+    "chatlearn_outputs": registers("output", "margin"),
+    "chatlearn_flow_methods": registers("flow_method", "trainer.margin"),
+    "chatlearn_aggregations": registers("aggregation", "sqrt_length"),
     "chatlearn_run_start": observes(
-        lambda observers, path: observers.run_start({"name": "mine"}, path),
+        lambda observers, path: observers.run_start({"name": "mine"}, path, GRAPH),
         lambda module, path: (path / "owner.txt").read_text(encoding="utf-8"),
         "mine",
     ),
@@ -90,9 +101,9 @@ CHECKS: dict[str, Check] = {
         [(7, "step_7")],
     ),
     "chatlearn_error": observes(
-        lambda observers, path: observers.error(ValueError("no reward")),
+        lambda observers, path: observers.error(ValueError("no reward"), FAILURE),
         lambda module, path: module.pages,
-        ["ValueError: no reward"],
+        ["step 3: ValueError: no reward"],
     ),
     "chatlearn_run_end": observes(
         lambda observers, path: observers.run_end("completed", {"eval/reward": 0.5}),

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from chatlearn_core.exceptions import PluginError
+from chatlearn_core.exceptions import ChatLearnError, PluginError
+from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.observers import Observer, Observers
-from chatlearn_core.types import SyncReceipt
+from chatlearn_core.types import RunFailure, SyncReceipt
+
+GRAPH = Graph("reading", (), {"trainer": "trainer"})
+FAILURE = RunFailure(
+    "mine", "scoring", 1.0, 3, 2, 9, "Nothing is saved.", Path("runs/mine"), ({"event": "x"},), 5.0, {}
+)
 
 
 def failing(*_: object, **__: object) -> None:
@@ -63,6 +69,16 @@ def test_an_interrupt_is_not_swallowed() -> None:
         Observers([Observer("chatlearn_step_end", "a 1", interrupted, ())]).step_end(1, {})
 
 
+@pytest.mark.parametrize(("error", "bug"), [(ChatLearnError("cannot write a file"), False), (ValueError("no"), True)])
+def test_a_traceback_is_logged_of_bugs_only(caplog: Any, error: Exception, bug: bool) -> None:
+    def raising() -> None:
+        raise error
+
+    Observers([Observer("chatlearn_step_end", "a 1", raising, ())]).step_end(1, {})
+    assert str(error) in caplog.text
+    assert ("Traceback" in caplog.text) is bug
+
+
 def test_strict_mode_raises_naming_the_plugin() -> None:
     observers = Observers([Observer("chatlearn_step_end", "bad 1.0", failing, ())], strict=True)
     with pytest.raises(PluginError, match=r"chatlearn_step_end of bad 1\.0 raised ValueError: full disk"):
@@ -71,7 +87,7 @@ def test_strict_mode_raises_naming_the_plugin() -> None:
 
 def test_strict_mode_does_not_hide_the_error_being_reported() -> None:
     observers = Observers([Observer("chatlearn_error", "bad 1.0", failing, ())], strict=True)
-    observers.error(RuntimeError("the real one"))
+    observers.error(RuntimeError("the real one"), FAILURE)
     assert observers.failures == {("bad 1.0", "chatlearn_error"): 1}
 
 
@@ -94,12 +110,16 @@ def test_each_observer_has_copies_of_its_own() -> None:
     receipts = [SyncReceipt(0, 1, "serving")]
     config: dict[str, Any] = {"model": {"path": "here"}, "data": [1]}
     summary, line = {"totals": {"samples/trained": 3.0}}, {"loss": 1.0}
-    run("chatlearn_run_start", "config", lambda o: o.run_start(config, Path()))
+    run("chatlearn_run_start", "config", lambda o: o.run_start(config, Path(), GRAPH))
+    run("chatlearn_run_start", "graph", lambda o: o.run_start(config, Path(), GRAPH))
+    run("chatlearn_error", "failure", lambda o: o.error(ValueError("no"), FAILURE))
     run("chatlearn_rollout_end", "metrics", lambda o: o.rollout_end(1, [], line))
     run("chatlearn_step_end", "metrics", lambda o: o.step_end(1, line))
     run("chatlearn_weights_synced", "receipts", lambda o: o.weights_synced(1, receipts))
     run("chatlearn_run_end", "summary", lambda o: o.run_end("completed", summary))
-    assert seen == [config, line, line, receipts, summary], "the second observer sees what the run gave"
+    assert seen == [config, GRAPH, FAILURE, line, line, receipts, summary], "the second observer sees what the run gave"
+    assert seen[1] is not GRAPH
+    assert seen[2] is not FAILURE
     assert (config["model"], len(receipts)) == ({"path": "here"}, 1)
     assert summary == {"totals": {"samples/trained": 3.0}}
     assert line == {"loss": 1.0}
@@ -111,7 +131,7 @@ def test_a_copy_that_an_observer_changes_deep_inside_is_its_own() -> None:
     def vandal(config: Any) -> None:
         config["roles"]["trainer"]["options"]["lr"] = 2.0
 
-    Observers([Observer("chatlearn_run_start", "a 1", vandal, ("config",))]).run_start(config, Path())
+    Observers([Observer("chatlearn_run_start", "a 1", vandal, ("config",))]).run_start(config, Path(), GRAPH)
     assert config == {"roles": {"trainer": {"options": {"lr": 1.0}}}}
 
 

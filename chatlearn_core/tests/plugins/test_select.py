@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from email.message import Message
 from importlib import metadata
+from typing import get_args
 
 import pytest
 
@@ -12,8 +13,9 @@ from chatlearn_core.exceptions import (
     PluginNotFoundError,
 )
 from chatlearn_core.plugins.entry import PluginEntry
-from chatlearn_core.plugins.records import GeneratorSpec
+from chatlearn_core.plugins.records import GeneratorSpec, Kind
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.select import KIND_TITLES
 
 WHERE = "configs/run.yaml, roles.generator.backend"
 
@@ -201,3 +203,7 @@ def test_options_must_be_a_pydantic_model() -> None:
     assert registry.load_options(registry.select("generator", "good")) is SamplingConfig
     with pytest.raises(PluginError, match="it must be a pydantic model"):
         registry.load_options(registry.select("generator", "acme"))
+
+
+def test_every_kind_of_plugin_has_a_title() -> None:
+    assert KIND_TITLES.keys() == set(get_args(Kind))

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from chatlearn_core.plugins.records import GeneratorSpec, PluginRecord, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import (
+    CliCommandSpec,
+    GeneratorSpec,
+    PluginRecord,
+    RewardSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 from chatlearn_core.plugins.validation import (
     api_version_problem,
     name_problem,
@@ -27,6 +34,26 @@ def test_what_is_no_name(name: object) -> None:
     problem = name_problem(name)
     assert problem is not None
     assert repr(name) in problem
+
+
+@pytest.mark.parametrize("name", ["report", "plugins check"])
+def test_names_of_commands(name: str) -> None:
+    assert record_problems(CliCommandSpec(name=name, app="acme.cli:app")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("config check", "name 'config check': only these commands take others below them: plugins"),
+        ("plugins check all", "name 'check all': a name is lower-case letters and digits"),
+        ("plugins ", "name '': a name is lower-case letters and digits"),
+        (" check", "name ' check': only these commands take others"),
+        (None, "name None: a name is"),
+    ],
+)
+def test_what_is_no_name_of_a_command(name: str, problem: str) -> None:
+    (found,) = record_problems(CliCommandSpec(name=name, app="acme.cli:app"))
+    assert found.startswith(problem)
 
 
 def test_good_records_have_no_problem() -> None:

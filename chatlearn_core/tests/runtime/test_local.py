@@ -18,7 +18,7 @@ from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpe
 from chatlearn_core.protocols import Device, RuntimeEvent
 from chatlearn_core.runtime.local import LocalRuntime, resolve_device
 from chatlearn_core.runtime.options import LocalRuntimeOptions
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import OutputRequest, Prompt, RewardResult, Sample, SyncOffer, WeightManifest
 
 SPECS = {"trainer": TrainerSpec, "generator": GeneratorSpec, "reward": RewardSpec}
@@ -104,10 +104,10 @@ class Scene:
         syncs = ()
         if "trainer" in roles and "generator" in roles:
             record = WeightSyncSpec(name="none", sender="f:S", receiver="f:R", options="f:O")
-            syncs = (WeightSyncPlan("trainer", "generator", record, Options(), "test", "barrier", 1 << 20, 30.0),)
+            syncs = (WeightRoute("trainer", "generator", record, Options(), "test", "barrier", 1 << 20, 30.0),)
         registry: Any = SimpleNamespace(load_factory=self.load_factory, origin=lambda record: "acme 1.0")
         plans = {name: role_plan(name, **settings) for name, settings in roles.items()}
-        self.plan = RunPlan(registry, plans, syncs, tmp_path, seed=5, total_updates=10)
+        self.plan = RunPlan(registry, plans, syncs, tmp_path, seed=5)
         self.runtime = LocalRuntime(LocalRuntimeOptions(), self.plan)
 
     def load_factory(self, record: Any, attribute: str = "factory") -> Callable[..., Any]:

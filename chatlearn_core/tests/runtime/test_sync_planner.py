@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.runtime.sync_planner import SyncPlanner
-from chatlearn_core.types import Endpoint, SyncPlan, SyncReceipt, TensorSpec, WeightManifest
+from chatlearn_core.types import Endpoint, SyncReceipt, SyncRequest, TensorSpec, WeightManifest
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 SENDER = Endpoint("trainer", 0, 0, "host", "cpu", 1)
@@ -27,11 +27,11 @@ def planner(tmp_path: Path, payloads: frozenset[Any] = frozenset({"full", "delta
     record = WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O", payloads=payloads)
     if "replayable" in changes:
         record = replace(record, replayable=changes.pop("replayable"))
-    flow = WeightSyncPlan("trainer", "generator", record, Options(), "test", "barrier", 1 << 20, 30.0)
+    flow = WeightRoute("trainer", "generator", record, Options(), "test", "barrier", 1 << 20, 30.0)
     return SyncPlanner(replace(flow, **changes), tmp_path)
 
 
-def finish(here: SyncPlanner, plan: SyncPlan, *states: str) -> None:
+def finish(here: SyncPlanner, plan: SyncRequest, *states: str) -> None:
     """The sync came to its end; each receiver's state, ``serving`` by default."""
     here.sent(plan)
     for index, receiver in enumerate(plan.receivers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,12 @@ from pydantic import BaseModel
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.local_trainer import LocalTrainer
+from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
+from chatlearn_core.runtime.plan import WeightRoute
+from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
-from chatlearn_core.types import SyncOffer, SyncPlan, TensorSpec, WeightManifest
+from chatlearn_core.types import SyncOffer, SyncRequest, TensorSpec, WeightManifest
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 
@@ -36,7 +38,7 @@ class FakeSender:
         self.offers: Any = None
         self.block: threading.Event | None = None
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         self.events.append("offer")
         if self.fail_in == "offer":
             raise OSError("no shared memory")
@@ -44,7 +46,7 @@ class FakeSender:
             raise SystemExit(3)
         return self.offers if self.offers is not None else SyncOffer(0, plan.sync_id)
 
-    def send(self, plan: SyncPlan, trainer: Any) -> int:
+    def send(self, plan: SyncRequest, trainer: Any) -> int:
         self.events.append("send")
         if self.fail_in == "send":
             raise RuntimeError("out of memory")
@@ -52,7 +54,7 @@ class FakeSender:
             self.block.wait()
         return 24
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         self.events.append("release")
         if self.block is not None:
             self.block.set()
@@ -69,7 +71,7 @@ class FakeReceiver:
         self.behaviour = "take"
         self.returns: Any = 24
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: Any) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: Any) -> int:
         self.events.append(f"receive {loader.name}")
         if self.behaviour == "fail":
             raise WeightSyncError("checksum of w is wrong")
@@ -142,7 +144,7 @@ class Scene:
             ),
             origin=lambda record: "acme-sync 1.2",
         )
-        plan = WeightSyncPlan(
+        plan = WeightRoute(
             trainer="trainer",
             generator="generator",
             record=WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O", replayable=replayable),
@@ -152,22 +154,25 @@ class Scene:
             timeout_s=timeout_s,
             **({"fleet_rule": "barrier"} | rule),
         )
-        self.transfer = WeightTransfer(plan, registry, tmp_path, len(replicas))  # type: ignore[arg-type]  # the part that is used
-        self.receivers: list[Any] = list(self.transfer.receivers)
-        self.lane = Lane("trainer", 30.0)
-
-        self.trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
-
-    def replica(self, index: int) -> Any:
-        return FakeReplica(self.loaders[index])
+        self.executor = SerialExecutor("trainer", 30.0)
+        trainer: Any = SimpleNamespace(manifest=lambda payload: MANIFEST)
+        self.fleet: Any = SimpleNamespace(
+            num_replicas=len(replicas),
+            replicas=[FakeReplica(loader) for loader in self.loaders],
+            loading=lambda indices: nullcontext(),
+        )
+        senders = LocalSenders(plan, registry, LocalTrainer("trainer", trainer, self.executor))  # type: ignore[arg-type]  # the part that is used
+        receivers = LocalReceivers(plan, registry, self.fleet)  # type: ignore[arg-type]  # likewise
+        self.transfer = WeightTransfer(plan, tmp_path, senders, receivers)
+        self.receivers: list[Any] = list(receivers.receivers)
 
     async def sync(self, version: int = 3) -> Any:
-        replicas = [(index, self.replica(index)) for index in range(len(self.loaders))]
-        return await asyncio.wait_for(self.transfer.sync(self.trainer, self.lane, replicas, version), 30.0)
+        return await asyncio.wait_for(self.transfer.sync(range(len(self.loaders)), version), 30.0)
 
     async def resync(self, index: int, version: int = 3) -> Any:
-        resync = self.transfer.resync(self.trainer, self.lane, index, self.replica(index), version)
-        return await asyncio.wait_for(resync, 30.0)
+        """As after the replica was rebuilt."""
+        self.fleet.replicas[index] = FakeReplica(self.loaders[index])
+        return await asyncio.wait_for(self.transfer.resync(index, version), 30.0)
 
 
 @pytest.fixture
@@ -180,7 +185,7 @@ def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
 
     yield make
     for scene in scenes:
-        scene.lane.stop()
+        scene.executor.stop()
 
 
 @pytest.fixture
@@ -209,7 +214,7 @@ async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> Non
 async def test_a_replica_that_never_stops_serving_is_dead_and_the_other_gets_the_weights(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_core.runtime.weight_transfer._GRACE_S", 0.0)
+    monkeypatch.setattr("chatlearn_core.runtime.local_weight_ends.GRACE_S", 0.0)
     scene = make_scene(timeout_s=0.05)
     scene.loaders[1].hangs = True
     dead, serving = await scene.sync(3)
@@ -256,7 +261,7 @@ async def test_requests_go_past_the_replicas_of_a_turn_from_before_it_begins(mak
             yield
             events.append(f"back {list(indices)}")
 
-        scene.transfer._loading = loading
+        scene.fleet.loading = loading
         await scene.sync(1)
         marks = [event for event in events if event.split()[0] in ("past", "begin", "finish", "back")]
         if rule["fleet_rule"] == "barrier":
@@ -365,7 +370,7 @@ async def test_stopping_the_run_releases_the_sender(scene: Scene) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert "release" in scene.events
-    assert scene.lane.stop(wait_s=30.0), "its thread is free again"
+    assert scene.executor.stop(wait_s=30.0), "its thread is free again"
 
 
 def turns_of(events: list[str]) -> list[set[str]]:

@@ -85,7 +85,36 @@ def test_per_token_data_of_another_length_is_refused_by_name_and_sample() -> Non
 
 
 def test_units_can_be_given() -> None:
-    assert pack_samples(make_samples([2, 2, 2]), {"s0": 4, "s1": 4, "s2": 9}).unit_index.tolist() == [4, 4, 9]
+    assert pack_samples(make_samples([2, 2, 2]), [4, 4, 9]).unit_index.tolist() == [0, 0, 1]
+
+
+def test_samples_of_one_unit_stay_together() -> None:
+    chosen, other, rejected = make_samples([2, 3, 2])
+    chosen.unit_id = rejected.unit_id = "pair"
+    assert pack_samples([chosen, other, rejected]).unit_index.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            np.zeros((3, 4), np.int64),
+            r"int64 rows of shape \(4,\), and .* first sample int64 rows of shape \(2,\)",
+        ),
+        (np.zeros((3, 2), np.float32), "float32 rows .* first sample int64 rows"),
+    ],
+)
+def test_per_token_data_with_other_rows_is_refused_by_name_and_sample(values: Any, problem: str) -> None:
+    samples = make_samples([2, 3])
+    samples[1].token_data["experts"] = values
+    with pytest.raises(BackendError, match=f"sample 's1': token_data 'experts' has {problem}"):
+        pack_samples(samples)
+
+
+def test_a_batch_knows_prompts_and_examples() -> None:
+    batch = pack_samples(make_samples([4, 2, 3])).select([2, 0]).to("cpu")
+    assert batch.num_prompt_tokens.tolist() == [1, 1]
+    assert batch.example_ids == ("g0", "g0")
 
 
 def test_an_empty_batch_is_legal() -> None:

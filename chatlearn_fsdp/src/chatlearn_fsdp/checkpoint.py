@@ -28,12 +28,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import CheckpointError
-from chatlearn_fsdp.optimizer import allocate_state, optimizer_tensors
+from chatlearn_core.metrics.durable_files import file_facts
+from chatlearn_core.types import FileFacts
 from chatlearn_fsdp.options import LoraOptions
 from chatlearn_fsdp.sharded_reader import ShardedReader, TensorPlanner
 from chatlearn_fsdp.sharding import RankGroup, copy_whole
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.lora import adapter_state
+from chatlearn_trainer_kit.optimizer import allocate_state, optimizer_tensors
 
 FORMAT = 1
 WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "optimizer.pt", "shards", "trainer.json"
@@ -45,7 +47,7 @@ class TrainerState:
 
     model: PreTrainedModel
     layout: CheckpointLayout
-    optimizer: torch.optim.AdamW | None
+    optimizer: torch.optim.Optimizer | None
     head: str
     updates: int
     device: torch.device
@@ -77,8 +79,8 @@ class TrainerState:
         }
 
 
-def save(directory: Path, state: TrainerState) -> None:
-    """Write a checkpoint. Collective. Atomic replacement of an older one is the caller's."""
+def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
+    """Write a checkpoint; the facts of this rank's files. Collective. Replacing an older one is the caller's."""
     directory.mkdir(parents=True, exist_ok=True)
     if state.ranks is None:
         weights = {name: _whole(tensor).contiguous() for name, tensor in state.weights().items()}
@@ -102,8 +104,19 @@ def save(directory: Path, state: TrainerState) -> None:
             "sharded": state.ranks is not None,
         }
         (directory / TRAINER_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    facts = file_facts(directory, _own_files(directory, state))
     if state.ranks is not None:
         state.ranks.barrier()
+    return facts
+
+
+def _own_files(directory: Path, state: TrainerState) -> list[str]:
+    """The files that this rank has written: torch names those of a sharded checkpoint after the rank."""
+    if state.ranks is None:
+        return [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE]
+    shards = [f"{SHARDS}/{path.name}" for path in (directory / SHARDS).glob(f"__{state.rank}_*.distcp")]
+    own = [*shards, _random_file(state.rank)]
+    return [*own, f"{SHARDS}/.metadata", TRAINER_FILE] if state.rank == 0 else own
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
-from chatlearn_fsdp.memory import own_storage
 from chatlearn_fsdp.options import FSDPOptions, LoraOptions
-from chatlearn_fsdp.sharding import RankGroup, copy_whole, local_rows, shard_model
+from chatlearn_fsdp.sharding import RankGroup, blend, copy_whole, local_rows, shard_model
 from chatlearn_fsdp.shards import held_rows
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.forward_check import loaded_attention, with_attention
@@ -25,6 +24,7 @@ from chatlearn_hf.model_directory import load_config, wrong_weights
 from chatlearn_hf.packed_forward import PackedModel, decoder_layers
 from chatlearn_hf.training_noise import configured_noise
 from chatlearn_hf.ulysses import check_heads
+from chatlearn_trainer_kit.offload import own_storage
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def start_model(
         packed = _prepare(model, options, context, source)
         for parameter in model.parameters():
             own_storage(parameter)
-        _draw_adapters(model, options, context)
+        draw_new_adapters(model, options, context)
         return StartedModel(packed, layout)
 
     directory = local_directory(source.path)
@@ -121,12 +121,17 @@ def start_model(
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(context.device))
         read_shards(model, layout, directory, source, context.seed)
-    _draw_adapters(model, options, context)
+    draw_new_adapters(model, options, context)
     return StartedModel(packed, layout)
 
 
 def read_shards(
-    model: PreTrainedModel, layout: CheckpointLayout, directory: Path, source: ModelSource, seed: int
+    model: PreTrainedModel,
+    layout: CheckpointLayout,
+    directory: Path,
+    source: ModelSource,
+    seed: int,
+    decay: float = 0.0,
 ) -> None:
     """Fill the live shards from the checkpoint files; a head that they do not hold is drawn from ``seed``.
 
@@ -145,11 +150,38 @@ def read_shards(
             for held in held_rows(entry, local, start):
                 name = files.source(held.name, layout)
                 if name is not None:
-                    held.view.copy_(files.rows(name, held.first, held.last))
+                    blend(files.rows(name, held.first, held.last), held.view, decay)
             if any(files.source(name, layout) is None for name in entry.names):
                 new[entry.key] = entry.shape
         for key, values in drawn_head(new, seed).items():
             copy_whole(values, state[key])
+
+
+def read_model(
+    model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, context: RoleContext, decay: float
+) -> None:
+    """Fill a live model from another directory of its architecture; each rank reads its own rows where that works.
+
+    Args:
+        decay: share that stays of each weight.
+
+    Raises:
+        ModelError: tensors are missing or of another shape; nothing has changed.
+    """
+    if all(entry.parts is not None and entry.shape for entry in layout.tensors):
+        read_shards(model, layout, local_directory(source.path), source, context.seed, decay)
+        return
+    state = base_state(model)
+    found = load_model(
+        source.path, source.head, device="cpu", seed=context.seed, trust_remote_code=source.trust_remote_code
+    ).state_dict()
+    keys = [(entry.key, entry.shape) for entry in layout.tensors]
+    missing = [key for key, _ in keys if key not in found]
+    misshapen = [key for key, shape in keys if key in found and tuple(found[key].shape) != shape]
+    if missing or misshapen:
+        raise wrong_weights(source.path, missing, misshapen)
+    for key, _ in keys:
+        copy_whole(found[key], state[key], decay)
 
 
 def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext, source: ModelSource) -> PackedModel:
@@ -195,6 +227,7 @@ def lora_settings(options: LoraOptions) -> LoraSettings:
     return LoraSettings(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
-def _draw_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
+def draw_new_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
+    """Set the adapters, if there are some, to what training starts from."""
     if options.lora is not None:
         draw_adapters(model, context.seed, copy_whole)

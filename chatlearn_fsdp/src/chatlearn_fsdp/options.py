@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from chatlearn_trainer_kit.options import OptimizerOptions
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -28,22 +30,8 @@ class LoraOptions(BaseModel):
     )
 
 
-class FSDPOptions(BaseModel):
+class FSDPOptions(OptimizerOptions):
     """``roles.<name>.options`` where ``backend: fsdp``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled (AdamW); never on norms and biases.")
-    grad_clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; null does not clip.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How the learning rate falls after the warm-up, over the run's optimizer steps."
-    )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of the peak.")
 
     max_tokens_per_micro_batch: int = Field(
         8192, ge=1, description="Token budget of one forward pass; a longer sequence or unit gets a pass of its own."

@@ -20,10 +20,22 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             check_engine="chatlearn_fsdp.engine_arguments:engine_problems",
             requires=(("torch>=2.13,<2.14",), ("transformers>=5.16.1,<5.20",)),
             heads=frozenset({"lm", "value", "reward"}),
-            outputs=frozenset({"logprobs", "entropy", "values", "scores", "hidden_states"}),
+            outputs=frozenset(
+                {
+                    "logprobs",
+                    "entropy",
+                    "topk_ids",
+                    "topk_logprobs",
+                    "logprobs_at",
+                    "values",
+                    "scores",
+                    "hidden_states",
+                }
+            ),
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
-            node_options=("ulysses",),
+            parallel={"sp": "ulysses"},
+            reshards=True,
             layout_options=(
                 "dp_replicate",
                 "dp_shard",

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from chatlearn_core.exceptions import BackendError, ConfigError
-from chatlearn_core.hosting.engine_side.private_store import PrivateStore
-from chatlearn_core.hosting.rendezvous import group_interfaces, make_default_group
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import Box
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_hf.ulysses import UlyssesGroup
+from chatlearn_hosting.engine_side.private_store import PrivateStore
+from chatlearn_hosting.rendezvous import group_interfaces, make_default_group
 
 
 @dataclass(slots=True)
@@ -219,14 +219,26 @@ def is_first_copy(tensor: Tensor, rank: int) -> bool:
     return all(mesh.get_local_rank(i) == 0 for i in copies)
 
 
-def copy_whole(source: Tensor, target: Tensor) -> None:
-    """Write a whole tensor, which every rank has, into a live one: each rank keeps its part, nothing is sent."""
+def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
+    """Write a whole tensor, which every rank has, into a live one: each rank keeps its part, nothing is sent.
+
+    Args:
+        decay: see ``blend``.
+    """
     with torch.no_grad():
         if not isinstance(target, DTensor):
-            target.copy_(source)
+            blend(source, target, decay)
             return
         local, start = local_rows(target.detach())
-        local.copy_(source[start : start + local.shape[0]])
+        blend(source[start : start + local.shape[0]], local, decay)
+
+
+def blend(source: Tensor, target: Tensor, decay: float) -> None:
+    """``target = decay * target + (1 - decay) * source``, in the target's dtype and on its device; 0 is a copy."""
+    if decay == 0.0 or not target.is_floating_point():
+        target.copy_(source)
+    else:
+        target.mul_(decay).add_(source.to(target.device, target.dtype), alpha=1 - decay)
 
 
 def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.types import (
+    FileFacts,
     Metric,
     Metrics,
     OutputRequest,
@@ -28,28 +30,27 @@ from chatlearn_core.types import (
 )
 from chatlearn_fsdp import checkpoint
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
-from chatlearn_fsdp.memory import OffloadedPart, live_bytes
-from chatlearn_fsdp.micro_batching import MicroBatches
-from chatlearn_fsdp.model_start import lora_settings, start_model
-from chatlearn_fsdp.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
+from chatlearn_fsdp.model_start import draw_new_adapters, lora_settings, read_model, start_model
 from chatlearn_fsdp.options import FSDPOptions
-from chatlearn_fsdp.schedule import check_schedule, learning_rate
 from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, whole
-from chatlearn_fsdp.timing import PhaseTimer
 from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.forward_check import Choice, ForwardCheck
 from chatlearn_hf.lora import LoraSettings
-from chatlearn_hf.packed_forward import PackedModel
+from chatlearn_hf.packed_forward import PackedModel, requested_outputs
 from chatlearn_hf.training_noise import start_training
 from chatlearn_hf.ulysses import UlyssesGroup
 from chatlearn_hf.varlen_attention import PackedLayout
+from chatlearn_trainer_kit.finite_updates import all_finite, refused_update
+from chatlearn_trainer_kit.micro_batching import MicroBatches
+from chatlearn_trainer_kit.offload import OffloadedParts, live_bytes
+from chatlearn_trainer_kit.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
+from chatlearn_trainer_kit.schedule import check_schedule, learning_rate
+from chatlearn_trainer_kit.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
 HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
-NAMED_SAMPLES = 16
-"""How many sample ids an error lists."""
 
 
 class FSDPTrainer:
@@ -75,12 +76,13 @@ class FSDPTrainer:
         self._ranks: RankGroup | None = None
         self._model: PackedModel | None = None
         self._layout: CheckpointLayout | None = None
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self.choice: Choice | None = None
         """How sequences are computed, and why not as the options say first; None before ``setup``."""
-        self._parts: dict[MemoryPart, OffloadedPart] = {part: OffloadedPart() for part in HELD_PARTS}
+        self._parts = OffloadedParts(HELD_PARTS, self._part_tensors)
         self._updates = 0
         self._broken: str | None = None
+        """Why the weights are those of no step; None while they are whole."""
 
     # Lifecycle
 
@@ -108,16 +110,12 @@ class FSDPTrainer:
     def offload(self, parts: Collection[MemoryPart]) -> None:
         if self._model is not None:
             free_gathered(self._model)
-        for name in parts:
-            if name in self._parts:
-                self._parts[name].offload(self._part_tensors(name))
+        self._parts.offload(parts)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for itself, other processes on the device cannot have
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        for name in parts:
-            if name in self._parts:
-                self._parts[name].onload()
+        self._parts.onload(parts)
 
     def live_bytes(self, part: MemoryPart) -> int:
         """Memory that a part occupies on the device now, bytes."""
@@ -127,8 +125,7 @@ class FSDPTrainer:
         self._model = None
         self._optimizer = None
         self._layout = None
-        for part in self._parts.values():
-            part.discard()
+        self._parts.discard()
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -158,7 +155,7 @@ class FSDPTrainer:
         cut = self._cut(model, batch)
         pieces: list[Outputs] = []
         with torch.no_grad():
-            for micro, layout in cut.on(self._device, self._ulysses):
+            for micro, layout in self._laid_out(cut):
                 outputs = self._forward(model, micro, layout, request)
                 pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
         free_gathered(model)
@@ -178,22 +175,21 @@ class FSDPTrainer:
         cut = self._cut(model, batch)
         totals: list[Tensor] = []
         parts: list[Metrics] = []
-        for micro, layout in cut.on(self._device, self._ulysses):
+        for micro, layout in self._laid_out(cut):
             result_total, metrics = self._accumulate(model, micro, layout, loss, timer)
             totals.append(result_total)
             parts.append(metrics)
         with timer.phase("optimizer"):
-            parameters = self._trainable(model)
-            norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            norm = self._grad_norm(model)
             values = torch.stack([*totals, norm.to(totals[0].device, totals[0].dtype)]).tolist()
         grad_norm = values.pop()
-        if not self._all_finite([*values, grad_norm]):
-            self._refuse_step(model, cut, loss, values, grad_norm)
-        with timer.phase("optimizer"):
+        if not all_finite([*values, grad_norm], self._all_agree):
+            raise self._refused(model, cut, loss, values, grad_norm)
+        with timer.phase("optimizer"), self._changes_weights(f"optimizer step {self._updates}"):
             rate = learning_rate(self.options, self._updates, self.context.total_updates)
             set_learning_rate(optimizer, rate)
             if self.options.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.options.grad_clip, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._trainable(model), self.options.grad_clip, norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -209,15 +205,30 @@ class FSDPTrainer:
             own |= {"grad_norm": Metric(grad_norm), "lr": Metric(rate)} | timer.metrics()
         return merge_metrics(*parts) | own
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Mapping[str, FileFacts]:
         model = self._ready("weights", "optimizer")
-        checkpoint.save(directory, self._state(model))
+        return checkpoint.save(directory, self._state(model))
 
     def load(self, directory: Path) -> None:
-        model = self._ready("weights", "optimizer")
+        model = self._ready("weights", "optimizer", may_be_broken=True)
         state = self._state(model)
-        checkpoint.load(directory, state)
+        with self._changes_weights(f"loading {directory}"):
+            checkpoint.load(directory, state)
         self._updates = state.updates
+
+    def load_model(self, directory: Path, *, fresh_optimizer: bool = True, decay: float = 0.0) -> None:
+        model = self._ready("weights", "optimizer", may_be_broken=True)
+        free_gathered(model)
+        source = replace(self._source, path=str(directory))
+        with self._changes_weights(f"loading the model {directory}"):
+            read_model(model.model, self._checkpoint_layout(), source, self.context, decay)
+            if fresh_optimizer:
+                self._updates = 0
+                if self._optimizer is not None:
+                    self._optimizer.state.clear()
+                draw_new_adapters(model.model, self.options, self.context)
+        if self._ranks is not None:
+            self._ranks.barrier()
 
     def export_model(self, directory: Path) -> None:
         model = self._ready("weights")
@@ -248,6 +259,11 @@ class FSDPTrainer:
         return stream_full(model.model, layout, self.context.world_size)
 
     # Inside
+
+    @property
+    def _name(self) -> str:
+        """For messages."""
+        return f"trainer role {self.context.role!r} rank {self.context.rank}"
 
     def _check_forward(self, model: PackedModel) -> None:
         """Choose how sequences are computed by comparing with the model's own forward passes.
@@ -288,18 +304,27 @@ class FSDPTrainer:
             )
         return lora_settings(self.options.lora)
 
-    def _ready(self, *parts: MemoryPart) -> PackedModel:
+    @contextmanager
+    def _changes_weights(self, what: str) -> Iterator[None]:
+        """What fails in the block may have changed a part of the weights: only loading makes them whole again."""
+        try:
+            yield
+        except ModelError:
+            raise  # found before the first weight was written
+        except BaseException as error:
+            self._broken = f"{what} failed midway ({type(error).__name__}), so its weights may be those of no step"
+            raise
+        self._broken = None
+
+    def _ready(self, *parts: MemoryPart, may_be_broken: bool = False) -> PackedModel:
         if self._model is None:
             raise BackendError(f"trainer role {self.context.role!r} is not set up, or was closed")
-        away = [part for part in parts if self._parts[part].is_offloaded]
-        if away:
-            raise BackendError(
-                f"trainer role {self.context.role!r} rank {self.context.rank} was asked to work while its"
-                f" {' and '.join(away)} {'is' if away == ['optimizer'] else 'are'} offloaded; onload them first"
-            )
+        if self._broken is not None and not may_be_broken:
+            raise BackendError(f"{self._name} cannot work: {self._broken}; load a checkpoint")
+        self._parts.require(self._name, parts)
         return self._model
 
-    def _require_optimizer(self) -> torch.optim.AdamW:
+    def _require_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
             raise BackendError(
                 f"trainer role {self.context.role!r} does not learn (the algorithm has no loss for it), so it has no"
@@ -314,6 +339,10 @@ class FSDPTrainer:
 
     def _trainable(self, model: PackedModel) -> list[torch.nn.Parameter]:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def _grad_norm(self, model: PackedModel) -> Tensor:
+        """Norm of the trainable parameters' gradients, over all ranks."""
+        return whole(torch.nn.utils.get_total_norm([p.grad for p in self._trainable(model) if p.grad is not None]))
 
     def _part_tensors(self, part: MemoryPart) -> list[Tensor]:
         """What of a part is on the device; what ``cpu_offload`` keeps on the host never takes room there."""
@@ -359,6 +388,11 @@ class FSDPTrainer:
             agree=self._most if self._ranks is not None and self._ranks.size > 1 else None,
         )
 
+    def _laid_out(self, cut: MicroBatches) -> Iterator[tuple[TrainBatch, PackedLayout]]:
+        """Each micro-batch on the device, and how it lies there."""
+        for micro, rows in cut.on(self._device):
+            yield micro, PackedLayout(micro.lengths, self._device, self._ulysses, rows)
+
     def _most(self, count: int) -> int:
         """The largest of the ranks' counts."""
         assert self._ranks is not None, "a single rank has nothing to agree on"
@@ -372,8 +406,7 @@ class FSDPTrainer:
 
     def _forward(self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, request: OutputRequest) -> Outputs:
         with self._autocast():
-            outputs: Outputs = model(micro.token_ids, layout, request.names, request.temperature, micro.loss_mask)
-        return outputs
+            return requested_outputs(model, micro, layout, request)
 
     def _accumulate(
         self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, loss: Loss, timer: PhaseTimer
@@ -392,38 +425,25 @@ class FSDPTrainer:
             total.backward()  # type: ignore[no-untyped-call]  # torch
         return result.total.detach().float(), result.metrics
 
-    def _all_finite(self, values: Sequence[float]) -> bool:
-        """Whether the numbers are finite, on every rank."""
-        finite = all(math.isfinite(value) for value in values)
-        if self._ranks is not None and self._ranks.size > 1:
-            flag = torch.tensor(int(finite), device=self._device)
-            finite = bool(self._ranks.all_reduce(flag, dist.ReduceOp.MIN))
-        return finite
+    def _all_agree(self, finding: bool) -> bool:
+        """Whether the finding is true on every rank."""
+        if self._ranks is None or self._ranks.size == 1:
+            return finding
+        flag = torch.tensor(int(finding), device=self._device)
+        return bool(self._ranks.all_reduce(flag, dist.ReduceOp.MIN))
 
-    def _refuse_step(
-        self,
-        model: PackedModel,
-        cut: MicroBatches,
-        loss: Loss,
-        totals: Sequence[float],
-        grad_norm: float,
-    ) -> None:
-        """Drop the gradients, find the micro-batch they came from by computing each alone, and raise."""
-        culprits: list[str] = []
+    def _refused(
+        self, model: PackedModel, cut: MicroBatches, loss: Loss, losses: Sequence[float], grad_norm: float
+    ) -> BackendError:
+        """Drop the gradients and find the micro-batches they came from by computing each alone."""
         timer = PhaseTimer(self._device)
-        for (micro, layout), total in zip(cut.on(self._device, self._ulysses), totals, strict=True):
+        sample_ids: list[Sequence[str]] = []
+        norms: list[float] = []
+        for micro, layout in self._laid_out(cut):
             model.zero_grad(set_to_none=True)
             self._accumulate(model, micro, layout, loss, timer)
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
-            if not math.isfinite(total) or (self.data_parallel_size == 1 and not math.isfinite(norm)):
-                culprits.extend(micro.sample_ids)
+            sample_ids.append(micro.sample_ids)
+            norms.append(float(self._grad_norm(model)))
         model.zero_grad(set_to_none=True)
-        named = ", ".join(culprits[:NAMED_SAMPLES]) + (", ..." if len(culprits) > NAMED_SAMPLES else "")
-        where = f"in the micro-batch of samples {named}" if culprits else "on another rank, or only in their sum"
-        raise BackendError(
-            f"trainer role {self.context.role!r} rank {self.context.rank}: the loss ({math.fsum(totals)}) or the"
-            f" gradient norm ({grad_norm}) of optimizer step {self._updates} is not finite, {where}. The weights are"
-            " unchanged. Look at these samples' rewards and logprobs; a lower learning_rate or param_dtype: float32 may"
-            " help."
-        )
+        alone = norms if self.data_parallel_size == 1 else None
+        return refused_update(self._name, self._updates, losses, grad_norm, sample_ids, alone)

@@ -11,9 +11,12 @@ from typing import Any
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols.lifecycle import RoleContext
+from chatlearn_generator_kit.engine_arguments import owned_problems, refused
 from chatlearn_sglang.options import SGLangGeneratorOptions
 
 DISTRIBUTION = "sglang"
+TARGET = "sglang.Engine"
+"""What the arguments are passed to."""
 
 OWNED: Mapping[str, str] = {
     "base_gpu_id": "set roles.<role>.device",
@@ -64,7 +67,7 @@ CPU_REFUSED: Mapping[str, str] = {
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
     """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
-    return {name: f"owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED}
+    return owned_problems(arguments, OWNED)
 
 
 def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> None:
@@ -86,7 +89,7 @@ def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> No
             if arguments.get(name, 1) != 1
         ]
     if lines:
-        raise ConfigError(refused(role, lines))
+        raise ConfigError(refused(role, TARGET, lines))
 
 
 def check_architecture(config: Any, role: str) -> None:
@@ -101,13 +104,6 @@ def check_architecture(config: Any, role: str) -> None:
             f" models with multi-head latent attention, such as this one ({config.model_type}); set"
             f" roles.{role}.device to a GPU, or choose another generator for it"
         )
-
-
-def refused(role: str, lines: list[str]) -> str:
-    """The message about engine arguments that cannot be passed on."""
-    return f"roles.{role}.engine holds arguments that cannot be passed to sglang.Engine:\n" + "\n".join(
-        f"  {line}" for line in lines
-    )
 
 
 def interpreter(options: SGLangGeneratorOptions, role: str) -> str:

@@ -21,7 +21,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             check_engine="chatlearn_sglang.engine_arguments:engine_problems",
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
             payloads=frozenset({"full", "adapter"}),
-            pause_modes=frozenset({"keep", "abort", "wait"}),
+            kv_after_sync="recomputed",
             bases=frozenset({"processed"}),
             streaming=True,
             resumable=True,

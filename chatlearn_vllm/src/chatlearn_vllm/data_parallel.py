@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError, HostedProcessLostError
-from chatlearn_core.hosting.reserved_port import reserved_row
+from chatlearn_hosting.reserved_port import reserved_row
 from chatlearn_vllm.engine_side.driver import Event
 from chatlearn_vllm.hosts import ChildHost, OnEvent
 from chatlearn_vllm.joint_call import JointCall
@@ -72,6 +72,14 @@ class DataParallelHost:
     def shares_memory(self) -> bool:
         """See ``EngineHost``."""
         return False
+
+    @property
+    def lost(self) -> str | None:
+        """See ``EngineHost``."""
+        if self._ended is not None:
+            return f"the engine died: {self._ended}"
+        lost = ((number, rank.lost) for number, rank in enumerate(self._ranks))
+        return next((f"data-parallel rank {number}: {reason}" for number, reason in lost if reason is not None), None)
 
     @property
     def ranks(self) -> Sequence[ChildHost]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.protocols.lifecycle import RoleContext
+from chatlearn_generator_kit.engine_arguments import owned_problems, refused
 from chatlearn_vllm.options import VLLMGeneratorOptions
 
 OWNED: Mapping[str, str] = {
@@ -41,6 +42,9 @@ OWNED: Mapping[str, str] = {
 }
 """Arguments that this backend sets itself, and what to set instead."""
 
+TARGET = "vllm.EngineArgs"
+"""What they are arguments of."""
+
 RANK_VARIABLES = (
     "VLLM_DP_MASTER_IP",
     "VLLM_DP_MASTER_PORT",
@@ -56,7 +60,7 @@ CPU_KV_CACHE_BYTES = 4 << 30
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
     """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
-    return {name: f"owned by the backend; {OWNED[name]}" for name in arguments if name in OWNED}
+    return owned_problems(arguments, OWNED)
 
 
 def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         )
     problems += _data_parallel_problems(source.path, context.engine_arguments)
     if problems:
-        raise ConfigError(refused(context.role, problems))
+        raise ConfigError(refused(context.role, TARGET, problems))
     ours: dict[str, Any] = {
         "model": source.path,
         "tokenizer": source.tokenizer_path,
@@ -163,10 +167,3 @@ def _names_experts(value: Any) -> bool:
     if isinstance(value, dict):
         return any("expert" in name or _names_experts(inner) for name, inner in value.items())
     return isinstance(value, list) and any(map(_names_experts, value))
-
-
-def refused(role: str, problems: list[str]) -> str:
-    """The message for arguments that are not passed on."""
-    return f"roles.{role}.engine holds arguments that the generator 'vllm' does not pass to vLLM:\n" + "\n".join(
-        f"  {line}" for line in problems
-    )

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedCallError
-from chatlearn_core.hosting import HostedProcess
+from chatlearn_hosting import HostedProcess
 from chatlearn_vllm.engine_side.driver import EngineDriver, Event
 
 OnEvent = Callable[[Event], None]
@@ -23,6 +23,10 @@ class EngineHost(Protocol):
     @property
     def shares_memory(self) -> bool:
         """Whether arguments reach the driver as they are, tensors too."""
+
+    @property
+    def lost(self) -> str | None:
+        """None while the engine can be called, as far as can be seen without waiting; else what happened to it."""
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
         """Start the engine; blocks; ``Engine.facts``."""
@@ -65,6 +69,11 @@ class InProcessHost:
     def shares_memory(self) -> bool:
         """See ``EngineHost``."""
         return True
+
+    @property
+    def lost(self) -> str | None:
+        """See ``EngineHost``."""
+        return None if self._driver.dead is None else f"the engine died: {self._driver.dead}"
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
         """See ``EngineHost``."""
@@ -158,6 +167,13 @@ class ChildHost:
     def shares_memory(self) -> bool:
         """See ``EngineHost``."""
         return False
+
+    @property
+    def lost(self) -> str | None:
+        """See ``EngineHost``."""
+        if self.process.lost is None:
+            return None
+        return f"the engine died: {self.process.lost}\nWhat it printed last:\n{self.process.last_output()}"
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
         """See ``EngineHost``."""

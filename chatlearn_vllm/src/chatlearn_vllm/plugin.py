@@ -23,7 +23,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             channels=frozenset({"tensors", "checkpoint", "memory_handles", "process_group"}),
             payloads=frozenset({"full", "adapter"}),
             adapter_channels=frozenset({"tensors", "memory_handles"}),
-            pause_modes=frozenset({"keep", "abort", "wait"}),
+            kv_after_sync="recomputed",
             bases=frozenset({"raw", "processed"}),
             streaming=True,
             resumable=True,

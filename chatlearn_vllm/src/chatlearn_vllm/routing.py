@@ -35,7 +35,7 @@ class Routing:
         """By rank: its requests, in their order. They are open from now on.
 
         Args:
-            requests: what ``chatlearn_vllm.requests.Ticket.wire`` makes.
+            requests: what the generator hands to the engine.
         """
         shares: list[list[Mapping[str, Any]]] = [[] for _ in self._open_tokens]
         for request in requests:

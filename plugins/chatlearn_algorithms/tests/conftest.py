@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from chatlearn_algorithms import plugin
+from chatlearn_core.executor.aggregations import select_aggregation
+from chatlearn_core.plugins.loader import load_plugins
+from chatlearn_core.plugins.sources import PluginSource
 from chatlearn_core.protocols.algorithm import AlgorithmContext
 from chatlearn_core.types import (
     Completion,
@@ -29,6 +34,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+REGISTRY = load_plugins([PluginSource("algorithms", "chatlearn-algorithms", "0", load=lambda: plugin)])
+
+
 @pytest.fixture(scope="session")
 def make_context() -> Callable[..., AlgorithmContext]:
     def build(
@@ -39,7 +47,12 @@ def make_context() -> Callable[..., AlgorithmContext]:
     ) -> AlgorithmContext:
         configured = {"trainer": "trainer", "generator": "generator", "reward": "reward", **roles}
         return AlgorithmContext(
-            basis or LogprobBasis(), max_completion_tokens, configured, generator_basis, "acme (role generator)"
+            basis or LogprobBasis(),
+            max_completion_tokens,
+            configured,
+            generator_basis,
+            "acme (role generator)",
+            aggregation=partial(select_aggregation, REGISTRY),
         )
 
     return build

@@ -8,17 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatlearn_algorithms.group_advantages import assign_group_advantages, group_advantages
+from chatlearn_algorithms.group_advantages import derive_group_advantages, group_advantages
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import RewardResult
+from chatlearn_core.types import RewardResult, scored_batch
 
 EPSILON = 1e-5
 
 
 def assign(samples, **settings):
-    return assign_group_advantages(
-        samples, **{"std": "population", "epsilon": EPSILON, "drop_zero_spread": False, **settings}
-    )
+    """Derive from the samples that are not excluded, and write what comes back into them."""
+    admitted = [sample for sample in samples if sample.exclusion is None]
+    batch = scored_batch(admitted)
+    settings = {"std": "population", "epsilon": EPSILON, "drop_zero_spread": False, **settings}
+    derived = derive_group_advantages(batch, **settings)
+    rows = [values.split(batch.lengths) for values in derived.token_data.values()]
+    for index, sample in enumerate(admitted):
+        sample.token_data |= {name: of[index].numpy() for name, of in zip(derived.token_data, rows, strict=True)}
+        sample.sequence_data |= {name: float(values[index]) for name, values in derived.sequence_data.items()}
+        sample.exclusion = derived.exclusions.get(sample.id)
+    return derived.metrics
 
 
 @given(rewards=st.lists(st.floats(-5, 5), min_size=2, max_size=9).filter(lambda r: max(r) - min(r) > 1e-3))
@@ -81,23 +89,16 @@ def test_zero_spread_groups(make_group, drop):
         assert samples[0].sequence_data["advantage"] == 0.0
 
 
-def test_empty_completions_are_excluded_before_the_statistics(make_group):
-    samples = make_group("a", [1.0, 0.0, 7.0], lengths=[2, 2, 0])
-    assign(samples, std="none")
-    assert [s.exclusion for s in samples] == [None, None, "empty_completion"]
-    assert [s.sequence_data["advantage"] for s in samples[:2]] == [0.5, -0.5]
-
-
 def test_token_rewards_add_to_the_outcome(make_group):
     samples = make_group("a", [1.0, 0.0], lengths=[2, 2])
     samples[0].reward = RewardResult(1.0, token_values=np.array([0.25, 0.75], dtype=np.float32))
     assert assign(samples)["reward_max"].value == 2.0
 
 
-def test_an_unscored_sample_is_an_error(make_group):
+def test_samples_without_rewards_are_an_error(make_group):
     samples = make_group("a", [1.0, 0.0])
     samples[1].reward = None
-    with pytest.raises(FlowError, match=r"Sample a@0#1 has no reward \(none was joined\)"):
+    with pytest.raises(FlowError, match=r"samples a@0#0 \.\.\. a@0#1 have no rewards.*join m\.reward\.score"):
         assign(samples)
 
 

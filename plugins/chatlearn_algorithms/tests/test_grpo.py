@@ -8,7 +8,7 @@ import torch
 from chatlearn_algorithms.grpo import GRPO
 from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.types import LogprobBasis, pack_samples
+from chatlearn_core.types import LogprobBasis, pack_samples, scored_batch
 
 
 @dataclass
@@ -71,35 +71,38 @@ def test_loss_has_the_options(make_context):
         importance_threshold=4.0,
         importance_min=0.5,
     )
-    (loss,) = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).losses().values()
-    names = ("clip_low", "clip_high", "dual_clip", "aggregation", "entropy_coef")
+    loss = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).loss()
+    names = ("clip_low", "clip_high", "dual_clip", "entropy_coef")
     for name in (*names, "kl_coef", "kl_estimator", "kl_weight", "kl_clamp"):
         assert getattr(loss, name) == getattr(options, name)
+    assert loss.aggregation.name == options.aggregation
     assert (loss.temperature, loss.log_entropy, loss.old_logprobs) == (0.7, False, "trainer_logprobs")
     assert (loss.correction.mode, loss.correction.level) == ("mask", "sequence")
     assert (loss.correction.threshold, loss.correction.minimum) == (4.0, 0.5)
 
 
 def test_generator_logprobs_as_old(make_context):
-    loss = GRPO(GRPOOptions(recompute_old_logprobs=False), make_context()).losses()["trainer"]
+    loss = GRPO(GRPOOptions(recompute_old_logprobs=False), make_context()).loss()
     assert loss.old_logprobs == "generator_logprobs"
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, 16), (50, 50)])
 def test_dr_grpo_constant_length(make_context, given, used):
-    loss = GRPO(DrGRPOOptions(constant_length=given), make_context()).losses()["trainer"]
-    assert (loss.aggregation, loss.constant_length) == ("seq_mean_token_sum_norm", used)
+    loss = GRPO(DrGRPOOptions(constant_length=given), make_context()).loss()
+    assert (loss.aggregation.name, loss.aggregation.options.constant_length) == ("seq_mean_token_sum_norm", used)
 
 
 def test_dr_grpo_closed_form(make_context, make_group):
     """On policy the loss is −Σ_i A_i·|o_i| / (S·L) with A = r − mean: rewards 1, 0, 0, 1 and lengths 2, 3, 4, 5."""
     algorithm = GRPO(DrGRPOOptions(group_size=4), make_context(max_completion_tokens=10))
     samples = make_group("a", [1.0, 0.0, 0.0, 1.0], [2, 3, 4, 5])
-    algorithm.prepare_samples(samples)
+    derived = algorithm.advantages(scored_batch(samples), step=1)
     for sample in samples:
         sample.token_data["trainer_logprobs"] = sample.token_data["generator_logprobs"]
-    loss = algorithm.losses()["trainer"]
-    batch = loss.prepare(pack_samples(samples))
+    loss = algorithm.loss()
+    batch = pack_samples(samples)
+    batch.token_data |= derived.token_data
+    batch = loss.prepare(batch)
     logprobs = batch.token_data["trainer_logprobs"].clone().requires_grad_()
     total = loss({"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}, batch).total
     assert total.item() == pytest.approx(-(0.5 * 2 - 0.5 * 3 - 0.5 * 4 + 0.5 * 5) / (4 * 10), abs=1e-7)
@@ -148,16 +151,36 @@ def test_ratios_to_a_generator_with_raw_logprobs_are_refused(make_context, optio
 def test_raw_logprobs_are_fine_where_nothing_compares_them(make_context):
     context = make_context(LogprobBasis(0.7), generator_basis=LogprobBasis(), reference="trainer")
     algorithm = GRPO(GRPOOptions(kl_coef=0.1, kl_weight="ratio"), context)
-    assert algorithm.losses()["trainer"].temperature == 0.7
+    assert algorithm.loss().temperature == 0.7
 
 
 def test_a_cut_basis_is_fine_where_the_trainer_recomputes(make_context):
     GRPO(GRPOOptions(), make_context(LogprobBasis(0.7, top_p=0.9)))
 
 
-def test_prepare_samples_measures_rewards_and_adds_advantages(make_context, make_group):
+def test_advantages_measure_rewards(make_context, make_group):
     algorithm = GRPO(GRPOOptions(), make_context())
-    samples = make_group("a", [1.0, 0.0, None])
-    metrics = algorithm.prepare_samples(samples)
-    assert metrics["reward"].value == 0.5
-    assert "advantages" in samples[0].token_data
+    derived = algorithm.advantages(scored_batch(make_group("a", [1.0, 0.0])), step=1)
+    assert derived.metrics["reward"].value == 0.5
+    assert derived.token_data["advantages"].any()
+
+
+def test_roles_have_the_names_that_the_options_say(make_context):
+    """The flow calls them, the loss reads their logprobs, the configuration must define them."""
+    names = {"policy": "actor", "generator": "sampler", "reward": "judge", "reference": "anchor"}
+    options = GRPOOptions(kl_coef=0.1, roles=names)
+    algorithm = GRPO(options, make_context(anchor="trainer"))
+    roles = Roles()
+    algorithm.flow("prompts", roles)
+    assert [call.partition("(")[0] for call in roles.calls] == [
+        "sampler.generate",
+        "judge.score",
+        "anchor.logprobs",
+        "actor.logprobs",
+    ]
+    [update] = algorithm.updates(1)
+    assert (algorithm.policy, update.role, update.epochs, update.mini_batches) == ("actor", "actor", None, None)
+    assert (update.loss.old_logprobs, update.loss.reference_logprobs) == ("actor_logprobs", "anchor_logprobs")
+    assert dict(options.required_roles) == {"sampler": "generator", "judge": "reward", "actor": "trainer"}
+    with pytest.raises(ConfigError, match="needs a role 'anchor' of kind trainer"):
+        GRPO(options, make_context())

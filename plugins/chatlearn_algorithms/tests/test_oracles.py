@@ -19,8 +19,9 @@ from torch import Tensor
 from chatlearn_algorithms.group_advantages import group_advantages
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
-from chatlearn_core.losses import clipped_policy_loss, importance_weights, kl_estimate, mismatch_metrics
+from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.types import TrainBatch, cumulative_lengths
+from chatlearn_losses import clipped_policy_loss, importance_weights, kl_estimate
 
 Case = dict[str, Any]
 CASES: list[Case] = json.loads(Path(__file__).with_name("oracles.json").read_text())

@@ -1,23 +1,37 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from importlib import import_module
 from typing import get_args
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from chatlearn_algorithms import grpo_options, plugin
-from chatlearn_core.losses import AggregationMode, CorrectionLevel, KLClamp, KLEstimator, KLWeight
+from chatlearn_algorithms.grpo_options import GRPOOptions
+from chatlearn_algorithms.sft_options import SFTOptions
+from chatlearn_core.exceptions import ConfigError, ContractError, PluginNotFoundError
+from chatlearn_core.protocols import Aggregation
+from chatlearn_core.types import TrainBatch, cumulative_lengths
+from chatlearn_losses import (
+    AggregationMode,
+    CorrectionLevel,
+    KLClamp,
+    KLEstimator,
+    KLWeight,
+    aggregation_weights,
+)
 
 SPECS = {spec.name: spec for spec in plugin.chatlearn_algorithms()}
 
 
 def test_registers_the_three():
     assert set(SPECS) == {"grpo", "dr_grpo", "sft"}
-    assert dict(SPECS["grpo"].roles) == {"generator": "generator", "reward": "reward", "trainer": "trainer"}
-    assert dict(SPECS["sft"].roles) == {"trainer": "trainer"}
+    assert dict(GRPOOptions().required_roles) == {"generator": "generator", "reward": "reward", "trainer": "trainer"}
+    assert dict(SFTOptions().required_roles) == {"trainer": "trainer"}
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "sft"])
@@ -29,10 +43,10 @@ def test_import_strings_lead_to_a_working_algorithm(name, make_context):
     options = load(SPECS[name].options)
     assert issubclass(options, BaseModel)
     algorithm = load(SPECS[name].factory)(options(), make_context())
-    assert set(algorithm.losses()) == {"trainer"}
+    assert [update.role for update in algorithm.updates(1)] == ["trainer"]
 
 
-@pytest.mark.parametrize("module", ["plugin", "grpo_options", "sft_options"])
+@pytest.mark.parametrize("module", ["plugin", "grpo_options", "sft_options", "aggregation_options"])
 def test_listing_imports_nothing_heavy(module):
     code = f"import sys, chatlearn_algorithms.{module}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -42,7 +56,6 @@ def test_listing_imports_nothing_heavy(module):
 @pytest.mark.parametrize(
     ("option", "primitive"),
     [
-        (grpo_options.Aggregation, AggregationMode),
         (grpo_options.KLName, KLEstimator),
         (grpo_options.KLWeightName, KLWeight),
         (grpo_options.KLClampName, KLClamp),
@@ -51,3 +64,44 @@ def test_listing_imports_nothing_heavy(module):
 )
 def test_option_names_are_those_of_the_primitives(option, primitive):
     assert get_args(option) == get_args(primitive)
+
+
+def test_every_mode_of_the_primitives_is_registered_and_gives_its_weights(make_context):
+    batch = TrainBatch(
+        ("a", "b"),
+        torch.arange(5),
+        cumulative_lengths([2, 3]),
+        torch.tensor([False, True, False, True, True]),
+        torch.arange(2),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    specs = {spec.name: spec for spec in plugin.chatlearn_aggregations()}
+    assert list(specs) == list(get_args(AggregationMode))
+    for name, spec in specs.items():
+        options = {"constant_length": 7} if name == "seq_mean_token_sum_norm" else {}
+        selected = make_context().aggregation(name, options)
+        torch.testing.assert_close(selected(batch), aggregation_weights(batch, name, **options))
+        assert selected.loss_unit == spec.loss_unit == ("group" if name == "prompt_mean" else "sequence")
+        assert pickle.loads(pickle.dumps(selected)).name == name
+    with pytest.raises(ConfigError, match=r"aggregation_options.length: .*, for aggregation 'token_mean'; it takes no"):
+        make_context().aggregation("token_mean", {"length": 7})
+    with pytest.raises(PluginNotFoundError, match=r"No aggregation named 'token_meen'(.|\n)*Did you mean 'token_mean'"):
+        make_context().aggregation("token_meen", {})
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ([0.0], "returned list; it must return floating-point weights, one for each of the 3 tokens"),
+        (torch.zeros(2), r"returned \[2\] torch.float32"),
+        (torch.ones(3), "not 0 where loss_mask is False"),
+        (torch.tensor([0.0, float("nan"), 0.0]), "not finite"),
+    ],
+)
+def test_weights_of_a_plugin_are_checked(returned, says):
+    mask = torch.tensor([False, True, True])
+    batch = TrainBatch(
+        ("a",), torch.arange(3), cumulative_lengths([3]), mask, torch.arange(1), torch.zeros(1, dtype=torch.int64)
+    )
+    with pytest.raises(ContractError, match=f"aggregation 'acme' .*{says}"):
+        Aggregation("acme", lambda batch, options: returned, None)(batch)

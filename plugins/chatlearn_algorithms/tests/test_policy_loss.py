@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.losses import AggregationMode
 from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples
+from chatlearn_losses import AggregationMode
 
 VOCABULARY = 9
 LENGTHS = [4, 1, 6, 3, 2]
@@ -134,8 +134,8 @@ def test_the_settings_reach_every_clip(samples):
     loss = PolicyLoss(**SETTINGS["asymmetric dual clip"])
     batch = loss.prepare(pack_samples(samples))
     metrics = loss(TinyPolicy().outputs(batch), batch).metrics
-    assert metrics["actor/pg_clipfrac"].total >= 1
-    assert metrics["actor/pg_clipfrac_lower"].total >= 1
+    assert metrics["pg_clipfrac"].total >= 1
+    assert metrics["pg_clipfrac_lower"].total >= 1
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -177,8 +177,8 @@ def test_on_policy_gradient_is_reinforce(samples):
     (gradient,) = torch.autograd.grad(result.total, policy.table, retain_graph=True)
     (expected,) = torch.autograd.grad(reinforce, policy.table)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
-    assert result.metrics["actor/pg_clipfrac"].value == 0
-    assert result.metrics["actor/ppo_kl"].value == 0
+    assert result.metrics["pg_clipfrac"].value == 0
+    assert result.metrics["ppo_kl"].value == 0
 
 
 def test_metrics_are_token_means(samples):
@@ -190,17 +190,17 @@ def test_metrics_are_token_means(samples):
     new, old = outputs["logprobs"].detach()[mask], data["trainer_logprobs"][mask]
     weights = (old - data["generator_logprobs"][mask]).exp()
     expected = {
-        "actor/ppo_kl": (old - new).mean(),
-        "actor/entropy": outputs["entropy"].detach()[mask].mean(),
-        "actor/kl_loss": (new - data["reference_logprobs"][mask]).mean(),
-        "actor/importance_weight": weights.clamp(max=1.2).mean(),
-        "actor/importance_clipfrac": (weights > 1.2).double().mean(),
+        "ppo_kl": (old - new).mean(),
+        "entropy": outputs["entropy"].detach()[mask].mean(),
+        "kl_loss": (new - data["reference_logprobs"][mask]).mean(),
+        "importance_weight": weights.clamp(max=1.2).mean(),
+        "importance_clipfrac": (weights > 1.2).double().mean(),
     }
     assert {name: metrics[name].value for name in expected} == pytest.approx(
         {name: float(value) for name, value in expected.items()}, rel=1e-5
     )
     assert {metrics[name].count for name in expected} == {sum(LENGTHS)}
-    assert metrics["actor/pg_loss"].reducer == "sum"
+    assert metrics["pg_loss"].reducer == "sum"
 
 
 def test_distances_are_shown_as_they_are(samples):
@@ -211,18 +211,18 @@ def test_distances_are_shown_as_they_are(samples):
     batch.token_data["trainer_logprobs"] = outputs["logprobs"].detach() + 50
     batch.token_data["reference_logprobs"] = outputs["logprobs"].detach() - 30
     metrics = loss(outputs, batch).metrics
-    assert metrics["actor/ppo_kl"].value == pytest.approx(50, rel=1e-5)
-    assert metrics["actor/reference_kl_k1"].value == pytest.approx(30, rel=1e-5)
-    assert metrics["actor/reference_kl"].value == pytest.approx(29, rel=1e-5)  # e^-30 + 30 - 1
-    assert metrics["actor/kl_loss"].value == 10
-    assert metrics["actor/infinite_kl"].value == 0
+    assert metrics["ppo_kl"].value == pytest.approx(50, rel=1e-5)
+    assert metrics["reference_kl_k1"].value == pytest.approx(30, rel=1e-5)
+    assert metrics["reference_kl"].value == pytest.approx(29, rel=1e-5)  # e^-30 + 30 - 1
+    assert metrics["kl_loss"].value == 10
+    assert metrics["infinite_kl"].value == 0
 
     never = int(batch.loss_mask.nonzero()[0])
     batch.token_data["reference_logprobs"][never] = -torch.inf
     metrics = loss(outputs, batch).metrics
-    assert metrics["actor/infinite_kl"].value == pytest.approx(1 / sum(LENGTHS))
-    assert metrics["actor/reference_kl"].value == pytest.approx(29, rel=1e-5)
-    assert metrics["actor/reference_kl"].count == sum(LENGTHS) - 1
+    assert metrics["infinite_kl"].value == pytest.approx(1 / sum(LENGTHS))
+    assert metrics["reference_kl"].value == pytest.approx(29, rel=1e-5)
+    assert metrics["reference_kl"].count == sum(LENGTHS) - 1
 
 
 def test_mismatch_is_measured_where_the_generator_is_old(samples):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,8 +44,8 @@ def test_equals_torch_cross_entropy(aggregation):
     torch.testing.assert_close(result.total, expected)
     gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (result.total, expected)]
     torch.testing.assert_close(*gradients)
-    assert result.metrics["sft/loss"].value == pytest.approx(over_tokens.item(), rel=1e-6)
-    assert result.metrics["sft/loss"].count == 9
+    assert result.metrics["nll"].value == pytest.approx(over_tokens.item(), rel=1e-6)
+    assert result.metrics["nll"].count == 9
 
 
 def test_parts_add_up():
@@ -57,15 +59,23 @@ def test_parts_add_up():
 
 
 def test_algorithm(make_context):
-    algorithm = SFT(SFTOptions(), make_context())
-    assert (algorithm.input, algorithm.group_size) == ("demonstrations", 1)
+    algorithm = SFT(SFTOptions(roles={"policy": "student"}), make_context())
+    assert (algorithm.input, algorithm.group_size, algorithm.policy) == ("demonstrations", 1, "student")
     assert algorithm.flow("demonstrations", None) == "demonstrations"
-    loss = algorithm.losses()["trainer"]
-    assert (loss.needs.names, loss.needs.temperature, loss.unit) == ({"logprobs"}, 1.0, "sequence")
+    [update] = algorithm.updates(1)
+    assert (update.role, update.loss.needs.names, update.loss.needs.temperature) == ("student", {"logprobs"}, 1.0)
+    assert algorithm.advantages(pack_samples(SAMPLES), 1).metrics["sft/tokens"].value == 9
 
 
-def test_an_empty_demonstration_is_excluded(make_context):
-    samples = [demonstration("a", 2, 3), demonstration("b", 2, 0)]
-    metrics = SFT(SFTOptions(), make_context()).prepare_samples(samples)
-    assert [s.exclusion for s in samples] == [None, "empty_completion"]
-    assert metrics["sft/tokens"].value == 3
+def test_held_out_demonstrations_are_measured_where_nothing_samples(make_context):
+    context = replace(make_context(), roles={"trainer": "trainer"})
+    algorithm = SFT(SFTOptions(), context)
+    assert algorithm.evaluation_input == "demonstrations"
+    batch = pack_samples(SAMPLES)
+    batch.token_data["trainer_logprobs"] = logprobs = -torch.rand(batch.num_tokens)
+    metric = algorithm.evaluation_metrics(batch)["nll"]
+    assert metric.value == pytest.approx(-logprobs[batch.loss_mask].double().mean().item())
+
+
+def test_prompts_are_sampled_and_scored_where_the_roles_are_there(make_context):
+    assert SFT(SFTOptions(), make_context()).evaluation_input is None

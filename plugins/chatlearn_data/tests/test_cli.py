@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import ExampleSet, build_dataset
+from chatlearn_core.data import Demonstrations, ExampleSet, Prompts, build_dataset
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration
@@ -50,10 +51,15 @@ def chatlearn_data(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-def load(path: Path, input: Any = "prompts", **fields: Any) -> ExampleSet:
+def load(path: Path, kind: Any = Prompts, **fields: Any) -> ExampleSet:
     config = DataConfig.model_validate({"train": [{"path": str(path), **fields}]})
     return build_dataset(
-        config, ByteTokenizer(), discover_plugins(), input=input, max_prompt_tokens=10**5, max_length=2 * 10**5
+        config,
+        ChatTemplateRenderer(ByteTokenizer()),
+        discover_plugins(),
+        kind=kind(),
+        max_prompt_tokens=10**5,
+        max_length=2 * 10**5,
     )
 
 
@@ -119,7 +125,7 @@ def test_arithmetic_files_are_ready_to_train_on(tmp_path: Path, suffix: str) -> 
     result = chatlearn_data("prepare", "arithmetic", "-o", tmp_path, *counts, "--max-operand", 20, "--suffix", suffix)
     assert "137 problems for training, 20 for validation, 30 held out" in result.output
     sets = {name: load(tmp_path / f"{name}{suffix}") for name in ("train", "validation", "heldout")}
-    demonstrations = list(load(tmp_path / f"sft{suffix}", "demonstrations"))
+    demonstrations = list(load(tmp_path / f"sft{suffix}", Demonstrations))
     assert [len(examples) for examples in sets.values()] == [90, 20, 30]
     assert len(demonstrations) == 80
     trained = [problem_of(prompt.columns) for prompt in sets["train"]] + [

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import Tokenizer, build_dataset
+from chatlearn_core.data import Demonstrations, Tokenizer, build_dataset
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration
 from chatlearn_data.answers import last_boxed
@@ -46,7 +47,12 @@ def test_demonstrations_from_a_word_level_tokenizer(word_tokenizer: Any, tmp_pat
     write_records(path, demonstration_records(problems(max_operand=20), "sft", 60, 0))
     config = DataConfig.model_validate({"train": [{"path": str(path)}]})
     examples = build_dataset(
-        config, tokenizer, discover_plugins(), input="demonstrations", max_prompt_tokens=64, max_length=96
+        config,
+        ChatTemplateRenderer(tokenizer),
+        discover_plugins(),
+        kind=Demonstrations(),
+        max_prompt_tokens=64,
+        max_length=96,
     )
     unknown = word_tokenizer.unk_token_id
     assert len(examples) == 60

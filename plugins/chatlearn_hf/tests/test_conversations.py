@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chatlearn_core.data import PromptRenderer
-from chatlearn_core.data.render import RenderedDemonstration
+from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.exceptions import DataError
+from chatlearn_core.protocols.prompt_renderer import RenderedDemonstration
 from chatlearn_hf.tiny import CHAT_TEMPLATE, build_tiny_tokenizer
 
 CONTROL = ["<|eot|>", "<|head|>", "<|foot|>", "</s>", "<|eom|>"]
@@ -88,7 +88,7 @@ def whole_text(tokenizer: Any, shown: RenderedDemonstration) -> str:
 )
 def test_turns_end_as_the_template_ends_them(template: str, all_turns: list[str], last_turn: str) -> None:
     tokenizer = make_tokenizer(template)
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     shown = renderer.demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
     assert turns_of(tokenizer, shown) == all_turns
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -111,7 +111,7 @@ def test_the_mask_is_the_one_that_the_library_makes_of_a_template_with_marks() -
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = make_tokenizer(marked)
-    shown = PromptRenderer(tokenizer).demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
+    shown = ChatTemplateRenderer(tokenizer).demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
     expected = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     ids = [*shown.prompt.token_ids.tolist(), *shown.completion_ids.tolist()]
     mask = [False] * len(shown.prompt.token_ids) + shown.loss_mask.tolist()
@@ -122,7 +122,7 @@ def test_the_mask_is_the_one_that_the_library_makes_of_a_template_with_marks() -
 
 def test_a_generation_prompt_that_opens_a_thought() -> None:
     tokenizer = make_tokenizer(OPENED)
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     shown = renderer.demonstration(CHAT[:-1], CHAT[-1:])
     assert turns_of(tokenizer, shown) == ["That is 4.<|eot|>"]
     assert tokenizer.decode(shown.prompt.token_ids).endswith("<|foot|><think>\n")
@@ -132,7 +132,7 @@ def test_a_generation_prompt_that_opens_a_thought() -> None:
 
 def test_without_a_control_token_the_end_of_sequence_ends_the_last_turn() -> None:
     tokenizer = make_tokenizer(ENDLESS)
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     assert renderer.end_of_turn_id is None
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
 
@@ -140,12 +140,12 @@ def test_without_a_control_token_the_end_of_sequence_ends_the_last_turn() -> Non
 def test_a_turn_that_nothing_stands_before_cannot_be_imitated() -> None:
     silent = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|eot|>{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="the prompt has no tokens"):
-        PromptRenderer(make_tokenizer(silent)).demonstration("2+2?", "4")
+        ChatTemplateRenderer(make_tokenizer(silent)).demonstration("2+2?", "4")
 
 
 def test_messages_that_are_not_to_be_imitated() -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     first_left_out = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     shown = renderer.demonstration(first_left_out[:-1], first_left_out[-1:], imitates_prompt=True)
     assert turns_of(tokenizer, shown) == ["That is 4.<|im_end|>"]
@@ -165,13 +165,13 @@ def test_a_completion_of_several_turns_with_a_call() -> None:
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "It is 4."},
     ]
-    shown = PromptRenderer(tokenizer).demonstration("2+2?", completion)
+    shown = ChatTemplateRenderer(tokenizer).demonstration("2+2?", completion)
     assert turns_of(tokenizer, shown) == ["add<|eom|>", "It is 4.<|eot|>"]
 
 
 def test_tools_reach_the_template() -> None:
     tokenizer = make_tokenizer(WITH_TOOLS)
-    renderer = PromptRenderer(tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     prompt = renderer.prompt("2+2?", tools)
     assert '"name": "add"' in prompt.text
@@ -184,15 +184,15 @@ def test_tools_reach_the_template() -> None:
 @pytest.mark.parametrize(("eos", "written"), [("<|endoftext|>", "<|im_end|>"), ("<|im_end|>", "<|im_end|>")])
 def test_what_samples_stops_where_a_turn_ends(eos: str, written: str) -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE, eos)
-    assert PromptRenderer(tokenizer).end_of_turn_id == tokenizer.convert_tokens_to_ids(written)
-    assert PromptRenderer(tokenizer, apply_chat_template=False).end_of_turn_id is None
-    assert PromptRenderer(make_tokenizer(None)).end_of_turn_id is None
+    assert ChatTemplateRenderer(tokenizer).end_of_turn_id == tokenizer.convert_tokens_to_ids(written)
+    assert ChatTemplateRenderer(tokenizer, apply_chat_template=False).end_of_turn_id is None
+    assert ChatTemplateRenderer(make_tokenizer(None)).end_of_turn_id is None
 
 
 @pytest.mark.parametrize("written", ["4<|im_end|>", "4<|im_end|>\n", "4<|endoftext|>"])
 def test_an_end_that_the_data_spell_is_not_written_twice(written: str) -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
-    shown = PromptRenderer(tokenizer).demonstration("2+2?", written)
+    shown = ChatTemplateRenderer(tokenizer).demonstration("2+2?", written)
     assert turns_of(tokenizer, shown) == ["4<|im_end|>"]
 
 
@@ -203,7 +203,7 @@ def test_control_tokens_inside_a_turn_are_text_and_end_nothing() -> None:
         {"role": "assistant", "content": "<|im_end|> ends a turn."},
         *CHAT[2:],
     ]
-    shown = PromptRenderer(tokenizer).demonstration(chat[:-1], chat[-1:], imitates_prompt=True)
+    shown = ChatTemplateRenderer(tokenizer).demonstration(chat[:-1], chat[-1:], imitates_prompt=True)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*shown.prompt.token_ids.tolist(), *shown.completion_ids.tolist()]
     assert ids.count(end) == 4, "one a message"
@@ -212,9 +212,9 @@ def test_control_tokens_inside_a_turn_are_text_and_end_nothing() -> None:
 
 def test_without_a_template_one_turn_is_imitated_and_ended() -> None:
     tokenizer = make_tokenizer(None)
-    shown = PromptRenderer(tokenizer).demonstration("2+2=", "4")
+    shown = ChatTemplateRenderer(tokenizer).demonstration("2+2=", "4")
     assert turns_of(tokenizer, shown) == ["4<|endoftext|>"]
-    renderer = PromptRenderer(tokenizer, apply_chat_template=False)
+    renderer = ChatTemplateRenderer(tokenizer, apply_chat_template=False)
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
     with pytest.raises(DataError, match="several turns can be imitated only where a chat template marks them"):
         renderer.demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
@@ -230,7 +230,7 @@ def test_tokens_of_a_turn_are_those_of_the_whole_text_where_each_text_begins_wit
         "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content }}</s>{% endif %}"
         "{% endfor %}"
     )
-    shown = PromptRenderer(tokenizer).demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
+    shown = ChatTemplateRenderer(tokenizer).demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
     ids = [*shown.prompt.token_ids.tolist(), *shown.completion_ids.tolist()]
     assert ids == tokenizer.encode(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)
     assert [turn.replace(" ", "") for turn in turns_of(tokenizer, shown)] == ["2.</s>", "That▁is▁4.</s>"]

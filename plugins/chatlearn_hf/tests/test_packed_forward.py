@@ -49,6 +49,73 @@ def test_logprobs_entropy_and_their_gradients(tiny, make_batch, chunk) -> None:
         assert (parameter.grad - theirs[name].grad).norm() <= 1e-4 * theirs[name].grad.norm(), name
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_the_most_likely_tokens_and_given_ones_with_gradients(tiny, make_batch, chunk) -> None:
+    """Against transformers' own forward of each sequence alone."""
+    path, batch, temperature, k = str(tiny()), make_batch(), 0.6, 5
+    plain = load_causal_lm(path, attention="eager")
+    packed = PackedModel(load_causal_lm(path), "lm", logits_chunk_tokens=chunk)
+    torch.manual_seed(1)
+    batch.token_data["chosen"] = torch.randint(0, packed.vocab_size, (batch.num_tokens, 3))
+    names = frozenset({"topk_ids", "topk_logprobs", "logprobs_at", "logprobs"})
+    request = OutputRequest(names, temperature, {"k": k, "ids": "chosen"})
+    outputs = packed_outputs(packed, batch, request)
+    logs = []
+    for ids in sequences(batch):
+        full = torch.log_softmax(plain(ids[None]).logits[0] / temperature, -1)
+        logs.append(torch.cat([full.new_zeros(1, full.shape[1]), full[:-1]]))
+    full, mask = torch.cat(logs), batch.loss_mask[:, None]
+    top = full.topk(k, dim=-1)
+    expected = {
+        "topk_logprobs": top.values * mask,
+        "logprobs_at": full.gather(-1, batch.token_data["chosen"]) * mask,
+    }
+    assert torch.equal(outputs["topk_ids"], top.indices * mask)
+    assert outputs["topk_ids"].dtype == torch.int64
+    torch.manual_seed(0)
+    upstream = {name: torch.randn_like(values) for name, values in expected.items()}
+    for name, values in expected.items():
+        torch.testing.assert_close(outputs[name], values, atol=1e-4, rtol=0)
+    sum((upstream[name] * outputs[name]).sum() for name in expected).backward()
+    sum((upstream[name] * expected[name]).sum() for name in expected).backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in packed.model.named_parameters():
+        assert (parameter.grad - theirs[name].grad).norm() <= 1e-4 * theirs[name].grad.norm(), name
+
+
+def test_an_empty_row_has_empty_tables_of_tokens(tiny) -> None:
+    packed = PackedModel(load_causal_lm(str(tiny())))
+    none = torch.zeros(0, dtype=torch.int64)
+    names = {"topk_ids", "topk_logprobs", "logprobs_at"}
+    outputs = packed(none, PackedLayout([]), names, top_k=4, selected_ids=none.reshape(0, 3))
+    assert {name: tuple(values.shape) for name, values in outputs.items()} == {
+        "topk_ids": (0, 4),
+        "topk_logprobs": (0, 4),
+        "logprobs_at": (0, 3),
+    }
+    (outputs["topk_logprobs"].sum() + outputs["logprobs_at"].sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in packed.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("topk_ids", {}, "k is 0; the vocabulary has"),
+        ("topk_logprobs", {"k": 10**6}, "k is 1000000; the vocabulary has"),
+        ("logprobs_at", {}, "reads the token data 'None', which the batch does not have; it has chosen"),
+        ("logprobs_at", {"ids": "teacher_ids"}, "reads the token data 'teacher_ids', which the batch does not have"),
+        ("logprobs_at", {"ids": "chosen"}, "was asked for token 10000000; the vocabulary has .* another vocabulary"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(tiny, make_batch, name, arguments, says) -> None:
+    batch = make_batch()
+    batch.token_data["chosen"] = torch.full((batch.num_tokens, 1), 10**7)
+    with pytest.raises(BackendError, match=says):
+        packed_outputs(
+            PackedModel(load_causal_lm(str(tiny()))), batch, OutputRequest(frozenset({name}), arguments=arguments)
+        )
+
+
 def test_the_head_sees_only_states_before_learned_tokens(tiny, make_batch) -> None:
     batch = make_batch()
     packed = PackedModel(load_causal_lm(str(tiny())))

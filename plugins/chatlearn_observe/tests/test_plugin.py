@@ -11,12 +11,12 @@ from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.loader import discover_plugins
 
 
-def test_loggers_and_the_command_are_discovered() -> None:
+def test_loggers_and_commands_are_discovered() -> None:
     plugins = discover_plugins()
     # Found whether or not their libraries are installed here.
     specs = {entry.name: entry.record for entry in plugins.entries if entry.kind == "logger"}
     assert {"tensorboard", "wandb"} <= specs.keys()
-    assert "report" in {spec.name for spec in plugins.records("cli_command")}
+    assert {"report", "flow", "plugins matrix"} <= {spec.name for spec in plugins.records("cli_command")}
     for name in ("tensorboard", "wandb"):
         plugins.load_options(specs[name])()
 

@@ -25,7 +25,7 @@ def scalars(directory: Path, name: str) -> list[tuple[int, float]]:
 def test_every_metric_is_a_scalar_of_its_name(tmp_path: Path) -> None:
     logger = TensorBoardLogger(TensorBoardOptions(), tmp_path)
     logger.start({"name": "run"})
-    logger.log(1, {"reward": 0.25, "actor/entropy": 1.5})
+    logger.log(1, {"reward": 0.25, "policy/entropy": 1.5})
     logger.log(2, {"reward": float("nan")})
     logger.close()
     logger.close()
@@ -33,7 +33,7 @@ def test_every_metric_is_a_scalar_of_its_name(tmp_path: Path) -> None:
     assert rewards[0] == (1, 0.25)
     assert rewards[1][0] == 2
     assert math.isnan(rewards[1][1])
-    assert scalars(tmp_path / "tensorboard", "actor/entropy") == [(1, 1.5)]
+    assert scalars(tmp_path / "tensorboard", "policy/entropy") == [(1, 1.5)]
 
 
 def test_the_configuration_is_kept_as_text(tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ class Roles:
             weight_syncs=(),
             run_dir=self.run_dir,
             seed=0,
-            total_updates=None,
         )
 
 

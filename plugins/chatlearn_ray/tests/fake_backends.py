@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.metrics.durable_files import file_facts
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
 from chatlearn_core.types import Completion, Metric, RewardResult, VersionSpan
@@ -74,9 +75,13 @@ class CountingTrainer:
             "loss_called": Metric(float(loss.factor)),
         }
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"rank{self.context.rank}").write_text(str(os.getpid()))
+        return file_facts(directory, [f"rank{self.context.rank}"])
+
+    def load_model(self, directory: Path, *, fresh_optimizer: bool = True, decay: float = 0.0) -> None:
+        """This one has no weights."""
 
     def load(self, directory: Path) -> None:
         self.loaded = (directory / f"rank{self.context.rank}").read_text()

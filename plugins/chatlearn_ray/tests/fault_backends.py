@@ -17,13 +17,13 @@ from pathlib import Path
 
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
-from chatlearn_core.testing.fakes.generator import FakeGenerator, FakeWeightLoader
-from chatlearn_core.testing.fakes.records import FAKE_BOX_SYNC, FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
-from chatlearn_core.testing.fakes.reward import FakeReward
-from chatlearn_core.testing.fakes.trainer import FakeTrainer
 from chatlearn_core.types import RewardResult
+from chatlearn_testing.fakes.generator import FakeGenerator, FakeWeightLoader
+from chatlearn_testing.fakes.records import FAKE_BOX_SYNC, FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
+from chatlearn_testing.fakes.reward import FakeReward
+from chatlearn_testing.fakes.trainer import FakeTrainer
 
-OPTIONS = "chatlearn_core.testing.fakes.options"
+OPTIONS = "chatlearn_testing.fakes.options"
 FROZEN = "frozen-"
 
 
@@ -34,7 +34,7 @@ def chatlearn_trainers():
 
 @hookimpl
 def chatlearn_generators():
-    return [_record(GeneratorSpec, FAKE_GENERATOR, "TrappedGenerator", model_families=frozenset())]
+    return [_record(GeneratorSpec, FAKE_GENERATOR, "TrappedGenerator", model_families=None)]
 
 
 @hookimpl
@@ -167,9 +167,10 @@ class TrappedTrainer(FakeTrainer):
                 reach("send", "trainer")
             yield shard
 
-    def save(self, directory: Path) -> None:
-        super().save(directory)
+    def save(self, directory: Path):
+        facts = super().save(directory)
         reach("save", "trainer")  # written, not sealed
+        return facts
 
     def load(self, directory: Path) -> None:
         reach("load", "trainer")

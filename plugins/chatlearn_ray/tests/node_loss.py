@@ -74,14 +74,14 @@ async def main(cluster: Cluster, nodes: list[Any], folder: Path) -> dict[str, An
             "roles": {"generator": {"pool": "apart"}, "trainer": {"pool": "apart"}},
         }
     )
-    plan = RunPlan(registry, {r.name: r for r in roles}, (), folder, 0, None)
+    plan = RunPlan(registry, {r.name: r for r in roles}, (), folder, 0)
     runtime = RayRuntime(options, plan)
     await runtime.start()
     fleet = runtime.generator("generator")
 
     def nodes_of(workers: list[Any]) -> list[str]:
         table = ray._private.state.actors()
-        return [table[worker.actor._actor_id.hex()]["Address"]["NodeID"] for worker in workers]
+        return [table[worker.handle.actor._actor_id.hex()]["Address"]["NodeID"] for worker in workers]
 
     async def ask(count: int) -> list[str]:
         requests = [GenerateRequest(f"r{i}", np.arange(3), SamplingParams(max_tokens=4), str(i)) for i in range(count)]

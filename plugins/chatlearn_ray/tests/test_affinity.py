@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.compatibility import RoleSize
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
-from chatlearn_ray.affinity import check_reach, engine_devices, next_to, ranks_together, seated_role
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
+from chatlearn_ray.affinity import check_reach, engine_devices, next_to, placed_role, ranks_together
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.seating import SeatedRole, Seating, seat_roles
+from chatlearn_ray.placement import PlacedRole, PlacementPlan, place_roles
 
-TRAINER = TrainerSpec(name="t", factory="a:b", options="a:c", node_options=("tp", "ulysses"))
+TRAINER = TrainerSpec(name="t", factory="a:b", options="a:c", parallel={"tp": "tp", "sp": "ulysses"})
 GENERATOR = GeneratorSpec(
     name="g", factory="a:b", options="a:c", device_arguments=(("tensor_parallel_size", "tp_size"), ("pp_size",))
 )
@@ -40,10 +40,10 @@ def role(
 
 def plan(**sync: Any) -> RunPlan:
     record = WeightSyncSpec(name="broadcast", sender="a:b", receiver="a:b", options="a:c", **sync)
-    flow = WeightSyncPlan("trainer", "generator", record, Options(), "", "barrier", 1, 1.0)
+    flow = WeightRoute("trainer", "generator", record, Options(), "", "barrier", 1, 1.0)
     roles = {"trainer": role("trainer"), "generator": role("generator")}
     registry: Any = None
-    return RunPlan(registry, roles, (flow,), Path(), 0, None)
+    return RunPlan(registry, roles, (flow,), Path(), 0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def plan(**sync: Any) -> RunPlan:
 )
 def test_an_engines_devices_are_the_product_of_its_arguments(engine: dict[str, Any], devices: int | None) -> None:
     assert engine_devices(role("generator", engine=engine)) == devices
-    assert seated_role(role("generator", engine=engine), plan(), JOINED, gpus=True).devices_per_worker == (devices or 1)
+    assert placed_role(role("generator", engine=engine), plan(), JOINED, gpus=True).devices_per_worker == (devices or 1)
 
 
 def test_ranks_and_engine_arguments_must_agree() -> None:
@@ -65,7 +65,7 @@ def test_ranks_and_engine_arguments_must_agree() -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, (1, "")), ({"tp": 4, "ulysses": 2}, (8, "tp 4, ulysses 2")), ({"ulysses": 2}, (2, "ulysses 2"))],
+    [({}, (1, "")), ({"tp": 4, "ulysses": 2}, (8, "tp 4, sp 2")), ({"ulysses": 2}, (2, "sp 2"))],
 )
 def test_ranks_belong_together_as_the_trainers_options_say(options: dict[str, int], expected: tuple[int, str]) -> None:
     assert ranks_together(role("trainer", ranks=8, **options)) == expected
@@ -82,15 +82,15 @@ def test_a_generator_belongs_next_to_the_trainer_of_its_weights() -> None:
 
 def test_a_gpu_that_ray_must_choose_is_not_named() -> None:
     with pytest.raises(ConfigError, match=r"roles\.trainer\.device is 'cuda:1'"):
-        seated_role(role("trainer", device="cuda:1"), plan(), JOINED, gpus=True)
+        placed_role(role("trainer", device="cuda:1"), plan(), JOINED, gpus=True)
 
 
 def test_a_transport_within_a_host_needs_both_ends_on_one() -> None:
     [sync] = plan(reach="host").weight_syncs
 
     def check(options: RayRuntimeOptions) -> None:
-        roles = [replace(seated_role(r, plan(), options, gpus=False)) for r in plan().roles.values()]
-        check_reach(sync, seat_roles(roles, options), options)
+        roles = [replace(placed_role(r, plan(), options, gpus=False)) for r in plan().roles.values()]
+        check_reach(sync, place_roles(roles, options), options)
 
     check(RayRuntimeOptions())
     with pytest.raises(ConfigError, match=r"'broadcast' works within one host, but the places of 'trainer' and 'gen"):
@@ -122,7 +122,7 @@ GIVEN = {"slots": 1, "gpus": 2}
 def test_auto_is_a_gpu_for_a_role_that_is_given_some_before_anybody_saw_the_cluster(
     options: dict[str, Any], device: str
 ) -> None:
-    made = seated_role(role("trainer"), plan(), RayRuntimeOptions.model_validate(options), gpus=False)
+    made = placed_role(role("trainer"), plan(), RayRuntimeOptions.model_validate(options), gpus=False)
     assert made.device == device
 
 
@@ -130,7 +130,7 @@ POOL_OF_NODES = {"slots": 2, "gpus": 8, "cpus": 32}
 
 
 @pytest.mark.parametrize(
-    ("pools", "seats", "trainer", "generator", "placement"),
+    ("pools", "placements", "trainer", "generator", "placement"),
     [
         # two nodes of eight GPUs: a replica of two GPUs is beside ranks wherever it sits
         ({"nodes": POOL_OF_NODES}, ({"pool": "nodes"}, {"pool": "nodes"}), {"ranks": 16}, {"replicas": 8}, "hosts"),
@@ -165,10 +165,10 @@ POOL_OF_NODES = {"slots": 2, "gpus": 8, "cpus": 32}
     ],
 )
 def test_replicas_in_slots_with_ranks_are_beside_them_on_every_node(
-    pools: Any, seats: Any, trainer: dict[str, int], generator: dict[str, int], placement: str
+    pools: Any, placements: Any, trainer: dict[str, int], generator: dict[str, int], placement: str
 ) -> None:
     options = RayRuntimeOptions.model_validate(
-        {"address": "auto", "pools": pools, "roles": {"trainer": seats[0], "generator": seats[1]}}
+        {"address": "auto", "pools": pools, "roles": {"trainer": placements[0], "generator": placements[1]}}
     )
     sizes = {
         kind: RoleSize(kind, kind, "auto", **({"replicas": 1, "ranks": 1, "devices": devices} | given))
@@ -186,14 +186,21 @@ def test_a_transport_within_hosts_reaches_over_nodes_where_every_replica_is_besi
         }
     )
 
-    def seating(ranks: int) -> Seating:
+    def plan_for(ranks: int) -> PlacementPlan:
         sizes = {"trainer": {"replicas": 1, "ranks": ranks}, "generator": {"replicas": 4, "ranks": 1}}
-        return seat_roles([SeatedRole(name, name, "cuda", **size) for name, size in sizes.items()], options)
+        return place_roles([PlacedRole(name, name, "cuda", **size) for name, size in sizes.items()], options)
 
     [sync] = plan(reach="host", within_hosts=True).weight_syncs
-    check_reach(sync, seating(4), options)
+    check_reach(sync, plan_for(4), options)
     with pytest.raises(ConfigError, match="let every replica of the generator sit in a slot with ranks of"):
-        check_reach(sync, seating(3), options)
+        check_reach(sync, plan_for(3), options)
     [elsewhere] = plan(reach="host").weight_syncs
     with pytest.raises(ConfigError, match="works within one host"):
-        check_reach(elsewhere, seating(4), options)
+        check_reach(elsewhere, plan_for(4), options)
+
+
+def test_a_trainers_layout_is_its_ranks_by_dimension() -> None:
+    """8 ranks: what the other dimensions leave is data parallelism; a size that is no number says nothing."""
+    assert role("trainer", ranks=8, tp=2, ulysses=2).parallel == {"dp": 2, "tp": 2, "sp": 2}
+    assert role("trainer", ranks=8, ulysses=None).parallel == {"dp": 8}
+    assert role("trainer").parallel == {}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.hosting.reserved_port import ReservedPort
+from chatlearn_hosting.reserved_port import ReservedPort
 from chatlearn_ray.cluster_token import use_token, write_token
 
 CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")

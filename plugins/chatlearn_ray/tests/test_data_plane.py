@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from chatlearn_core.types import (
+    Derived,
     GenerateRequest,
     Metric,
-    Metrics,
     OutputRequest,
     Prompt,
+    RemoteArray,
+    RemoteCompletion,
+    RemoteTensor,
     Sample,
     SamplingParams,
-    StoredArray,
-    StoredCompletion,
-    StoredTensor,
     TrainBatch,
     pack_samples,
     per_sequence,
@@ -32,14 +32,21 @@ NUM_SAMPLES = 6
 PROMPT_TOKENS = 10
 
 
-def check_sums(batch: TrainBatch) -> Metrics:
+def check_sums(batch: TrainBatch) -> Derived:
     """What a worker finds in its slice: it runs there, so it sees ordinary tensors."""
-    stored = any(isinstance(tensor, StoredTensor) for tensor in (batch.token_ids, *batch.token_data.values()))
-    return {
+    stored = any(isinstance(tensor, RemoteTensor) for tensor in (batch.token_ids, *batch.token_data.values()))
+    firsts = batch.token_ids[batch.cu_seqlens[:-1].long()].double()
+    metrics = {
         "tokens": Metric(float(batch.token_ids.sum()), reducer="sum"),
         "twice": Metric(float((batch.token_data["trainer_logprobs"] + 2 * batch.token_ids).abs().sum()), reducer="sum"),
         "stored": Metric(float(stored), reducer="max"),
     }
+    return Derived({"doubled": 2 * batch.token_ids}, {"first": firsts}, metrics=metrics)
+
+
+def count_tokens(batch: TrainBatch) -> Derived:
+    """Metrics and no data."""
+    return Derived(metrics={"tokens": Metric(batch.num_tokens, reducer="sum")})
 
 
 async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
@@ -52,7 +59,7 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
     async with running(plan) as runtime:
         samples = await generated(runtime)
         total = sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * (1 + completion_tokens // PROMPT_TOKENS)
-        assert all(isinstance(sample.token_ids, StoredArray) for sample in samples)
+        assert all(isinstance(sample.token_ids, RemoteArray) for sample in samples)
 
         results = await runtime.reward("reward").score(samples)
         length = float(PROMPT_TOKENS + completion_tokens)
@@ -61,17 +68,23 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
         trainer = runtime.trainer("trainer")
         batch = pack_samples(samples)
         outputs = await trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))
-        assert isinstance(outputs["logprobs"], StoredTensor)
+        assert isinstance(outputs["logprobs"], RemoteTensor)
         for sample, logprobs in zip(samples, per_sequence(outputs["logprobs"], batch.lengths), strict=True):
             sample.token_data["trainer_logprobs"] = logprobs
             sample.token_data["advantages"] = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
 
-        measured = await trainer.measure(pack_samples(samples), check_sums)
-        assert {name: metric.value for name, metric in measured.items()} == {
+        derived = await trainer.derive(pack_samples(samples), check_sums)
+        assert isinstance(derived.token_data["doubled"], RemoteTensor)
+        assert derived.sequence_data["first"].tolist() == [0.0] * NUM_SAMPLES
+        assert {name: metric.value for name, metric in derived.metrics.items()} == {
             "tokens": total,
             "twice": 0.0,
             "stored": 0.0,
         }
+
+        alone = await trainer.derive(pack_samples(samples), count_tokens, "batch")
+        assert alone.metrics["tokens"].value == total / sum(range(PROMPT_TOKENS)) * PROMPT_TOKENS
+        assert not alone.token_data
 
         metrics = await trainer.update(pack_samples(samples), loss(1.0))
         assert metrics["token_ids"].value == total
@@ -79,22 +92,29 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
 
         first = samples[0]
         assert first.token_ids.tolist() == list(range(PROMPT_TOKENS)) * (1 + completion_tokens // PROMPT_TOKENS)
-        assert first.completion is not None
-        assert first.completion.text.startswith("s"), "a text is fetched when it is looked at"
+        assert first.text.startswith("s"), "a text is fetched when it is looked at"
         looked_at = (await trainer.update(pack_samples(samples), loss(1.0)))["perf/driver_bytes"].value
         assert looked_at >= completion_tokens * 8, "looking at values makes them travel, and is counted"
+        assert derived.token_data["doubled"].fetch().equal(2 * pack_samples(samples).token_ids.fetch())
         return traffic
 
 
-async def generated(runtime: Any) -> list[Sample]:
-    prompt = Prompt("p", np.arange(PROMPT_TOKENS), "?")
+PROMPT = Prompt("p", np.arange(PROMPT_TOKENS), "?")
+
+
+async def completed(runtime: Any) -> list[RemoteCompletion]:
     requests = [
-        GenerateRequest(f"s{i}", prompt.token_ids, SamplingParams(max_tokens=10**6), f"g{i // 2}")
+        GenerateRequest(f"s{i}", PROMPT.token_ids, SamplingParams(max_tokens=10**6), f"g{i // 2}")
         for i in range(NUM_SAMPLES)
     ]
     completions = await asyncio.gather(*(runtime.generator("generator").generate(request) for request in requests))
-    assert all(isinstance(completion, StoredCompletion) for completion in completions)
-    return [sample_from_completion(c.request_id, f"g{i // 2}", prompt, c) for i, c in enumerate(completions)]
+    assert all(isinstance(completion, RemoteCompletion) for completion in completions)
+    return list(completions)
+
+
+async def generated(runtime: Any) -> list[Sample]:
+    completions = await completed(runtime)
+    return [sample_from_completion(c.request_id, f"g{i // 2}", PROMPT, c) for i, c in enumerate(completions)]
 
 
 async def test_bytes_through_the_driver_do_not_grow_with_the_completions(roles: Any) -> None:
@@ -117,8 +137,7 @@ async def test_a_completion_outlives_the_replica_that_made_it(roles: Any) -> Non
 
 async def test_a_resumed_request_reaches_the_engine_with_ordinary_arrays(roles: Any) -> None:
     async with running(roles.plan(roles.role("generator", "generator", "echo"))) as runtime:
-        [first, *_] = await generated(runtime)
-        prior = first.completion
+        [prior, *_] = await completed(runtime)
         again = GenerateRequest("again", np.arange(3), SamplingParams(max_tokens=10**6), resume_from=prior)
         completion = await runtime.generator("generator").generate(again)
         assert completion.token_ids.tolist() == [*range(PROMPT_TOKENS), 0, 1, 2]

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from chatlearn_core.executor.phases import Phase
-from chatlearn_core.testing.fakes.bigram import build_bigram_model
+from chatlearn_testing.fakes.bigram import build_bigram_model
 
 from .conftest import SMALL_NODE, write_distribution
 from .fault_run import FAULT_STEP, FROZEN, HEARTBEAT_S, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
@@ -161,9 +161,9 @@ async def expected(scene: Scene, ray_session: None) -> dict[str, Any]:
         scene.undisturbed = cell.run_dir
         assert set(watch.phases) == {str(p) for p in Phase} - {"restoring", "recovering"}
         result = cell.result()
-        assert max(abs(line["actor/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
+        assert max(abs(line["policy/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
         assert all(line["sync/bytes"] > 0 for step, line in read_lines(cell.run_dir).items() if step)
-        assert len({line["actor/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
+        assert len({line["policy/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
     return Cell(scene, scene.undisturbed.parent, scene.undisturbed.parent / "run.yaml").result()
 
 
@@ -236,7 +236,7 @@ async def killed_driver(cell: Cell, phase: str, cluster: Any) -> None:
 async def killed_node(cell: Cell, target: str, phase: str, cluster: Any) -> None:
     """A node with a rank, a replica and a reward worker dies or freezes; a third one has room for them."""
     pool = {"slots": 2, "cpus": 3, "resources": {"slot": 1}, "strategy": "node_each"}
-    seats = {role: {"pool": "apart"} for role in ("trainer", "generator", "reward")}
+    placements = {role: {"pool": "apart"} for role in ("trainer", "generator", "reward")}
     nodes = [cluster.add_node(num_cpus=3, resources={"slot": 1}, **SMALL_NODE) for _ in range(3)]
     cluster.wait_for_nodes()
     try:
@@ -244,7 +244,7 @@ async def killed_node(cell: Cell, target: str, phase: str, cluster: Any) -> None
             target,
             phase,
             f"runtime.options.pools.apart={json.dumps(pool)}",
-            f"runtime.options.roles={json.dumps(seats)}",
+            f"runtime.options.roles={json.dumps(placements)}",
         )
     finally:
         for node in nodes:
@@ -269,8 +269,8 @@ async def test_samples_that_are_lost_with_their_node_before_training_are_made_ag
     cell = scene.cell("lost-samples")
     watch = SamplesKiller(cell.faults, "none", "")
     pools = {name: {"slots": 1, "cpus": 4, "resources": {name: 1}} for name in ("sampling", "training")}
-    seats = {role: {"pool": "sampling", "per_slot": 2} for role in ("generator", "reward")}
-    seats["trainer"] = {"pool": "training", "per_slot": 2}
+    placements = {role: {"pool": "sampling", "per_slot": 2} for role in ("generator", "reward")}
+    placements["trainer"] = {"pool": "training", "per_slot": 2}
     nodes = [
         cluster.add_node(num_cpus=4, resources={name: 1}, **SMALL_NODE) for name in ("training", "sampling", "sampling")
     ]
@@ -278,7 +278,7 @@ async def test_samples_that_are_lost_with_their_node_before_training_are_made_ag
     try:
         await make_run(
             cell.config,
-            [f"runtime.options.pools={json.dumps(pools)}", f"runtime.options.roles={json.dumps(seats)}"],
+            [f"runtime.options.pools={json.dumps(pools)}", f"runtime.options.roles={json.dumps(placements)}"],
             watch,
         )
     finally:

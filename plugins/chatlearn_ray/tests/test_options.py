@@ -11,15 +11,15 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_ray.options import RayRuntimeOptions
 
 
-def checked(seats: dict[str, Any], **options: Any) -> RayRuntimeOptions:
+def checked(placements: dict[str, Any], **options: Any) -> RayRuntimeOptions:
     """As a configuration with the roles trainer and generator is checked."""
     return RayRuntimeOptions.model_validate(
-        {"roles": seats, **options}, context={"roles": frozenset({"trainer", "generator"})}
+        {"roles": placements, **options}, context={"roles": frozenset({"trainer", "generator"})}
     )
 
 
 @pytest.mark.parametrize(
-    ("seats", "rule"),
+    ("placements", "rule"),
     [
         ({"trainer": {"pool": "gpu"}}, "trainer.pool is 'gpu', but runtime.options.pools has 'gpus'; define it there"),
         ({"judge": {"cpus": 2}}, "'judge' is no role of the configuration, which has 'generator', 'trainer'"),
@@ -29,15 +29,15 @@ def checked(seats: dict[str, Any], **options: Any) -> RayRuntimeOptions:
         ),
     ],
 )
-def test_a_name_that_nothing_has_is_refused(seats: dict[str, Any], rule: str) -> None:
+def test_a_name_that_nothing_has_is_refused(placements: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        checked(seats, pools={"gpus": {"slots": 4}})
+        checked(placements, pools={"gpus": {"slots": 4}})
     assert rule in str(caught.value)
 
 
 def test_names_that_something_has_are_taken() -> None:
-    seats = {"trainer": {"pool": "gpus", "near": "nobody"}, "generator": {"near": "trainer"}}
-    assert set(checked(seats, pools={"gpus": {"slots": 4}}).roles) == set(seats)
+    placements = {"trainer": {"pool": "gpus", "near": "nobody"}, "generator": {"near": "trainer"}}
+    assert set(checked(placements, pools={"gpus": {"slots": 4}}).roles) == set(placements)
 
 
 def test_outside_a_configuration_nobody_knows_the_roles() -> None:

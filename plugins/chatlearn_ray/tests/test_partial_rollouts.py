@@ -59,7 +59,7 @@ async def test_rounds_are_bit_identical_to_those_of_the_local_runtime(
     )
     ray = await train_on_ray(small, "ray", *rounds)
     assert max(line["rollout/staleness_max"] for line in lines(local)) > 0
-    for name in ("actor/loss", "actor/importance_weight", "rollout/stale_tokens", "rollout/pending"):
+    for name in ("policy/loss", "policy/importance_weight", "rollout/stale_tokens", "rollout/pending"):
         assert [line[name] for line in lines(ray)] == [line[name] for line in lines(local)]
     assert (ray / "model/model.safetensors").read_bytes() == (local / "model/model.safetensors").read_bytes()
 

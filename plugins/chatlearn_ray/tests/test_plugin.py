@@ -23,7 +23,8 @@ def test_the_runtime_is_registered() -> None:
 
 def test_listing_imports_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, chatlearn_ray.plugin, chatlearn_ray.options, chatlearn_ray.host;"
+        "import sys, chatlearn_ray.plugin, chatlearn_ray.options, chatlearn_workers.host, chatlearn_workers.rpc, "
+        "chatlearn_workers.options;"
         "print([name for name in ('ray', 'torch', 'numpy') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -81,7 +81,7 @@ def model_bytes(run_dir: Path) -> bytes:
 
 
 def losses(run_dir: Path) -> list[float]:
-    return [line["actor/loss"] for line in lines(run_dir)]
+    return [line["policy/loss"] for line in lines(run_dir)]
 
 
 def lines(run_dir: Path) -> list[Mapping[str, float]]:
@@ -117,7 +117,7 @@ async def test_one_rank_on_ray_is_bit_identical_to_local(small: Path, local: Pat
 async def test_two_ranks_and_two_replicas_have_the_same_losses(small: Path, local: Path) -> None:
     output = await train(small, "ranks", RAY, "roles.trainer.ranks=2", "roles.generator.replicas=2")
     assert losses(output) == pytest.approx(losses(local), abs=1e-5)
-    for name in ("response_length/mean", "actor/grad_norm"):
+    for name in ("response_length/mean", "policy/grad_norm"):
         assert [line[name] for line in lines(output)] == pytest.approx([line[name] for line in lines(local)], rel=1e-4)
 
 

@@ -178,7 +178,7 @@ async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp
 async def test_a_reward_that_blocks_costs_the_samples_that_block_and_shows_where(
     roles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 2.0)
+    monkeypatch.setattr("chatlearn_workers.remote.GRACE_S", 2.0)
     role = roles.role("reward", "reward", "where", timeout_s=3.0, block_s=60.0)
     async with running(roles.plan(role), max_reward_restarts=0) as runtime:
         results = await runtime.reward("reward").score(samples(3))
@@ -220,8 +220,8 @@ async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp
 async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
     roles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_ray.remote.GRACE_S", 1.0)
-    monkeypatch.setattr("chatlearn_ray.generator_fleet._STATUS_S", 0.5)
+    monkeypatch.setattr("chatlearn_workers.remote.GRACE_S", 1.0)
+    monkeypatch.setattr("chatlearn_workers.generator_fleet._STATUS_S", 0.5)
     trap = tmp_path / "hang"
     trap.touch()
     told: list[str] = []
@@ -309,7 +309,7 @@ async def test_a_hung_call_shows_where_it_hangs(roles: Any) -> None:
 
 
 async def test_a_stopped_process_is_reported_by_the_driver(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chatlearn_ray.remote._STACK_WAIT_S", 0.5)
+    monkeypatch.setattr("chatlearn_workers.remote._STACK_WAIT_S", 0.5)
     role = roles.role("trainer", "trainer", "counting", timeout_s=1.0)
     async with running(roles.plan(role)) as runtime:
         worker = runtime.trainer("trainer").workers[0]

@@ -16,8 +16,8 @@ import ray
 
 from chatlearn_core.exceptions import BackendError, TrainerLostError
 from chatlearn_core.types import GenerateRequest, SamplingParams
+from chatlearn_ray.actor import ActorHost
 from chatlearn_ray.gpus import NodeGpus
-from chatlearn_ray.host import WorkerHost
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.runtime import RayRuntime
 
@@ -121,7 +121,7 @@ async def test_a_slot_that_gets_no_node_any_more_is_an_error_that_says_so(roles:
         with pytest.raises(
             BackendError, match=r"pool 'node', slot 0 \(role 'trainer'\) got no node with 4 GPUs within 1"
         ):
-            await runtime.cluster.gpus_of(runtime._seating.of("trainer")[1])
+            await runtime.cluster.gpus_of(runtime._placement_plan.of("trainer")[1])
     finally:
         await runtime.close()
         gpu_node.start(2)
@@ -129,7 +129,7 @@ async def test_a_slot_that_gets_no_node_any_more_is_an_error_that_says_so(roles:
 
 async def test_a_worker_that_starts_on_another_node_than_its_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", dict(os.environ))
-    host = WorkerHost({}, [], str(Path.cwd()), None, NodeGpus("elsewhere", ("3",)))
+    host = ActorHost({}, [], str(Path.cwd()), None, NodeGpus("elsewhere", ("3",)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     answer = await host.start(None)
     assert "its slot moved to another node, with other GPUs, while it started" in answer.message

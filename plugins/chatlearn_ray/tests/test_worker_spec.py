@@ -7,7 +7,7 @@ import pytest
 from chatlearn_core.exceptions import PluginIncompatibleError, PluginNotFoundError
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import RoleContext
-from chatlearn_ray.worker_spec import PluginChoice, WorkerSpec, minor
+from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec, minor
 
 
 @pytest.fixture

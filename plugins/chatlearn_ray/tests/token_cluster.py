@@ -15,7 +15,7 @@ import ray
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_ray.cluster import Cluster
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.seating import Seating
+from chatlearn_ray.placement import PlacementPlan
 
 
 @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
@@ -26,7 +26,7 @@ def home_and_node() -> tuple[str, str]:
 async def main(address: str, token_file: str | None = None) -> dict[str, object]:
     cluster = Cluster(RayRuntimeOptions(address=address, token_file=token_file))
     try:
-        cluster.join(Seating((), ()), Path.cwd())
+        cluster.join(PlacementPlan((), ()), Path.cwd())
     except ChatLearnError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     try:

@@ -24,9 +24,9 @@ from chatlearn_core.types import RAW_BASIS, Completion, Prompt, SamplingParams, 
 from chatlearn_ray import runtime as runtime_module
 from chatlearn_ray.cluster import Cluster
 from chatlearn_ray.options import RayRuntimeOptions
+from chatlearn_ray.placement import PlacedRole, place_roles
 from chatlearn_ray.runtime import RayRuntime
-from chatlearn_ray.seating import SeatedRole, seat_roles
-from chatlearn_ray.user_code import collect_code
+from chatlearn_workers.user_code import collect_code
 
 SMALL: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 10**8}
 REWARD = """
@@ -37,16 +37,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-async def nodes_of_seats(address: str, roles: Sequence[SeatedRole]) -> dict[str, list[str]]:
+async def nodes_of_placements(address: str, roles: Sequence[PlacedRole]) -> dict[str, list[str]]:
     """Reserve places for these roles; the node of every worker, by role."""
     options = RayRuntimeOptions(address=address, resource_wait_s=120)
-    seating = seat_roles(roles, options)
+    placement_plan = place_roles(roles, options)
     cluster = Cluster(options)
-    await cluster.reserve(seating)
+    await cluster.reserve(placement_plan)
     tables = {
         name: ray.util.placement_group_table(group)["bundles_to_node_id"] for name, group in cluster._groups.items()
     }
-    places = {role.name: [tables[s.group][s.bundle] for s in seating.of(role.name)] for role in roles}
+    places = {role.name: [tables[s.group][s.bundle] for s in placement_plan.of(role.name)] for role in roles}
     cluster.leave()
     while ray.available_resources().get("GPU") != ray.cluster_resources()["GPU"]:
         await asyncio.sleep(0.2)  # places are given back in the background
@@ -73,7 +73,7 @@ async def score_elsewhere(address: str, folder: Path) -> list[float | None]:
     options = registry.load_options(record)(path="score.py:compute_score", num_workers=1)
     backend = BackendPlan("roles.reward", record, options)
     role = RolePlan("reward", "reward", (backend,), None, "lm", "cpu", 1, 1, False, {}, 60.0)
-    runtime = RayRuntime(RayRuntimeOptions(address=address), RunPlan(registry, {"reward": role}, (), folder, 0, None))
+    runtime = RayRuntime(RayRuntimeOptions(address=address), RunPlan(registry, {"reward": role}, (), folder, 0))
     await runtime.start()
     try:
         completion = Completion(
@@ -106,15 +106,15 @@ def run_as_a_job(address: str, folder: Path) -> list[dict[str, float]]:
 
 
 async def main(address: str, folder: Path) -> dict[str, Any]:
-    pairs = SeatedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
-    engine = SeatedRole("engine", "generator", "cuda", 1, 1, devices=2)
+    pairs = PlacedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
+    engine = PlacedRole("engine", "generator", "cuda", 1, 1, devices=2)
     neighbours = (
-        SeatedRole("generator", "generator", "cuda", 2, 1, near="trainer", near_why="'broadcast'"),
-        SeatedRole("trainer", "trainer", "cuda", 1, 1),
+        PlacedRole("generator", "generator", "cuda", 2, 1, near="trainer", near_why="'broadcast'"),
+        PlacedRole("trainer", "trainer", "cuda", 1, 1),
     )
     return {
-        "pairs": await nodes_of_seats(address, [pairs, engine]),
-        "neighbours": await nodes_of_seats(address, neighbours),
+        "pairs": await nodes_of_placements(address, [pairs, engine]),
+        "neighbours": await nodes_of_placements(address, neighbours),
         "scores": await score_elsewhere(address, folder),
         "job": run_as_a_job(address, folder / "job"),
     }

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from chatlearn_core.testing.suites import RewardCase, RewardConformance
+from chatlearn_testing.suites import RewardCase, RewardConformance
 
 MISBEHAVING = """import os
 import time

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chatlearn_core.types import Endpoint, SyncPlan, TensorSpec, WeightManifest, WeightShard
+from chatlearn_core.types import Endpoint, SyncRequest, TensorSpec, WeightManifest, WeightShard
 
 torch.set_num_threads(1)
 
@@ -26,7 +26,7 @@ class FakeTrainer:
         self.rank = rank
         self.before = before
 
-    def weights(self) -> Iterator[WeightShard]:
+    def weights(self, export: str = "full_tensors") -> Iterator[WeightShard]:
         for name, tensor in self.tensors.items():
             if self.before is not None:
                 self.before(name)
@@ -82,14 +82,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def make_plan(tmp_path: Path) -> Callable[..., SyncPlan]:
-    def make(tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None, **changes: Any) -> SyncPlan:
-        plan = SyncPlan(
+def make_plan(tmp_path: Path) -> Callable[..., SyncRequest]:
+    def make(tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None, **changes: Any) -> SyncRequest:
+        plan = SyncRequest(
             sync_id="sync-1",
             policy_version=1,
             base_version=None,
             payload="full",
             channel="tensors",
+            export="full_tensors",
             manifest=_manifest(tensors, aliases),
             senders=(_endpoint("trainer"),),
             receivers=(_endpoint("generator"),),
@@ -122,7 +123,7 @@ def loader() -> type[FakeLoader]:
 def run_sync() -> Callable[..., Any]:
     """One sync as the runtime drives it: offers, then sends (threads) beside receives (coroutines), then release."""
 
-    async def run(plan: SyncPlan, senders: list[Any], trainers: list[Any], receivers: list[Any], loaders: list[Any]):
+    async def run(plan: SyncRequest, senders: list[Any], trainers: list[Any], receivers: list[Any], loaders: list[Any]):
         offers = [sender.offer(plan) for sender in senders]
         try:
             return await asyncio.gather(

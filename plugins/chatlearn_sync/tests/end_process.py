@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
+from chatlearn_testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
 
 
 def read() -> Any:
@@ -37,7 +37,9 @@ def before(die_at: str | None) -> Any:
     return check
 
 
-def send(transport: str, plan: SyncPlan, here: Endpoint, tensors: dict[str, torch.Tensor], die_at: str | None) -> None:
+def send(
+    transport: str, plan: SyncRequest, here: Endpoint, tensors: dict[str, torch.Tensor], die_at: str | None
+) -> None:
     registry = discover_plugins()
     record = registry.select("weight_sync", transport, "test")
     sender = registry.load_factory(record, "sender")(registry.load_options(record)(), here)
@@ -52,7 +54,7 @@ def send(transport: str, plan: SyncPlan, here: Endpoint, tensors: dict[str, torc
     sender.close()
 
 
-def receive(transport: str, plan: SyncPlan, here: Endpoint, offers: list[SyncOffer], die_at: str | None) -> None:
+def receive(transport: str, plan: SyncRequest, here: Endpoint, offers: list[SyncOffer], die_at: str | None) -> None:
     registry = discover_plugins()
     record = registry.select("weight_sync", transport, "test")
     receiver = registry.load_factory(record, "receiver")(registry.load_options(record)(), here)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from chatlearn_core.hosting.engine_side.groups import SenderGroup, join
+from chatlearn_hosting.engine_side.groups import SenderGroup, join
 from chatlearn_sync.arrival import GLANCE_S, Arrival
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
-from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
 from chatlearn_sync import broadcast, broadcast_receiver, flat_buffers
 from chatlearn_sync.broadcast import BroadcastSender, backend_of
 from chatlearn_sync.broadcast_receiver import BroadcastReceiver
 from chatlearn_sync.options import BroadcastOptions
+from chatlearn_testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer
 
 KIB = 1 << 10
 

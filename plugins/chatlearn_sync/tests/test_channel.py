@@ -7,8 +7,9 @@ import torch
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_sync.channel import Channel
+from chatlearn_sync.shard_spec import whole_shard
 
-BUCKET = (("w", torch.zeros(2)),)
+BUCKET = (whole_shard("w", torch.zeros(2)),)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.engine_side.checksums import checksum
+from chatlearn_hosting.engine_side.checksums import checksum
 from chatlearn_sync.checksum import PIECE_BYTES, copy_with_checksum, load_and_verify, verify
 
 

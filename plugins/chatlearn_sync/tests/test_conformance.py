@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatlearn_core.testing.suites import WeightSyncConformance
+from chatlearn_testing.suites import WeightSyncConformance
 
 
 class TestDirect(WeightSyncConformance):
@@ -18,12 +18,34 @@ class TestSharedMemoryByTensors(WeightSyncConformance):
     channel = "tensors"
 
 
+class TestSharedMemoryOfBoxes(WeightSyncConformance):
+    backend = "shared_memory"
+    export = "boxes"
+
+
+class TestSharedMemoryOfBoxesByTensors(WeightSyncConformance):
+    backend = "shared_memory"
+    export = "boxes"
+    channel = "tensors"
+
+
 class TestBroadcastByProcessGroup(WeightSyncConformance):
     backend = "broadcast"
 
 
 class TestBroadcastByTensors(WeightSyncConformance):
     backend = "broadcast"
+    channel = "tensors"
+
+
+class TestBroadcastOfBoxes(WeightSyncConformance):
+    backend = "broadcast"
+    export = "boxes"
+
+
+class TestBroadcastOfBoxesByTensors(WeightSyncConformance):
+    backend = "broadcast"
+    export = "boxes"
     channel = "tensors"
 
 
@@ -38,3 +60,14 @@ class TestDeltaByTensors(WeightSyncConformance):
 
 class TestCheckpoint(WeightSyncConformance):
     backend = "checkpoint"
+
+
+class TestCheckpointOfBoxes(WeightSyncConformance):
+    backend = "checkpoint"
+    export = "boxes"
+
+
+class TestCheckpointOfBoxesByTensors(WeightSyncConformance):
+    backend = "checkpoint"
+    export = "boxes"
+    channel = "tensors"

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.testing.check import run_conformance
-from chatlearn_core.testing.suites.weight_sync_fixtures import StreamingTrainer
 from chatlearn_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender, export_block
 from chatlearn_sync.options import CudaIpcOptions
 from chatlearn_sync.plugin import chatlearn_weight_syncs
+from chatlearn_testing.check import run_conformance
+from chatlearn_testing.suites.weight_sync_fixtures import StreamingTrainer
 
 KIB = 1 << 10
 BLOCKS: dict[str, torch.Tensor] = {}

@@ -3,23 +3,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatlearn_core.hosting.engine_side.groups import tensors_in
+from chatlearn_hosting.engine_side.groups import tensors_in
 from chatlearn_sync.checksum import checksum
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, spec_of, wider_first
+from chatlearn_sync.shard_spec import whole_shard
+from chatlearn_sync.stream import num_bytes
 
 
 def test_what_is_packed_comes_out_of_the_flat_tensor(tensors):
-    bucket = wider_first([*tensors.items(), ("odd", torch.arange(3, dtype=torch.int8)), ("none", torch.zeros(0, 4))])
-    assert [tensor.element_size() for _, tensor in bucket] == sorted(
-        (tensor.element_size() for _, tensor in bucket), reverse=True
-    )
-    flat = torch.empty(sum(tensor.nbytes for _, tensor in bucket), dtype=torch.uint8)
+    mixed = {**tensors, "odd": torch.arange(3, dtype=torch.int8), "none": torch.zeros(0, 4)}
+    bucket = wider_first([whole_shard(name, tensor) for name, tensor in mixed.items()])
+    sizes = [shard.tensor.element_size() for shard in bucket]
+    assert sizes == sorted(sizes, reverse=True)
+    flat = torch.empty(num_bytes(tuple(bucket)), dtype=torch.uint8)
     sums = pack(bucket, flat, with_checksums=True)
-    specs = [spec_of(name, tensor) for name, tensor in bucket]
+    specs = [spec_of(shard.name, shard.tensor) for shard in bucket]
     found = tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in specs])
-    assert [name for name, _ in found] == [name for name, _ in bucket]
-    for (_, before), (_, after), total in zip(bucket, found, sums, strict=True):
-        assert torch.equal(before, after)
+    assert [name for name, _ in found] == [shard.name for shard in bucket]
+    for shard, (_, after), total in zip(bucket, found, sums, strict=True):
+        assert torch.equal(shard.tensor, after)
         assert checksum(after) == total
     assert pack(bucket, flat, with_checksums=False) is None
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.hosting.engine_side.greeting import ANSWER_BYTES, GREETING_BYTES, MARK, Caller
+from chatlearn_hosting.engine_side.greeting import ANSWER_BYTES, GREETING_BYTES, MARK, Caller
 from chatlearn_sync.addresses import address_towards, listening_host
 from chatlearn_sync.hub import MOST_STRANGERS, Hub
 from chatlearn_sync.intake import Intake, Source

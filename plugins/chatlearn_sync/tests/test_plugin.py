@@ -15,8 +15,8 @@ RECORDS = {record.name: record for record in chatlearn_weight_syncs()}
 
 def test_both_transports_are_registered_with_what_they_need():
     direct, checkpoint = RECORDS["direct"], RECORDS["checkpoint"]
-    assert (direct.reach, direct.channels, direct.needs_export) == ("process", ("tensors",), "full_tensors")
-    assert (checkpoint.reach, checkpoint.channels, checkpoint.replayable) == ("anywhere", ("checkpoint",), True)
+    assert (direct.reach, direct.channels, direct.exports) == ("process", ("tensors",), ("full_tensors",))
+    assert (checkpoint.reach, checkpoint.channels[0], checkpoint.replayable) == ("anywhere", "checkpoint", True)
     assert direct.speed_rank < checkpoint.speed_rank
 
 

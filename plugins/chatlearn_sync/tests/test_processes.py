@@ -16,7 +16,7 @@ import pytest
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer, assert_loaded
+from chatlearn_testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer, assert_loaded
 
 TOGETHER = ["shared_memory", "broadcast"]
 """Transports whose ends must live at the same time; the others leave whole versions on a disk, or none."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.testing.suites.weight_sync_fixtures import KeepingLoader
 from chatlearn_sync import shared_memory
 from chatlearn_sync.options import SharedMemoryOptions
 from chatlearn_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from chatlearn_testing.suites.weight_sync_fixtures import KeepingLoader
 
 PAGE = shared_memory.PAGE_BYTES
 PAGE_OF_FLOATS = PAGE // 4
@@ -44,7 +44,7 @@ async def test_memory_stays_under_the_bucket_bytes(pages, make_plan, trainer, lo
     most = 0
 
     class Watching(trainer):
-        def weights(self):
+        def weights(self, export="full_tensors"):
             nonlocal most
             for shard in super().weights():
                 most = max(most, senders[0].held_bytes)

@@ -42,8 +42,8 @@ def test_an_index_survives_the_disk(tmp_path):
 
 
 def test_an_index_of_another_format_is_refused(tmp_path):
-    (tmp_path / "chatlearn_weights.json").write_text('{"format": 2}')
-    with pytest.raises(WeightSyncError, match=r"chatlearn_weights.json: its format is not 1"):
+    (tmp_path / "chatlearn_weights.json").write_text('{"format": 1}')
+    with pytest.raises(WeightSyncError, match=r"chatlearn_weights.json: its format is not 2"):
         read_index(tmp_path)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.testing.suites.weight_sync_fixtures import StreamingTrainer
 from chatlearn_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from chatlearn_sync.options import CudaIpcOptions, SharedMemoryOptions
 from chatlearn_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from chatlearn_sync.within_hosts import ranks_sent_by
+from chatlearn_testing.suites.weight_sync_fixtures import StreamingTrainer
 
 from .test_cuda_ipc import HandleLoader, export_of
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, ModelError
-from chatlearn_core.protocols.generator import Generator, StreamingGenerator, WeightLoader
+from chatlearn_core.protocols.generator import Generator, WeightLoader
 from chatlearn_core.protocols.lifecycle import RoleContext
+from chatlearn_core.runtime.boundary import Origin, check_completion
 from chatlearn_core.types import VersionSpan
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.options import TransformersGeneratorOptions
@@ -25,7 +27,7 @@ def start(generator, *requests):
 
 
 async def let_run(generator, num_steps):
-    """Return while the generator is paused (mode keep) after at least this many steps from now."""
+    """Return while the generator is paused after at least this many steps from now."""
     done, step = 0, generator._scheduler.step
 
     def counted():
@@ -40,7 +42,7 @@ async def let_run(generator, num_steps):
     while done < num_steps:
         await asyncio.sleep(0.001)
     generator._scheduler.step = step
-    await generator.pause("keep")
+    await generator.pause()
 
 
 def same(left, right):
@@ -52,7 +54,6 @@ def same(left, right):
 def test_is_a_generator(make_generator):
     generator = make_generator()
     assert isinstance(generator, Generator)
-    assert isinstance(generator, StreamingGenerator)
     assert isinstance(generator.loader, WeightLoader)
     assert (generator.policy_version, generator.state, generator.health()) == (0, "serving", None)
 
@@ -114,33 +115,49 @@ async def test_pause_keep_goes_on_where_it_was(make_generator, ask):
     same(await late, undisturbed)
 
 
-async def test_pause_abort_returns_partials(make_generator, ask):
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7}], ids=str)
+async def test_scoring_gives_the_logprobs_that_sampling_gave(sampling, make_generator, ask):
+    """Tokens that it sampled itself, and tokens that it did not, against its own forward."""
     generator = make_generator()
-    tasks = start(generator, ask("a", PROMPT), ask("b", PROMPT))
-    await asyncio.sleep(0)
-    await let_run(generator, 3)
-    await generator.pause("abort")
-    assert [len((await task).token_ids) for task in tasks] == [3, 3]
-    assert generator._scheduler.num_running == 0
+    sampled = await generator.generate(ask("a", PROMPT, seed=3, **sampling))
+    (other,) = start(generator, ask("b", PROMPT, seed=4))
+    request = replace(ask("c", PROMPT, **sampling), forced_ids=sampled.token_ids)
+    scored = await generator.generate(request)
+    same(scored, sampled)
+    check_completion(scored, request, Origin("generator", "transformers"))
+    assert (scored.finish_reason, scored.text, scored.version_spans) == (
+        "stop",
+        sampled.text,
+        (VersionSpan(0, len(sampled.token_ids), 0),),
+    )
+    foreign = np.array([3, 1, 4, 1, 5])
+    scored = await generator.generate(replace(request, forced_ids=foreign))
+    with torch.inference_mode():
+        logits = generator._decoder.own_logits(np.concatenate([PROMPT, foreign]), len(PROMPT) - 1)[:-1]
+    expected = torch.log_softmax(logits / (sampling.get("temperature") or 1.0), -1)
+    expected = expected.gather(-1, torch.from_numpy(foreign)[:, None]).squeeze(-1)
+    np.testing.assert_allclose(scored.logprobs, expected.numpy(), atol=1e-4)
+    await other
 
 
-async def test_pause_wait_finishes_what_runs_and_holds_what_comes(make_generator, ask):
+async def test_scoring_waits_while_the_replica_is_paused(make_generator, ask):
     generator = make_generator()
-    tasks = start(generator, ask("a", PROMPT), ask("b", PROMPT))
-    await asyncio.sleep(0)
-    pausing = asyncio.create_task(generator.pause("wait"))
-    await asyncio.sleep(0)
-    (late,) = start(generator, ask("late", PROMPT))
-    await pausing
-    assert [task.result().finish_reason for task in await settled(tasks)] == ["length", "length"]
-    assert not late.done()
+    await generator.pause()
+    request = replace(ask("a", PROMPT), forced_ids=np.array([3, 1]))
+    (task,) = start(generator, request)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not task.done()
+    with pytest.raises(BackendTimeoutError, match=r"request 'b' .* had no answer within 0.01 s"):
+        await generator.generate(replace(request, id="b", timeout_s=0.01))
     await generator.resume()
-    assert (await late).finish_reason == "length"
+    assert len((await task).logprobs) == 2
 
 
-async def settled(tasks):
-    await asyncio.wait(tasks)
-    return tasks
+async def test_scoring_under_a_cut_distribution_is_refused(make_generator, ask):
+    generator = make_generator()
+    with pytest.raises(BackendError, match=r"top_p 0.8 and top_k 0 cut the distribution"):
+        await generator.generate(replace(ask("a", PROMPT, top_p=0.8), forced_ids=np.array([3, 1])))
 
 
 async def test_streaming_grows_to_the_whole(make_generator, ask):
@@ -154,21 +171,6 @@ async def test_streaming_grows_to_the_whole(make_generator, ask):
 
     await asyncio.gather(generator.generate(ask("b", PROMPT, seed=1), take), generator.generate(ask("c", PROMPT)))
     assert seen == whole.token_ids.tolist()
-    partials = [partial async for partial in generator.stream(ask("d", PROMPT, seed=1))]
-    assert [len(p.token_ids) for p in partials] == [*range(1, 13), 12]
-    for partial in partials:
-        np.testing.assert_allclose(partial.logprobs, whole.logprobs[: len(partial.token_ids)], atol=2e-4)
-    assert {p.finish_reason for p in partials[:-1]} == {"abort"}
-    same(partials[-1], whole)
-
-
-async def test_a_stream_that_is_left_ends_its_request(make_generator, ask):
-    generator = make_generator()
-    stream = generator.stream(ask("a", PROMPT, max_tokens=100))
-    await anext(stream)
-    await stream.aclose()
-    await generator.generate(ask("b", PROMPT))
-    assert generator._scheduler.num_running == 0
 
 
 async def test_a_callback_that_raises_fails_its_request_alone(make_generator, ask):
@@ -185,12 +187,12 @@ async def test_a_callback_that_raises_fails_its_request_alone(make_generator, as
 
 async def test_timeout_names_request_and_role(make_generator, ask):
     generator = make_generator()
-    await generator.pause("keep")
+    await generator.pause()
     with pytest.raises(BackendTimeoutError, match=r"role 'generator' .*request 'slow' .* no answer within 0.01 s"):
         await generator.generate(ask("slow", PROMPT, timeout_s=0.01))
     await generator.resume()
     await generator.generate(ask("b", PROMPT))
-    assert not generator._tickets
+    assert not generator._pending
 
 
 async def test_a_cancelled_request_frees_its_slot(make_generator, ask):
@@ -229,7 +231,7 @@ async def test_close_fails_what_waits_and_may_be_repeated(make_generator, ask):
     generator = make_generator()
     tasks = start(generator, ask("a", PROMPT), ask("b", PROMPT))
     await asyncio.sleep(0)
-    await generator.pause("keep")
+    await generator.pause()
     generator.close()
     generator.close()
     for error in await asyncio.gather(*tasks, return_exceptions=True):
@@ -245,7 +247,7 @@ async def test_requests_of_one_turn_start_together_in_order(make_generator, ask)
     def watched():
         admitted = admit()
         if admitted:
-            started.append([ticket.request.id for ticket in admitted])
+            started.append([pending_request.request.id for pending_request in admitted])
         return admitted
 
     generator._scheduler._admit = watched

@@ -36,7 +36,7 @@ async def test_tokens_and_logprobs_equal_plain_transformers(
     ]
     while generator._scheduler.num_running < 4:
         await asyncio.sleep(0)
-    await generator.pause("keep")
+    await generator.pause()
     assert generator.live_bytes("kv_cache") > 0
     generator.offload({"weights", "kv_cache"})
     assert generator.live_bytes("kv_cache") == 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
-from chatlearn_core.types import TensorSpec, VersionSpan, WeightManifest
+from chatlearn_core.types import TensorSpec, VersionSpan, WeightManifest, WeightShard
+from chatlearn_core.types.boxes import slices
 from chatlearn_hf.checkpoint_names import checkpoint_tensors
 from chatlearn_hf.tiny import build_tiny_model
 
@@ -80,7 +82,7 @@ async def test_reloading_the_same_weights_changes_nothing(family, model_dir, mak
     assert after.logprobs.tobytes() == before.logprobs.tobytes()
 
 
-@pytest.mark.parametrize("kv_after_sync", ["recompute", "keep"])
+@pytest.mark.parametrize("kv_after_sync", ["recomputed", "kept"])
 async def test_a_sequence_kept_over_a_sync(
     kv_after_sync, model_dir, other_dir, make_generator, load_model, ask, plain_logits
 ):
@@ -100,7 +102,7 @@ async def test_a_sequence_kept_over_a_sync(
     generator._scheduler.step = stop_at_seven
     while count < 7:
         await asyncio.sleep(0.001)
-    await generator.pause("keep")
+    await generator.pause()
     await sync(generator, 3, dict(checkpoint_tensors(new)))
     await generator.resume()
     *rest, completion = await asyncio.gather(*tasks)
@@ -114,7 +116,7 @@ async def test_a_sequence_kept_over_a_sync(
 
     np.testing.assert_allclose(completion.raw_logprobs[:7], logprobs_of(old)[:7], atol=1e-4)
     under_new = np.allclose(completion.raw_logprobs[7:], logprobs_of(new)[7:], atol=1e-4)
-    assert under_new == (kv_after_sync == "recompute")
+    assert under_new == (kv_after_sync == "recomputed")
 
 
 async def test_a_wrong_manifest_changes_nothing(make_generator, ask):
@@ -216,7 +218,7 @@ async def test_a_tensor_that_comes_twice_is_refused(make_generator, load_model, 
 
 async def test_a_stream_that_breaks_fails_what_was_kept(make_generator, load_model, model_dir, ask):
     generator = make_generator()
-    await generator.pause("keep")
+    await generator.pause()
     task = asyncio.create_task(generator.generate(ask("kept", PROMPT)))
     await asyncio.sleep(0)
     await generator.loader.begin(1, generator.loader.expected_manifest())
@@ -225,10 +227,73 @@ async def test_a_stream_that_breaks_fails_what_was_kept(make_generator, load_mod
         yield next(iter(tensors_of(load_model, model_dir()).items()))
         raise ConnectionError("peer gone")
 
-    with pytest.raises(WeightSyncError, match=r"failed after 1 of \d+: ConnectionError: peer gone"):
+    with pytest.raises(WeightSyncError, match=r"failed after 1 of \d+ tensors: ConnectionError: peer gone"):
         await generator.loader.load_tensors(broken())
     with pytest.raises(BackendError, match="request 'kept' failed: loading tensors failed"):
         await task
+
+
+def cut(name, tensor, parts=2):
+    """A tensor in boxes: rows, and of the first of them halves of the columns."""
+    if tensor.ndim == 0:
+        return [WeightShard(name, (), (), 0, tensor)]
+    edges = [tensor.shape[0] * i // parts for i in range(parts + 1)]
+    rest = [(0, size) for size in tensor.shape[1:]]
+    boxes = [((a, b), *rest) for a, b in pairwise(edges)]
+    if len(rest) == 1:
+        half = tensor.shape[1] // 2
+        boxes[:1] = [(boxes[0][0], (0, half)), (boxes[0][0], (half, tensor.shape[1]))]
+    return [WeightShard(name, tuple(tensor.shape), box, 0, tensor[slices(box)]) for box in boxes]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_boxes_are_placed_where_they_belong(family, model_dir, other_dir, make_generator, load_model, ask):
+    new = other_dir(family)
+    generator = make_generator(model_dir(family))
+    loader = generator.loader
+    await loader.begin(5, loader.expected_manifest())
+    boxes = [box for name, tensor in tensors_of(load_model, new).items() for box in cut(name, tensor, 3)]
+    await loader.load_boxes(boxes[1::2])  # in any order
+    await loader.load_boxes(boxes[::2])
+    assert await loader.finish() == 5
+    served = dict(checkpoint_tensors(loader._model))
+    for name, tensor in tensors_of(load_model, new).items():
+        assert torch.equal(served[name], tensor), name
+    answer = await generator.generate(ask("b", PROMPT, temperature=0.0))
+    assert answer.token_ids.tolist() == greedy(load_model(new))
+
+
+async def test_an_element_that_did_not_come_is_named(make_generator, load_model, model_dir):
+    generator = make_generator()
+    loader = generator.loader
+    await loader.begin(1, loader.expected_manifest())
+    tensors = tensors_of(load_model, model_dir())
+    first, *others = tensors
+    boxes = cut(first, tensors[first])
+    await loader.load_boxes([boxes[0], *(box for name in others for box in cut(name, tensors[name]))])
+    missing = r"1 of \d+ tensors of policy version 1 did not arrive: model.embed_tokens.weight \(elements \[\d+:\d+, "
+    with pytest.raises(WeightSyncError, match=missing):
+        await loader.finish()
+    assert generator.state == "dead"
+
+
+@pytest.mark.parametrize("fault", ["twice", "beyond", "extent", "unknown", "shape"])
+async def test_a_box_that_does_not_fit_kills_the_replica(make_generator, load_model, model_dir, fault):
+    generator = make_generator()
+    loader = generator.loader
+    await loader.begin(1, loader.expected_manifest())
+    name, tensor = next(iter(tensors_of(load_model, model_dir()).items()))
+    box = cut(name, tensor)[0]
+    shards, words = {
+        "twice": ([box, box], "came twice"),
+        "beyond": ([replace(box, box=((tensor.shape[0], tensor.shape[0] + 1), box.box[1]))], "arrived for the box"),
+        "extent": ([replace(box, tensor=box.tensor[:1])], "arrived for the box"),
+        "unknown": ([replace(box, name="model.extra")], "the manifest did not announce it"),
+        "shape": ([replace(box, global_shape=(1, 2))], r"shape \[1, 2\] arrived"),
+    }[fault]
+    with pytest.raises(WeightSyncError, match=words):
+        await loader.load_boxes(shards)
+    assert generator.state == "dead"
 
 
 async def test_order_of_calls(make_generator, tmp_path, ask):
@@ -236,7 +301,7 @@ async def test_order_of_calls(make_generator, tmp_path, ask):
     loader = generator.loader
     with pytest.raises(WeightSyncError, match="finish without begin"):
         await loader.finish()
-    with pytest.raises(WeightSyncError, match="takes whole tensors or a checkpoint, not boxes"):
+    with pytest.raises(WeightSyncError, match="load_boxes without begin"):
         await loader.load_boxes([])
     generator.offload({"weights"})
     with pytest.raises(WeightSyncError, match="onload 'weights' before version 1"):
@@ -256,5 +321,5 @@ async def test_fail_is_final(make_generator, ask):
     generator = make_generator()
     await generator.loader.begin(1, generator.loader.expected_manifest())
     await generator.loader.fail("the trainer went away")
-    with pytest.raises(BackendError, match="is dead and cannot take request 'x': the trainer went away"):
+    with pytest.raises(BackendError, match="is dead and cannot take request 'x'; restart it: the trainer went away"):
         await generator.generate(ask("x", PROMPT))

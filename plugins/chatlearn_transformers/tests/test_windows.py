@@ -70,7 +70,7 @@ async def test_a_window_is_exact_over_offload_and_slots_that_change_hands(
     while generator._scheduler.num_running < 3:
         await asyncio.sleep(0)
     for _ in range(4):
-        await generator.pause("keep")
+        await generator.pause()
         generator.offload({"weights", "kv_cache"})
         generator.onload({"weights", "kv_cache"})
         await generator.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -18,7 +19,7 @@ from chatlearn_core.plugins.sources import CORE
 
 
 class LazyGroup(TyperGroup):
-    """The commands below ``chatlearn``.
+    """The commands below ``chatlearn``, or below the one that ``path`` names.
 
     Those of the core are known without looking for plugins, so that no plugin can take one away. ``--help`` reads name
     and help of the others from their records.
@@ -27,9 +28,12 @@ class LazyGroup(TyperGroup):
     # Contexts and commands are click's; Typer has its own copy of click in some versions, so there is no one import
     # for their types.
 
+    path = ""
+    """What all names here begin with, in the records."""
+
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self._core = {record.name: record for record in chatlearn_cli_commands()}
+        self._core = self._below(chatlearn_cli_commands())
         self._registry: PluginRegistry | None = None
 
     @property
@@ -39,16 +43,18 @@ class LazyGroup(TyperGroup):
             self._registry = discover_plugins()
         return self._registry
 
+    def _below(self, records: Iterable[CliCommandSpec]) -> dict[str, CliCommandSpec]:
+        """The records of the commands right below, by the word that is typed."""
+        words = {record.name.removeprefix(self.path): record for record in records if record.name.startswith(self.path)}
+        return {word: record for word, record in words.items() if " " not in word}
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Commands of the core in their own order, then those of plugins by name."""
-        others = [record.name for record in self.registry.records("cli_command") if record.name not in self._core]
-        return [*self._core, *others]
+        return list(self._core | self._below(self.registry.records("cli_command")))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that knows name and help; ``resolve_command`` gives the command itself."""
-        record = self._core.get(cmd_name) or next(
-            (record for record in self.registry.records("cli_command") if record.name == cmd_name), None
-        )
+        record = self._core.get(cmd_name) or self._below(self.registry.records("cli_command")).get(cmd_name)
         return None if record is None else TyperCommand(name=cmd_name, help=record.help or record.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -62,8 +68,14 @@ class LazyGroup(TyperGroup):
             return super().resolve_command(ctx, args)
         if name in self._core:
             return name, load_command(self._core[name], f"{CORE} {__version__}"), args[1:]
-        record = self.registry.select("cli_command", name, "command line")
+        record = self.registry.select("cli_command", self.path + name, "command line")
         return name, load_command(record, self.registry.origin(record)), args[1:]
+
+
+class PluginsGroup(LazyGroup):
+    """The commands below ``chatlearn plugins``."""
+
+    path = "plugins "
 
 
 def load_command(record: CliCommandSpec, origin: str) -> Any:
@@ -74,12 +86,13 @@ def load_command(record: CliCommandSpec, origin: str) -> Any:
     """
     target = load_callable(record, "app", origin)
     help_text = record.help or record.summary or None
+    word = record.name.rpartition(" ")[2]
     if isinstance(target, typer.Typer):
         command: Any = get_group(target)
         command.help = command.help or help_text
     else:
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(name=record.name, help=None if target.__doc__ else help_text)(target)
+        single.command(name=word, help=None if target.__doc__ else help_text)(target)
         command = get_command(single)
-    command.name = record.name
+    command.name = word
     return command

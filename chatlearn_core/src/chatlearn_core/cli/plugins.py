@@ -1,23 +1,19 @@
-"""``chatlearn plugins``: what is installed, what it declares, what fits together, and how to write another."""
+"""``chatlearn plugins``: what is installed, and what it declares."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chatlearn_core.cli.plugins_check import check
-from chatlearn_core.cli.plugins_new import new
+from chatlearn_core.cli.lazy import PluginsGroup
 from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.plugins.matrix import compatibility_matrix, matrix_json, read_environment, read_tested
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.report import (
     entry_json,
-    matrix_text,
     plugins_json,
     plugins_text,
     record_fields,
@@ -25,24 +21,23 @@ from chatlearn_core.plugins.report import (
 )
 from chatlearn_core.plugins.sources import did_you_mean
 
-app = typer.Typer(help="List, show, write and check plugins.", no_args_is_help=True)
-app.command()(new)
-app.command()(check)
+app = typer.Typer(cls=PluginsGroup, no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Fail if any plugin cannot be used.")]
-TESTED_FILE = "CHATLEARN_TESTED_MATRIX"
-"""Environment variable with the path of the record that ``matrix`` shows by default."""
 
 
-@app.command("list")
+@app.callback()
+def plugins() -> None:
+    """List plugins and show what fits; with chatlearn-testing also write and check them."""
+
+
 def list_plugins(as_json: AsJson = False, strict_plugins: Strict = False) -> None:
     """List every installed plugin with its status, and why it cannot be used where it cannot."""
     registry = discover_plugins(strict=strict_plugins)
     typer.echo(to_json(plugins_json(registry)) if as_json else plugins_text(registry))
 
 
-@app.command()
 def show(
     name: Annotated[str, typer.Argument(help="Name of a plugin, as `plugins list` shows it.")],
     kind: Annotated[str | None, typer.Option(help="Only plugins of this kind.")] = None,
@@ -55,20 +50,6 @@ def show(
         typer.echo(to_json({"plugins": [show_json(registry, entry) for entry in entries]}))
     else:
         typer.echo("\n\n".join(show_text(registry, entry) for entry in entries))
-
-
-@app.command()
-def matrix(
-    as_json: AsJson = False,
-    tested: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", envvar=TESTED_FILE, help="JSON record of what was tested, for the column TESTED."),
-    ] = None,
-) -> None:
-    """Show which trainer, generator and weight sync fit together, and why not."""
-    rows = compatibility_matrix(discover_plugins(), read_tested(tested) if tested else None)
-    environment = read_environment(tested) if tested else None
-    typer.echo(to_json(matrix_json(rows)) if as_json else matrix_text(rows, environment))
 
 
 def entries_named(registry: PluginRegistry, name: str, kind: str | None) -> list[PluginEntry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO, cast
@@ -24,13 +24,14 @@ _PLAIN_INTERVAL_S = 10.0
 class ProgressBar(RunListener):
     """Shows step, reward, length, tokens/s and the time left; without a terminal, a line now and then."""
 
-    def __init__(self, *, show: bool = True, console: Console | None = None) -> None:
+    def __init__(self, *, show: bool = True, counts_tokens: bool = False, console: Console | None = None) -> None:
         self.console = console or Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False)
         self.live = show and self.console.is_terminal
         self._progress = Progress(
             TextColumn("[bold]{task.fields[phase]:<10}"),
             BarColumn(bar_width=None),
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[tokens]}"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=self.console,
@@ -39,6 +40,9 @@ class ProgressBar(RunListener):
         self._task: TaskID | None = None
         self._total, self._first = 0, 1
         self._last_line = 0.0
+        self.counts_tokens = counts_tokens
+        self._num_tokens = 0
+        """Sampled since the step began."""
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
@@ -54,13 +58,25 @@ class ProgressBar(RunListener):
         self._total, self._first = total_steps, first_step
         self.console.print(f"run directory: {printable(str(run_dir))}", markup=False)
         self._task = self._progress.add_task(
-            "run", total=total_steps, completed=first_step - 1, phase="starting", numbers=""
+            "run", total=total_steps, completed=first_step - 1, phase="starting", tokens="", numbers=""
         )
 
-    def phase(self, step: int, phase: Phase) -> None:
-        """Say what the run does now."""
-        if self._task is not None:
-            self._progress.update(self._task, phase=str(phase))
+    def phases_changed(self, step: int, phases: Sequence[Phase]) -> None:
+        """Say what the run does now: ``generating, updating``."""
+        if self._task is not None and phases:
+            self._progress.update(self._task, phase=", ".join(map(str, phases)))
+
+    def sampled(self, num_tokens: int) -> None:
+        """Show how far the step's generation is."""
+        self._num_tokens += num_tokens
+        if self._task is None:
+            return
+        tokens = f"{self._num_tokens:,} tokens"
+        self._progress.update(self._task, tokens=tokens)
+        now = time.monotonic()
+        if not self.live and now - self._last_line >= _PLAIN_INTERVAL_S:
+            self._last_line = now
+            self.console.print(f"{tokens} so far in this step", markup=False)
 
     def message(self, text: str) -> None:
         """Print above the bar."""
@@ -85,7 +101,8 @@ class ProgressBar(RunListener):
         if self._task is None or step == 0:
             return
         numbers = step_numbers(metrics)
-        self._progress.update(self._task, completed=step, numbers=numbers)
+        self._num_tokens = 0
+        self._progress.update(self._task, completed=step, tokens="", numbers=numbers)
         now = time.monotonic()
         if not self.live and (now - self._last_line >= _PLAIN_INTERVAL_S or step == self._total):
             self._last_line = now

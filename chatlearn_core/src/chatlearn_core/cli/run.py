@@ -49,6 +49,10 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the flow and who sits where, start nothing.")
     ] = False,
+    live_tokens: Annotated[
+        bool,
+        typer.Option("--live-tokens", help="Show how many tokens a step has sampled so far; some engines slow down."),
+    ] = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train a model as a configuration says."""
@@ -63,7 +67,7 @@ def run(
         typer.echo(printable(describe(assembly)))
         return
     registry = assembly.registry
-    listener = ProgressBar(show=assembly.config.log.progress)
+    listener = ProgressBar(show=assembly.config.log.progress, counts_tokens=live_tokens)
     training = Run(assembly, listener=listener, observers=registry.observers)
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
     with listener, garbage_collected_seldom():
@@ -102,8 +106,8 @@ def evaluate(
 
 def describe(assembly: Assembly) -> str:
     """What a run would do: flow, roles, places, who moves out of whose way, weight transport, data."""
-    from chatlearn_core.executor.building import build_memory, build_runtime
-    from chatlearn_core.executor.sharing import describe_sharing, schedule
+    from chatlearn_core.executor.component_factory import build_colocation, build_runtime
+    from chatlearn_core.executor.device_sharing import describe_sharing, schedule
     from chatlearn_core.flow import to_text
 
     plan = assembly.plan
@@ -111,15 +115,16 @@ def describe(assembly: Assembly) -> str:
     for role in plan.roles.values():
         backends = " + ".join(backend.record.name for backend in role.backends)
         learns = ", learns" if role.trainable else ""
-        device = "" if role.kind == "reward" else f"device {role.device}, "
-        size = f"{role.replicas} replica(s)" + ("" if role.kind == "reward" else f" x {role.ranks} rank(s)")
-        lines.append(f"  {role.name:<12} {role.kind:<10} {backends:<20} {device}{size}{learns}")
+        device = "" if not role.holds_a_model else f"device {role.device}, "
+        size = f"{role.replicas} replica(s)" + ("" if not role.holds_a_model else f" x {role.ranks} rank(s)")
+        layout = "".join(f", {dimension} {ranks}" for dimension, ranks in role.parallel.items())
+        lines.append(f"  {role.name:<12} {role.kind:<10} {backends:<20} {device}{size}{layout}{learns}")
     lines += ["", "places"]
     runtime = build_runtime(assembly)
-    sharing = build_memory(assembly, runtime).sharing
+    sharing = build_colocation(assembly, runtime).sharing
     for name, facts in runtime.describe().items():
         lines += [f"  {name:<12} {place}" for place in facts.get("places", ["in this process"])]
-    turns = schedule(sharing, plan, assembly.graph, list(assembly.algorithm.losses()))
+    turns = schedule(sharing, plan, assembly.graph, assembly.learning.learners)
     lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
     lines += ["", "weight sync"]
     lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}" for s in plan.weight_syncs] or ["  none"]

@@ -33,7 +33,7 @@ class SelectedPlugin:
 
 
 @dataclass(slots=True, frozen=True)
-class Slot:
+class PluginSite:
     """A place in a configuration where a plugin is chosen by name."""
 
     path: KeyPath
@@ -59,31 +59,40 @@ class Slot:
 
 _LEFT_OPEN: tuple[Kind, ...] = ("weight_sync", "dataset")
 """Kinds that ``auto`` leaves open; elsewhere it is a name like any other."""
-_ROLE_KINDS: tuple[Kind, ...] = ("trainer", "generator", "reward")
+_ROLE_KINDS: tuple[Kind, ...] = ("trainer", "generator", "reward", "environment")
 
 
-def slots(values: Mapping[str, Any]) -> Iterator[Slot]:
+def plugin_sites(values: Mapping[str, Any]) -> Iterator[PluginSite]:
     """Every plugin that resolved, not yet validated values choose; malformed places are left to the validation.
 
     ``auto`` (weight sync, dataset format) chooses nothing here: it is decided when the run starts.
     """
     roles = values.get("roles")
-    yield from _slot(("algorithm",), "algorithm", "name", values.get("algorithm"))
+    yield from _site(("algorithm",), "algorithm", "name", values.get("algorithm"))
     for role, section in roles.items() if isinstance(roles, Mapping) else ():
         if not isinstance(section, Mapping):
             continue
         for kind in _ROLE_KINDS:
             if section.get("kind") == kind:
-                yield from _slot(("roles", role), kind, "backend", section)
+                yield from _site(("roles", role), kind, "backend", section)
         for index, part in enumerate(_items(section, "parts")):
-            yield from _slot(("roles", role, "parts", index), "reward", "backend", part)
-    yield from _slot(("weight_sync",), "weight_sync", "backend", values.get("weight_sync"))
-    yield from _slot(("runtime",), "runtime", "backend", values.get("runtime", {}), default="local")
+            yield from _site(("roles", role, "parts", index), "reward", "backend", part)
+    yield from _site(("weight_sync",), "weight_sync", "backend", values.get("weight_sync"))
+    yield from _site(("runtime",), "runtime", "backend", values.get("runtime", {}), default="local")
     for index, logger in enumerate(_items(values.get("log"), "loggers")):
-        yield from _slot(("log", "loggers", index), "logger", "name", logger)
+        yield from _site(("log", "loggers", index), "logger", "name", logger)
+    data, rollout, train = (values.get(name) for name in ("data", "rollout", "train"))
+    if isinstance(data, Mapping):
+        yield from _site(("data", "sampler"), "sampler", "name", data.get("sampler"))
+    for index, chosen in enumerate(_items(rollout, "filters")):
+        yield from _site(("rollout", "filters", index), "sample_filter", "name", chosen)
+    for index, chosen in enumerate(_items(train, "step_policies")):
+        yield from _site(("train", "step_policies", index), "step_policy", "name", chosen)
+    for index, chosen in enumerate(_items(values, "schedules")):
+        yield from _site(("schedules", index), "schedule", "name", chosen)
     for split in ("train", "eval"):
         for index, dataset in enumerate(_items(values.get("data"), split)):
-            yield from _slot(("data", split, index), "dataset", "format", dataset)
+            yield from _site(("data", split, index), "dataset", "format", dataset)
 
 
 def _items(section: Any, key: str) -> list[Any]:
@@ -91,7 +100,7 @@ def _items(section: Any, key: str) -> list[Any]:
     return items if isinstance(items, list) else []
 
 
-def _slot(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str | None = None) -> Iterator[Slot]:
+def _site(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str | None = None) -> Iterator[PluginSite]:
     if not isinstance(section, Mapping):
         return
     name = section.get(name_key, section.get(_misspelled(path, section, name_key), default))
@@ -99,7 +108,7 @@ def _slot(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str |
     is_left_open = name == "auto" and kind in _LEFT_OPEN
     if isinstance(name, str) and name and not is_left_open and isinstance(options, Mapping):
         ranks = section.get("ranks", 1) if kind in ("trainer", "generator") else None
-        yield Slot(path, kind, name_key, name, options, ranks if type(ranks) is int else None)
+        yield PluginSite(path, kind, name_key, name, options, ranks if type(ranks) is int else None)
 
 
 def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str | None:
@@ -128,27 +137,27 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
     choices = Choices()
     roles = values.get("roles")
     names = {ROLES: frozenset(roles) if isinstance(roles, Mapping) else frozenset()}
-    for slot in slots(values):
+    for site in plugin_sites(values):
         try:
-            record = _select(slot, registry, where=f"{marks.locate(slot.name_path)}, {show_path(slot.name_path)}")
+            record = _select(site, registry, where=f"{marks.locate(site.name_path)}, {show_path(site.name_path)}")
             model = registry.load_options(record)
         except PluginError as error:
-            choices.problems.append(Problem(slot.name_path, str(error)))
+            choices.problems.append(Problem(site.name_path, str(error)))
             continue
-        choices.records[slot.key] = record
-        choices.models[slot.path] = model
-        context = names if slot.ranks is None else {**names, RANKS: slot.ranks}
-        options, found = validate_options(model, slot.options, (*slot.path, "options"), record, context)
+        choices.records[site.key] = record
+        choices.models[site.path] = model
+        context = names if site.ranks is None else {**names, RANKS: site.ranks}
+        options, found = validate_options(model, site.options, (*site.path, "options"), record, context)
         choices.problems.extend(found)
         if options is not None:
-            choices.selected[slot.key] = SelectedPlugin(record, options)
+            choices.selected[site.key] = SelectedPlugin(record, options)
     return choices
 
 
-def _select(slot: Slot, registry: PluginRegistry, where: str) -> PluginRecord:
+def _select(site: PluginSite, registry: PluginRegistry, where: str) -> PluginRecord:
     """The record; the engine it needs is looked up in the interpreter that will host it."""
-    record = registry.select(slot.kind, slot.name, where, installed=None)
-    return registry.select(slot.kind, slot.name, where, installed=installed_where(record, slot.options))
+    record = registry.select(site.kind, site.name, where, installed=None)
+    return registry.select(site.kind, site.name, where, installed=installed_where(record, site.options))
 
 
 def validate_options(

@@ -45,6 +45,19 @@ class DatasetConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the format's plugin.")
 
 
+class PluginChoice(Section):
+    """A plugin by name with its options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class ScheduleChoice(PluginChoice):
+    """A setting that changes with the steps, and the plugin that says how."""
+
+    setting: str = Field(description="sampling.max_tokens, or algorithm.options.<name> where the algorithm takes it.")
+
+
 class DataConfig(Section):
     """What is trained and evaluated on."""
 
@@ -61,14 +74,10 @@ class DataConfig(Section):
         "special: the tokens, for prompts rendered before. refuse: the row is bad. The template's are always tokens.",
     )
     shuffle: bool = True
+    sampler: PluginChoice | None = Field(
+        None, description="What decides which examples are drawn, by plugin name; by default shuffled."
+    )
     on_bad_row: Literal["error", "skip"] = Field("error", description="skip: leave a bad row out, name and count it.")
-
-
-class PluginChoice(Section):
-    """A plugin by name with its options."""
-
-    name: str
-    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class RewardPart(Section):
@@ -80,21 +89,40 @@ class RewardPart(Section):
     data_sources: list[str] | None = Field(None, description="Only samples of these data sources; all by default.")
 
 
+class RefreshConfig(Section):
+    """When a trainer role that does not learn takes the weights of one that does."""
+
+    role: str = Field(description="The trainer role whose weights it takes.")
+    every: Positive = Field(description="Steps from one refresh to the next.")
+    decay: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share that stays of its own weights, for a moving average; 0 takes the other's as they are.",
+    )
+
+
 class RoleConfig(Section):
     """One role of the flow: a kind, a backend by name, and that backend's options."""
 
-    kind: Literal["trainer", "generator", "reward"]
+    kind: Literal["trainer", "generator", "reward", "environment"]
     backend: str | None = Field(None, description="A plugin of this kind, by name.")
     parts: list[RewardPart] = Field(default_factory=list, description="Several rewards, combined by weight.")
     model: ModelConfig | None = Field(None, description="Its own model instead of the run's.")
     head: Literal["lm", "value", "reward"] = "lm"
     trainable: bool | None = Field(None, description="By default true for the roles the algorithm gives a loss.")
+    refresh: RefreshConfig | None = Field(
+        None, description="Take another trainer role's weights every few steps, such as a reference the policy's."
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N; not for rewards.")
     replicas: Copies = Field(1, description="Independent copies: of generators; of rewards, not on runtime local.")
     ranks: Copies = Field(1, description="Ranks of one replica.")
     options: dict[str, Any] = Field(default_factory=dict, description="The backend's options.")
     engine: dict[str, Any] = Field(
         default_factory=dict, description="Engine-native arguments, passed verbatim; not for rewards."
+    )
+    uses: dict[str, str] = Field(
+        default_factory=dict, description="Of an environment: handle -> the generator role that it calls by it."
     )
     timeout_s: Seconds = Field(1800.0, description="Longest time one call to this role may take.")
 
@@ -136,6 +164,17 @@ class RolloutConfig(Section):
         None,
         description="Prompts that a partial rollout has in flight; train.prompts_per_step for resume, twice for keep.",
     )
+    filters: list[PluginChoice] = Field(
+        default_factory=list, description="What decides which scored samples are not trained on, by plugin name."
+    )
+    max_staleness: NonNegative | None = Field(
+        None,
+        description="Most policy versions between the newest weights and those that sampled a token which is trained "
+        "on; older groups are left out. By default 0, and with partial rollouts max_rounds - 1.",
+    )
+    max_refills: NonNegative = Field(
+        10, description="How often a step draws further examples because its algorithm wants more than it has."
+    )
 
 
 class WeightSyncConfig(Section):
@@ -143,6 +182,11 @@ class WeightSyncConfig(Section):
 
     backend: str = Field("auto", description="A transport by name, or auto: the fastest that fits.")
     options: dict[str, Any] = Field(default_factory=dict)
+    export: Literal["auto", "full_tensors", "boxes"] = Field(
+        "auto",
+        description="full_tensors: trainer ranks gather each tensor. boxes: each rank sends the parts it holds. auto: "
+        "the transport's first choice among the forms that the trainer exports.",
+    )
     payload: Literal["full", "adapter"] = Field(
         "full", description="full: the model, adapters merged in. adapter: the LoRA adapters alone."
     )
@@ -178,6 +222,9 @@ class TrainConfig(Section):
     prompts_per_step: Positive = Field(description="Prompts (or demonstrations) drawn a step.")
     mini_batches: Positive = Field(1, description="Optimizer updates that share one epoch over a step's samples.")
     epochs: Positive = Field(1, description="Passes over a step's samples.")
+    step_policies: list[PluginChoice] = Field(
+        default_factory=list, description="What decides after a step whether to stop or to sample otherwise."
+    )
 
 
 class EvalConfig(Section):
@@ -219,6 +266,7 @@ class RunConfig(Section):
     algorithm: PluginChoice
     roles: dict[str, RoleConfig]
     sampling: SamplingConfig = SamplingConfig()
+    schedules: list[ScheduleChoice] = Field(default_factory=list, description="Settings that change with the steps.")
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     runtime: RuntimeConfig = RuntimeConfig()

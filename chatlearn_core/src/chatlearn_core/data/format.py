@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chatlearn_core.exceptions import DataError
+from chatlearn_core.types import Media
 
 Row = Mapping[str, Any]
 """One row of a file: column -> value."""
@@ -14,12 +15,16 @@ Message = Mapping[str, Any]
 """One turn of a chat: ``role``, ``content``, and whatever else the chat template reads."""
 
 
+Content = str | Sequence[Message]
+"""A text, or messages."""
+
+
 @dataclass(slots=True, frozen=True)
 class RawExample:
     """What one row says, before anything is rendered or tokenised."""
 
-    prompt: str | Sequence[Message]
-    completion: str | Sequence[Message] | None = None
+    prompt: Content
+    completion: Content | None = None
     """What to imitate, where the row has it: text, or messages that continue the prompt, of which the assistant's are
     imitated."""
     ground_truth: Any = None
@@ -34,6 +39,14 @@ class RawExample:
     """The assistant's turns in the prompt are imitated, too."""
     tools: Sequence[Any] = ()
     """Descriptions of functions that the assistant may call, for the chat template."""
+    completions: Sequence[Content] = ()
+    """What is compared, where the row has it: several completions of the prompt, or a single one with a label."""
+    ranks: Sequence[float] = ()
+    """One for each of ``completions``, larger is better: scores, or 1 for the chosen and 0 for the rejected one."""
+    labels: Sequence[bool] = ()
+    """In place of ``ranks``: whether each of ``completions`` is good."""
+    media: Sequence[Media] = ()
+    """What the prompt refers to, in order."""
 
 
 class DatasetFormat(Protocol):

@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
 
-from chatlearn_core.data.format import DatasetFormat, RawExample, parse_row
+from chatlearn_core.data.example_kind import ExampleKind, RowRenderer
+from chatlearn_core.data.format import DatasetFormat, parse_row
 from chatlearn_core.data.reader import LocatedRow, read_rows
-from chatlearn_core.data.render import PromptRenderer, RenderedDemonstration, TooLongError
 from chatlearn_core.data.report import DatasetReport, bad_rows_error
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow, Split
-from chatlearn_core.data.tokenizer import Tokenizer
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.types import Demonstration, Example, Prompt
+from chatlearn_core.protocols.prompt_renderer import PromptRenderer, TooLongError
+from chatlearn_core.types import Example, Prompt
 
-InputKind = Literal["prompts", "demonstrations"]
 ExampleCheck = Callable[[Prompt], str | None]
 
 
@@ -40,12 +38,10 @@ class Dataset:
         """Changes whenever an example's id or a token changes."""
         digest = hashlib.sha256()
         for example in self.examples:
-            prompt = example.prompt if isinstance(example, Demonstration) else example
+            prompt = example.prompt
             digest.update(prompt.id.encode() + b"\0" + prompt.token_ids.tobytes() + b"\0")
-            if isinstance(example, Demonstration):
-                digest.update(example.completion_ids.tobytes())
-                if example.loss_mask is not None:
-                    digest.update(example.loss_mask.tobytes())
+            for part in example.content():
+                digest.update(part)
         return digest.hexdigest()[:16]
 
 
@@ -69,10 +65,10 @@ class ExampleSet:
 
 def build_dataset(
     config: DataSettings,
-    tokenizer: Tokenizer,
+    renderer: PromptRenderer,
     plugins: PluginRegistry,
     *,
-    input: InputKind,
+    kind: ExampleKind,
     max_prompt_tokens: int,
     max_length: int,
     split: Split = "train",
@@ -85,11 +81,11 @@ def build_dataset(
 
     Args:
         config: the ``data`` section.
-        tokenizer: of the policy.
+        renderer: of the policy's model.
         plugins: dataset formats and readers are among them.
-        input: what the algorithm takes.
+        kind: of the examples that are built.
         max_prompt_tokens: longer prompts are filtered out and counted.
-        max_length: longest sequence, tokens: also bounds prompt and completion of a demonstration together.
+        max_length: longest sequence, tokens: also bounds prompt and completion together where examples bring both.
         split: which list of ``config``.
         check: says why the run could not use a prompt, such as a ground truth that no reward can read, or None; a row
             with such a prompt is a bad row.
@@ -100,19 +96,12 @@ def build_dataset(
         ConfigError, PluginError: a format that is unknown or refuses its options.
     """
     limits = _Limits(min(max_prompt_tokens, max_length - 1), max_length)
-    renderer = PromptRenderer(
-        tokenizer,
-        config.apply_chat_template,
-        config.system_prompt,
-        control_tokens=config.control_tokens,
-        max_tokens=max_length,
-    )
     places: dict[str, str] = {}
     datasets: list[Dataset] = []
     for index, settings in enumerate(config.train if split == "train" else config.eval):
         name = _unique(settings.name or Path(settings.path).stem, {dataset.name for dataset in datasets})
         builder = _Builder(
-            settings, name, f"data.{split}[{index}]", split, renderer, input, limits, config.on_bad_row, places, check
+            settings, name, f"data.{split}[{index}]", split, renderer, kind, limits, config.on_bad_row, places, check
         )
         datasets.append(builder.build(plugins))
     return ExampleSet(tuple(datasets))
@@ -141,7 +130,7 @@ class _Builder:
     where: str
     split: Split
     renderer: PromptRenderer
-    input: InputKind
+    kind: ExampleKind
     limits: _Limits
     on_bad_row: OnBadRow
     places: dict[str, str]
@@ -173,9 +162,9 @@ class _Builder:
             except DataError as error:
                 bad_rows.append(f"{located.place}: {error}")
                 continue
-            num_prompt, num_tokens = _lengths(example)
+            num_prompt = len(example.prompt.token_ids)
             lengths.append(num_prompt)
-            if num_prompt > self.limits.prompt_tokens or num_tokens > self.limits.length:
+            if num_prompt > self.limits.prompt_tokens or example.num_tokens > self.limits.length:
                 num_filtered += 1
             else:
                 examples.append(example)
@@ -217,24 +206,20 @@ class _Builder:
         if located.row is None:
             raise DataError(located.error or "no row")
         raw = parse_row(row_format, located.row)
-        completion = raw.completion if self.input == "demonstrations" else None
-        if tokens := self.renderer.spelled_control_tokens(raw.prompt, completion, raw.tools):
-            control_rows.append(tokens)
-        shown = None
-        if self.input == "demonstrations":
-            shown = self._demonstration(raw, row_format)
-        rendered = self.renderer.prompt(raw.prompt, raw.tools) if shown is None else shown.prompt
         prefix = "eval/" if self.split == "eval" else ""
-        prompt = Prompt(
+        row = RowRenderer(
+            self.renderer,
+            row_format,
+            self.where,
             id=raw.id if raw.id is not None else f"{prefix}{self.name}/{number}",
-            token_ids=rendered.token_ids,
-            text=rendered.text,
             data_source=raw.data_source or self.name,
-            ground_truth=raw.ground_truth,
-            messages=rendered.messages,
-            columns=raw.columns,
         )
-        example: Example = self._checked(prompt, row_format) if shown is None else _demonstration(prompt, shown)
+        try:
+            example = self.kind.build(raw, row)
+        finally:
+            if row.spelled:
+                control_rows.append(tuple(dict.fromkeys(row.spelled)))
+        prompt = example.prompt
         if prompt.id in self.places:
             raise DataError(f"id '{prompt.id}' was already given to {self.places[prompt.id]}; ids must be unique")
         problem = self.check(prompt) if self.check is not None else None
@@ -243,22 +228,6 @@ class _Builder:
         self.places[prompt.id] = located.place
         return example
 
-    def _demonstration(self, raw: RawExample, row_format: DatasetFormat) -> RenderedDemonstration:
-        if raw.completion is None:
-            raise DataError(f"no completion to imitate (looked in: {', '.join(row_format.completion_columns)})")
-        return self.renderer.demonstration(
-            raw.prompt, raw.completion, tools=raw.tools, imitates_prompt=raw.imitates_prompt
-        )
-
-    def _checked(self, prompt: Prompt, row_format: DatasetFormat) -> Prompt:
-        """The prompt, if the row has the answer that its rewards need."""
-        if prompt.ground_truth is None and row_format.answer_required:
-            raise DataError(
-                f"no answer (looked in: {', '.join(row_format.answer_columns)}); if no reward needs one, "
-                f"set {self.where}.options.answer=optional"
-            )
-        return prompt
-
     def _all_filtered(self, report: DatasetReport, shortest: int) -> str:
         return (
             f"No example of '{report.path}' ({self.where}) is short enough: {report.num_filtered} of {report.num_rows} "
@@ -266,15 +235,3 @@ class _Builder:
             f"{self.limits.prompt_tokens} fit (data.max_prompt_tokens, and room for a completion in model.max_length "
             f"{self.limits.length}).\n  Raise those limits, or take shorter data."
         )
-
-
-def _demonstration(prompt: Prompt, shown: RenderedDemonstration) -> Demonstration:
-    return Demonstration(prompt, shown.completion_ids, None if shown.loss_mask.all() else shown.loss_mask)
-
-
-def _lengths(example: Example) -> tuple[int, int]:
-    """Prompt tokens, and all tokens."""
-    if isinstance(example, Demonstration):
-        num_prompt = len(example.prompt.token_ids)
-        return num_prompt, num_prompt + len(example.completion_ids)
-    return len(example.token_ids), len(example.token_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,19 @@ import numpy.typing as npt
 from chatlearn_core.data.mixing import next_dataset, shares
 from chatlearn_core.data.pipeline import Dataset
 from chatlearn_core.exceptions import CheckpointError
-from chatlearn_core.types import Demonstration, Example
+from chatlearn_core.plugins.sampler_options import ShuffledOptions
+from chatlearn_core.protocols.decisions import ExampleSampler, SamplerContext
+from chatlearn_core.types import Example, ExampleDraw, Sample
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
-class Sampler:
+class Sampler(ExampleSampler):
     """An endless stream of examples over one or several datasets.
 
     Every dataset is passed through epoch by epoch, each in an order of its own: draw k of epoch e of a dataset is a
-    pure function of (seed, dataset name, e), so the state is one count a dataset. A dataset that ends begins again,
-    reshuffled, whatever the others do.
+    pure function of (seed, dataset name, e), so the state is the number of batches and one count a dataset. A dataset
+    that ends begins again, reshuffled, whatever the others do.
 
     Args:
         datasets: at least one, none empty.
@@ -39,6 +40,7 @@ class Sampler:
         self._shuffle = shuffle
         self._shares = shares([dataset.weight for dataset in datasets])
         self._drawn = [0] * len(datasets)
+        self._batches = 0
         self._orders: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
         self._identity = [
             {
@@ -58,25 +60,25 @@ class Sampler:
             for dataset, drawn in zip(self._datasets, self._drawn, strict=True)
         }
 
-    def next_batch(self, size: int) -> list[Example]:
+    def observe(self, samples: Sequence[Sample]) -> None:
+        """What is drawn depends on nothing that was sampled."""
+
+    def next_batch(self, size: int) -> list[ExampleDraw]:
         """Draw ``size`` examples.
 
-        Ids are unique within a batch: an example that comes up again in the same batch (where an epoch ends, or in a
-        batch larger than the dataset) is returned under its id with ``~2``, ``~3``, ... appended.
+        Seed keys hold the number of the batch, from 1. An example that comes up again in the same batch (where an epoch
+        ends, or in a batch larger than the dataset) has ``~2``, ``~3``, ... behind its id there.
         """
-        batch: list[Example] = []
-        ids: set[str] = set()
+        self._batches += 1
+        batch: list[ExampleDraw] = []
+        names: set[str] = set()
         for _ in range(size):
-            example = self._draw()
-            prompt = example.prompt if isinstance(example, Demonstration) else example
-            name, number = prompt.id, 2
-            while name in ids:
-                name, number = f"{prompt.id}~{number}", number + 1
-            ids.add(name)
-            if name != prompt.id:
-                prompt = replace(prompt, id=name)
-                example = replace(example, prompt=prompt) if isinstance(example, Demonstration) else prompt
-            batch.append(example)
+            example, number = self._draw()
+            name, repeat = example.id, 2
+            while name in names:
+                name, repeat = f"{example.id}~{repeat}", repeat + 1
+            names.add(name)
+            batch.append(ExampleDraw(example, number, f"{name}@{self._batches}"))
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class Sampler:
             "version": _STATE_VERSION,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "batches": self._batches,
             "datasets": [
                 {**identity, "drawn": drawn} for identity, drawn in zip(self._identity, self._drawn, strict=True)
             ],
@@ -104,6 +107,7 @@ class Sampler:
             for old, new in zip(saved, self._identity, strict=False):
                 pairs.extend((f"{key} of dataset '{new['name']}'", old[key], new[key]) for key in new)
             drawn = [int(old["drawn"]) for old in saved]
+            batches = int(state["batches"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"The sampler's state is damaged: {type(error).__name__}: {error}.") from error
         changed = [f"  {what}: {old!r} in the checkpoint, {new!r} now" for what, old, new in pairs if old != new]
@@ -113,14 +117,15 @@ class Sampler:
                 + "\n".join(changed)
                 + "\n  Restore the data and settings of the checkpoint, or start a new run from its weights."
             )
-        self._drawn = drawn
+        self._drawn, self._batches = drawn, batches
 
-    def _draw(self) -> Example:
+    def _draw(self) -> tuple[Example, int]:
+        """An example, and how often it was drawn before: every epoch of its dataset draws it once."""
         index = next_dataset(self._shares, self._drawn)
         examples = self._datasets[index].examples
         epoch, position = divmod(self._drawn[index], len(examples))
         self._drawn[index] += 1
-        return examples[int(self._order(index, epoch)[position])]
+        return examples[int(self._order(index, epoch)[position])], epoch
 
     def _order(self, index: int, epoch: int) -> npt.NDArray[np.int64]:
         """Order of one epoch of one dataset; the current one is kept."""
@@ -136,3 +141,8 @@ class Sampler:
         # NumPy keeps the raw stream of a bit generator fixed between versions, but not what permutation() makes of it.
         draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(size)
         return np.argsort(draws, kind="stable").astype(np.int64)
+
+
+def shuffled_sampler(options: ShuffledOptions, context: SamplerContext) -> Sampler:
+    """The factory of the plugin ``shuffled``."""
+    return Sampler(context.datasets, seed=context.seed, shuffle=context.shuffle)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-ControlTokenPolicy = Literal["text", "special", "refuse"]
+from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy
+
 Split = Literal["train", "eval"]
 OnBadRow = Literal["error", "skip"]
 

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.environment import Experience
+from chatlearn_core.executor.experience import Experience
 from chatlearn_core.types import UNGRADED, Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
@@ -28,7 +28,7 @@ MISMATCH_CAUSES = (
 )
 JUMP_CAUSES = (
     "What changes from one step to the next: a weight sync that failed in part or left tied weights or a prefix cache "
-    "old, a replica that was rebuilt, an update that threw the policy far (actor/grad_norm, actor/ppo_kl), or longer "
+    "old, a replica that was rebuilt, an update that threw the policy far (policy/grad_norm, policy/ppo_kl), or longer "
     "completions than before"
 )
 
@@ -49,7 +49,7 @@ class Alarms:
         """
         require_some_sample(experience)
         sentences: list[str] = []
-        failed = int(metrics.get("samples/excluded", 0))
+        failed = len(experience.samples) - len(experience.admitted)
         if failed:
             listed = "; ".join(_reasons(experience.samples)[:3])
             sentences.append(f"{failed} of {len(experience.samples)} samples excluded: {listed}")

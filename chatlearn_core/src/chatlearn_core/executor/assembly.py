@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig, SamplingConfig
-from chatlearn_core.data import ExampleSet, PromptRenderer, Tokenizer, build_dataset
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.data import ExampleKind, ExampleSet, build_dataset
+from chatlearn_core.data.tokenizer import Tokenizer
+from chatlearn_core.exceptions import ConfigError, PluginError
+from chatlearn_core.executor.aggregations import select_aggregation
+from chatlearn_core.executor.decisions import option_schedules
 from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
-from chatlearn_core.executor.flow_checks import check_devices, check_outputs, check_partial_rollouts, check_roles
+from chatlearn_core.executor.flow_checks import (
+    check_devices,
+    check_outputs,
+    check_partial_rollouts,
+    check_roles,
+    check_scores,
+    check_stages,
+)
 from chatlearn_core.executor.ground_truths import ground_truth_check
+from chatlearn_core.executor.learning_plan import LearningPlan, learning_plan
 from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.planning import model_source, plan_run, with_vocab_sizes
 from chatlearn_core.executor.policy import policy_of
 from chatlearn_core.executor.role_models import asked_for_by, check_role_models
-from chatlearn_core.flow import Graph, trace
+from chatlearn_core.flow import FlowVocabulary, Graph, trace
 from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import (
     AlgorithmSpec,
+    ExampleKindSpec,
     GeneratorSpec,
-    ModelFamilySpec,
 )
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext
-from chatlearn_core.protocols.model_family import ModelFamily
+from chatlearn_core.protocols.prompt_renderer import PromptRenderer
+from chatlearn_core.runtime.model_families import check_served_families, model_family
 from chatlearn_core.runtime.plan import RunPlan
 from chatlearn_core.types import LogprobBasis, SamplingParams
 
@@ -36,14 +49,21 @@ class Assembly:
     loaded: LoadedConfig
     registry: PluginRegistry
     algorithm: Algorithm
+    learning: LearningPlan
     policy: str | None
     """The role whose weights the generators serve; None if no language model learns."""
+    kind: ExampleKind
+    """Of the examples that the algorithm takes."""
+    eval_kind: ExampleKind
+    """Of the examples that evaluations take."""
     graph: Graph
     evaluation: Graph | None
     """None if the configuration evaluates nothing."""
     plan: RunPlan
     train_set: ExampleSet
     eval_set: ExampleSet | None
+    max_length: int
+    """Longest sequence, tokens."""
     sampling: SamplingParams
     eval_sampling: SamplingParams
     group_rewards: frozenset[str]
@@ -52,14 +72,24 @@ class Assembly:
     def config(self) -> RunConfig:
         return self.loaded.config
 
+    @property
+    def home(self) -> str:
+        """The role whose workers compute what the algorithm derives from samples: the policy, or what else learns."""
+        return self.policy or self.learning.learners[0]
+
 
 @dataclass(slots=True, frozen=True)
 class FlowAssembly:
     """What a configuration makes without a look at models and data."""
 
     algorithm: Algorithm
+    learning: LearningPlan
     policy: str | None
     """The role whose weights the generators serve; None if no language model learns."""
+    kind: ExampleKind
+    """Of the examples that the algorithm takes."""
+    eval_kind: ExampleKind
+    """Of the examples that evaluations take."""
     graph: Graph
     evaluation: Graph | None
     plan: RunPlan
@@ -73,18 +103,25 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     """
     config = loaded.config
     algorithm = build_algorithm(loaded, registry)
-    graph = trace_flow(loaded, algorithm)
-    losses = algorithm.losses()
-    evaluation = None
-    if config.data.eval:
-        evaluation = trace(evaluation_flow(*evaluation_roles(config, graph)), _kinds(config), name="evaluation")
-    check_roles(config, graph, losses, evaluation)
-    policy = policy_of(algorithm, losses, config)
-    check_outputs(loaded, graph, losses)
+    graph = trace_flow(loaded, algorithm, registry)
+    learning = learning_plan(algorithm, config.train, config.algorithm.name)
+    evaluation = trace_evaluation(loaded, algorithm, graph, registry) if config.data.eval else None
+    check_roles(config, graph, learning.losses, registry.outputs, evaluation)
+    policy = policy_of(algorithm, learning.learners, config)
+    check_outputs(loaded, registry, graph, learning.losses)
+    if evaluation is not None:
+        check_outputs(loaded, registry, evaluation, {})
+    check_scores(loaded, graph)
     check_partial_rollouts(config, graph)
+    follow = [name for name, role in config.roles.items() if role.refresh is not None]
+    check_stages(config, graph, (*learning.losses, *follow))
     check_devices(config)
-    plan = plan_run(loaded, registry, graph, evaluation, losses, policy)
-    return FlowAssembly(algorithm, policy, graph, evaluation, plan)
+    plan = plan_run(loaded, registry, graph, evaluation, learning, policy)
+    kind, eval_kind = (
+        registry.load_factory(example_kind(loaded, registry, name))()
+        for name in (algorithm.input, algorithm.evaluation_input or "prompts")
+    )
+    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluation, plan)
 
 
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
@@ -95,37 +132,50 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     """
     config = loaded.config
     flow = assemble_flow(loaded, registry)
-    family = _model_family(registry)
     source = model_source(config.model, config.model)
     with asked_for_by(f"{loaded.source}, model.path"):
+        family = model_family(registry, source)
         facts = family.facts(source)
     sampling = sampling_params(config.sampling)
     eval_sampling = sampling_params(config.eval.sampling) if config.eval.sampling else greedy(sampling)
-    evaluates = flow.evaluation is not None
+    evaluates = flow.evaluation is not None and bool(flow.evaluation.calls("generator.generate"))
     max_length = min(config.model.max_length or facts.max_length, facts.max_length)
-    room = max(sampling.max_tokens, eval_sampling.max_tokens) if flow.algorithm.input == "prompts" or evaluates else 1
+    room = 1
+    if evaluates or flow.graph.calls("generator.generate"):
+        turns = flow.graph.sampled_tokens(sampling.max_tokens)
+        held_out = (flow.evaluation or flow.graph).sampled_tokens(eval_sampling.max_tokens)
+        room = max(sampling.max_tokens, eval_sampling.max_tokens, turns, held_out)
     if room >= max_length:
         raise ConfigError(
-            f"{loaded.source}: sampling.max_tokens is {room}, but the longest sequence of the model is {max_length} "
+            f"{loaded.source}: {_sampled(room, sampling)}, but the longest sequence of the model is {max_length} "
             "tokens (model.max_length), which leaves no room for a prompt. Lower sampling.max_tokens"
         )
     room_for_prompt = config.data.max_prompt_tokens or max_length - room
     if room_for_prompt + room > max_length:
         raise ConfigError(
-            f"{loaded.source}: data.max_prompt_tokens is {room_for_prompt} and sampling.max_tokens {room}, together "
+            f"{loaded.source}: data.max_prompt_tokens is {room_for_prompt} and {_sampled(room, sampling)}, together "
             f"more than the longest sequence of the model, {max_length} tokens (model.max_length). Lower one of the two"
         )
     with asked_for_by(f"{loaded.source}, model.{'tokenizer' if config.model.tokenizer else 'path'}"):
         tokenizer = family.load_tokenizer(source)
-    plan = with_vocab_sizes(flow.plan, check_role_models(loaded, family, flow.plan.roles, tokenizer, facts.vocab_size))
-    stop_token_ids = _ends_of_turns(config, tokenizer)
+        renderer = family.renderer(
+            tokenizer,
+            apply_chat_template=config.data.apply_chat_template,
+            system_prompt=config.data.system_prompt,
+            control_tokens=config.data.control_tokens,
+            max_tokens=max_length,
+        )
+    models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts)
+    check_served_families(loaded, models)
+    plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
+    stop_token_ids = _ends_of_turns(renderer, tokenizer)
     sampling = replace(sampling, stop_token_ids=stop_token_ids)
     eval_sampling = replace(eval_sampling, stop_token_ids=stop_token_ids)
     train_set = build_dataset(
         config.data,
-        tokenizer,
+        renderer,
         registry,
-        input=flow.algorithm.input,
+        kind=flow.kind,
         max_prompt_tokens=room_for_prompt,
         max_length=max_length,
         split="train",
@@ -135,9 +185,9 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     if flow.evaluation is not None:
         eval_set = build_dataset(
             config.data,
-            tokenizer,
+            renderer,
             registry,
-            input="prompts",
+            kind=flow.eval_kind,
             max_prompt_tokens=room_for_prompt,
             max_length=max_length,
             split="eval",
@@ -147,24 +197,35 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         loaded=loaded,
         registry=registry,
         algorithm=flow.algorithm,
+        learning=flow.learning,
         policy=flow.policy,
+        kind=flow.kind,
+        eval_kind=flow.eval_kind,
         graph=flow.graph,
         evaluation=flow.evaluation,
         plan=plan,
         train_set=train_set,
         eval_set=eval_set,
+        max_length=max_length,
         sampling=sampling,
         eval_sampling=eval_sampling,
         group_rewards=_group_rewards(loaded),
     )
 
 
-def _ends_of_turns(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _ends_of_turns(renderer: PromptRenderer, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The token by which the chat template ends a turn, where it is not the tokenizer's end of sequence, which ends a
     completion anyway.
     """
-    end = PromptRenderer(tokenizer, config.data.apply_chat_template).end_of_turn_id
+    end = renderer.end_of_turn_id
     return () if end is None or end == tokenizer.eos_token_id else (end,)
+
+
+def _sampled(tokens: int, sampling: SamplingParams) -> str:
+    """Where that many tokens come from, for messages."""
+    if tokens == sampling.max_tokens:
+        return f"sampling.max_tokens is {tokens}"
+    return f"sampling.max_tokens is {sampling.max_tokens} and the flow or the evaluation samples up to {tokens}"
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
@@ -183,17 +244,8 @@ def greedy(sampling: SamplingParams) -> SamplingParams:
     return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
 
 
-def _model_family(registry: PluginRegistry) -> ModelFamily:
-    """The family for models that no plugin claims by ``model_type``."""
-    general = [record for record in registry.records("model_family") if not record.model_types]
-    if not general:
-        raise ConfigError(
-            "no installed plugin reads model directories (hook chatlearn_model_families); install chatlearn-hf"
-        )
-    record = registry.select("model_family", general[0].name, where="model")
-    assert isinstance(record, ModelFamilySpec)
-    family: ModelFamily = registry.load_factory(record)(registry.load_options(record)())
-    return family
+ALGORITHM_MEMBERS = sorted(name for name in vars(Algorithm) if not name.startswith("_"))
+"""What the core uses of an algorithm."""
 
 
 def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm:
@@ -208,8 +260,22 @@ def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm
         roles={name: role.kind for name, role in loaded.config.roles.items()},
         generator_basis=generator_basis,
         generator=generator,
+        schedules=option_schedules(loaded, registry),
+        aggregation=partial(select_aggregation, registry),
     )
     algorithm: Algorithm = registry.load_factory(choice.record)(choice.options, context)
+    missing = [name for name in ALGORITHM_MEMBERS if not hasattr(algorithm, name)]
+    if missing:
+        raise PluginError(
+            f"algorithm {choice.record.name!r} has no {', '.join(missing)}: its class {type(algorithm).__name__} must "
+            "subclass chatlearn_core.protocols.Algorithm, which has defaults for what it does not need"
+        )
+    unknown = sorted(context.schedules.keys() - algorithm.scheduled)
+    if unknown:
+        raise ConfigError(
+            f"schedules: algorithm {choice.record.name!r} does not take a schedule of its option {unknown[0]!r}; "
+            f"it takes {', '.join(sorted(algorithm.scheduled)) or 'none'}"
+        )
     return algorithm
 
 
@@ -225,10 +291,38 @@ def _other_basis(loaded: LoadedConfig, sampling: SamplingParams) -> tuple[str, L
     return "the generator", None
 
 
-def trace_flow(loaded: LoadedConfig, algorithm: Algorithm) -> Graph:
+def trace_flow(loaded: LoadedConfig, algorithm: Algorithm, registry: PluginRegistry) -> Graph:
     """The checked graph of an algorithm's flow over the configured roles."""
     config = loaded.config
-    return trace(algorithm.flow, _kinds(config), name=config.algorithm.name, input_kind=algorithm.input)
+    return trace(
+        algorithm.flow,
+        _kinds(config),
+        name=config.algorithm.name,
+        given=_given(example_kind(loaded, registry, algorithm.input)),
+        vocabulary=FlowVocabulary.of(registry),
+    )
+
+
+def trace_evaluation(loaded: LoadedConfig, algorithm: Algorithm, graph: Graph, registry: PluginRegistry) -> Graph:
+    """The checked graph of an evaluation: the algorithm's own, or prompts sampled and scored."""
+    config, given = loaded.config, None
+    if algorithm.evaluation_input is None:
+        flow = evaluation_flow(evaluation_roles(config, graph))
+    else:
+        flow, given = algorithm.evaluation, _given(example_kind(loaded, registry, algorithm.evaluation_input))
+    return trace(flow, _kinds(config), name="evaluation", given=given, vocabulary=FlowVocabulary.of(registry))
+
+
+def example_kind(loaded: LoadedConfig, registry: PluginRegistry, name: str) -> ExampleKindSpec:
+    """The record of a kind of examples that the algorithm asks for."""
+    return registry.select(
+        "example_kind", name, f"{loaded.source}, input of algorithm {loaded.config.algorithm.name!r}"
+    )
+
+
+def _given(kind: ExampleKindSpec) -> str | None:
+    """The kind, where its examples bring samples."""
+    return kind.name if kind.has_samples else None
 
 
 def _kinds(config: RunConfig) -> dict[str, str]:

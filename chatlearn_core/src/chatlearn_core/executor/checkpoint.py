@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from chatlearn_core.exceptions import BackendError, CheckpointError, TrainerLostError
-from chatlearn_core.metrics.durable_files import make_durable
+from chatlearn_core.metrics.durable_files import file_facts, make_durable, sha256_of
+from chatlearn_core.types import FileFacts
 
 SEAL = "checkpoint.json"
 """Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
@@ -51,11 +53,18 @@ class CheckpointStore:
         self.keep_best = keep_best
 
     @contextlib.contextmanager
-    def write(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+    def write(
+        self, step: int, state: dict[str, Any], facts: Mapping[str, FileFacts] = MappingProxyType({})
+    ) -> Iterator[Path]:
         """A directory to fill; when the block ends it is sealed and renamed at once, or, if it raised, removed.
 
+        Args:
+            facts: when the block ends, what the writers of some files say of them, by path below the directory. These
+                files are not read again, only compared in size; all others are read for their checksums.
+
         Raises:
-            CheckpointError: the disk does not take it; names the path. Earlier checkpoints are untouched.
+            CheckpointError: the disk does not take it; names the path. Or a file is not there as its writer said.
+                Earlier checkpoints are untouched.
         """
         final = self.path_of(step)
         temporary = self.directory / f".writing_step_{step:08d}"
@@ -63,7 +72,7 @@ class CheckpointStore:
             self._remove_unfinished()
             temporary.mkdir(parents=True)
             yield temporary
-            _seal(temporary, step, state)
+            _seal(temporary, step, state, facts)
             if final.exists():
                 self._remove(final)
             temporary.rename(final)
@@ -222,7 +231,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
             size = file.stat().st_size
             if size != num_bytes:
                 raise CheckpointError(f"{path} is damaged: {name} has {size} bytes, {num_bytes} were written")
-            if verify and _checksum(file) != checksum:
+            if verify and sha256_of(file) != checksum:
                 raise CheckpointError(f"{path} is damaged: the contents of {name} changed since it was written")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is damaged: {name} is missing") from error
@@ -237,12 +246,25 @@ def _has_settings(state: Mapping[str, Any]) -> bool:
     return isinstance(config, dict) and isinstance(config.get("train"), dict) and "steps" in config["train"]
 
 
-def _seal(directory: Path, step: int, state: dict[str, Any]) -> None:
+def _seal(directory: Path, step: int, state: dict[str, Any], facts: Mapping[str, FileFacts]) -> None:
     """Force the files to disk and write what they should be."""
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    if absent := sorted(facts.keys() - set(names)):
+        raise CheckpointError(
+            f"the checkpoint of step {step} lacks {absent[0]}, which its trainer says it has written; is every rank's "
+            "disk the one that this process sees? Put output_dir on a shared one"
+        )
     files = {}
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-        make_durable(file)
-        files[str(file.relative_to(directory))] = {"bytes": file.stat().st_size, "sha256": _checksum(file)}
+    for name in names:
+        written = facts.get(name)
+        if written is None:
+            written = file_facts(directory, [name])[name]
+        elif (size := (directory / name).stat().st_size) != written.num_bytes:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is damaged: {name} has {size} bytes, and its trainer says that it has "
+                f"written {written.num_bytes}"
+            )
+        files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
     seal = directory / SEAL
     content = {"format": _FORMAT, "step": step, "state": state, "files": files}
     seal.write_text(json.dumps({**content, "sha256": _own_checksum(content)}, indent=1))
@@ -256,11 +278,6 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
     """Of the seal itself: a number of the state that flipped would go unnoticed otherwise."""
     as_read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _cannot_change(directory: Path, error: OSError) -> CheckpointError:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.assembly import Assembly
-from chatlearn_core.executor.building import build_evaluator, build_runtime
+from chatlearn_core.executor.component_factory import LoopParts, build_evaluator, build_runtime
 from chatlearn_core.executor.metrics_line import values
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.metrics import Timers
@@ -23,7 +23,8 @@ async def evaluate_model(assembly: Assembly) -> dict[str, float]:
     roles = {name: role for name, role in assembly.plan.roles.items() if name in assembly.evaluation.roles}
     alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
     runtime = build_runtime(alone)
-    evaluator = build_evaluator(alone, runtime, Rollouts(runtime, assembly.config.rollout, alone.plan.roles))
+    rollouts = Rollouts(runtime, assembly.config.rollout, alone.plan.roles)
+    evaluator = build_evaluator(LoopParts(alone, runtime, rollouts))
     assert evaluator is not None, "there is an eval dataset"
     try:
         await runtime.start()

@@ -3,50 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from chatlearn_core.config.models import RunConfig
+from chatlearn_core.data import ExampleKind
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.environment import make_slots
+from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import Graph
 from chatlearn_core.metrics import Timers
-from chatlearn_core.types import UNGRADED, Example, Metric, Metrics, RewardResult, Sample, SamplingParams
+from chatlearn_core.protocols import Algorithm, TrainerGroup
+from chatlearn_core.types import (
+    UNGRADED,
+    Derived,
+    Example,
+    Metric,
+    Metrics,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    evaluation_draw,
+    scored_batch,
+)
 
 ACCURACY = ("accuracy", "acc")
 """Components by which a reward says whether the sample is right, the first that it has."""
 
 
-def evaluation_flow(generator: str, reward: str) -> Callable[[Any, Any], Any]:
-    """A flow that generates with one role and scores with another; nothing is trained."""
+@dataclass(slots=True, frozen=True)
+class EvaluationRoles:
+    """Which roles evaluate prompts."""
+
+    maker: str
+    method: str
+    """Of ``maker``: ``generate`` of a generator, or ``rollout`` of an environment."""
+    reward: str | None
+    """None: the environment's rollouts have rewards."""
+
+
+def evaluation_flow(roles: EvaluationRoles) -> Callable[[Any, Any], Any]:
+    """A flow that samples with one role and scores with another; nothing is trained."""
 
     def evaluate(prompts: Any, m: Any) -> Any:
-        samples = getattr(m, generator).generate(prompts)
-        return m.join(samples, getattr(m, reward).score(samples))
+        samples = getattr(getattr(m, roles.maker), roles.method)(prompts)
+        if roles.reward is None:
+            return samples
+        return m.join(samples, getattr(m, roles.reward).score(samples))
 
     return evaluate
 
 
-def evaluation_roles(config: RunConfig, graph: Graph) -> tuple[str, str]:
-    """The generator and the reward that evaluation uses: those of the algorithm's flow; where it has none, the only
-    configured ones.
+def evaluation_roles(config: RunConfig, graph: Graph) -> EvaluationRoles:
+    """The generator (or environment) and the reward that evaluation uses: those of the algorithm's flow; where it has
+    none, the only configured ones.
 
     Raises:
         ConfigError: there is none, or more than one.
     """
-    chosen: list[str] = []
-    for kind, method in (("generator", "generate"), ("reward", "score")):
-        called = [node.role for node in graph.calls(method)]
-        roles = called or [name for name, role in config.roles.items() if role.kind == kind]
-        if len(roles) != 1:
-            found = f"there are {', '.join(roles)}" if roles else "there is none"
-            raise ConfigError(
-                f"data.eval needs a role of kind {kind}; the flow of algorithm {config.algorithm.name!r} calls none, "
-                f"and of the configured ones {found}. Keep or add one (roles.{kind} with kind: {kind}), or remove "
-                "data.eval"
-            )
-        chosen.append(roles[0])
-    return chosen[0], chosen[1]
+    environments = graph.calls("environment.rollout")
+    rewards = graph.calls("reward.score")
+    if len(environments) == 1 and len({node.role for node in rewards}) <= 1:
+        return EvaluationRoles(environments[0].role, "rollout", rewards[0].role if rewards else None)
+    return EvaluationRoles(
+        _only_role(config, graph, "generator", "generator.generate"),
+        "generate",
+        _only_role(config, graph, "reward", "reward.score"),
+    )
+
+
+def _only_role(config: RunConfig, graph: Graph, kind: str, method: str) -> str:
+    called = list(dict.fromkeys(node.role for node in graph.calls(method)))
+    roles = called or [name for name, role in config.roles.items() if role.kind == kind]
+    if len(roles) != 1:
+        found = f"there are {', '.join(roles)}" if roles else "there is none"
+        raise ConfigError(
+            f"data.eval needs a role of kind {kind}; the flow of algorithm {config.algorithm.name!r} calls none, "
+            f"and of the configured ones {found}. Keep or add one (roles.{kind} with kind: {kind}), or remove "
+            "data.eval"
+        )
+    return roles[0]
+
+
+@dataclass(slots=True, frozen=True)
+class OwnMetrics:
+    """An algorithm's own metrics of held-out samples, computed in a worker of ``group``."""
+
+    algorithm: Algorithm
+    group: Callable[[], TrainerGroup]
+
+    async def of(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
+        """``{prefix}/samples`` and what ``Algorithm.evaluation_metrics`` returns, below ``prefix``."""
+        learned = [sample for sample in samples if sample.exclusion is None and sample.loss_mask.any()]
+        metrics: Metrics = {
+            f"{prefix}/samples": Metric(len(samples), reducer="sum"),
+            f"{prefix}/failed": Metric(len(samples) - len(learned), reducer="sum"),
+        }
+        if learned:
+            derived = await self.group().derive(scored_batch(learned), partial(own_metrics, self.algorithm))
+            metrics |= {f"{prefix}/{name}": metric for name, metric in derived.metrics.items()}
+        return metrics
+
+
+def own_metrics(algorithm: Algorithm, batch: TrainBatch) -> Derived:
+    """What the algorithm measures of one part of a batch."""
+    return Derived(metrics=algorithm.evaluation_metrics(batch))
 
 
 class Evaluator:
@@ -57,6 +120,8 @@ class Evaluator:
         examples: the evaluation prompts, all of them, every time.
         sampling: greedy by default; otherwise seeded by the prompt alone, so that evaluations compare.
         samples_per_prompt: completions for each prompt.
+        own_metrics: measures the samples in place of ``evaluation_metrics``.
+        kind: of the examples; prompts by default.
     """
 
     def __init__(
@@ -67,7 +132,11 @@ class Evaluator:
         *,
         samples_per_prompt: int,
         seed: int,
+        own_metrics: OwnMetrics | None = None,
+        kind: ExampleKind | None = None,
     ) -> None:
+        self.kind = kind
+        self.own_metrics = own_metrics
         self.scheduler = scheduler
         self.examples = examples
         self.sampling = sampling
@@ -78,18 +147,25 @@ class Evaluator:
         """``eval/reward``, lengths, ``eval/accuracy`` where the rewards give it; by data source too where there are
         several.
         """
-        slots = make_slots(self.examples, "eval", self.samples_per_prompt, self.sampling, self.seed)
+        calls = self.scheduler.graph.calls("generator.generate")
+        draws = [evaluation_draw(example) for example in self.examples]
+        requests = make_requests(draws, self.samples_per_prompt, self.sampling, self.seed, calls, self.kind)
         apart = Timers()
         with timers.measure("eval"):
-            samples = await self.scheduler.run(slots, apart)
+            samples = await self.scheduler.run(requests, apart)
         timers.adopt(apart, during="eval")
-        metrics = evaluation_metrics("eval", samples)
+        metrics = await self._measured("eval", samples)
         sources = sorted({sample.prompt.data_source for sample in samples})
         if len(sources) > 1:
             for source in sources:
                 of_source = [sample for sample in samples if sample.prompt.data_source == source]
-                metrics |= evaluation_metrics(f"eval/{source}", of_source)
+                metrics |= await self._measured(f"eval/{source}", of_source)
         return metrics, samples
+
+    async def _measured(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
+        if self.own_metrics is None:
+            return evaluation_metrics(prefix, samples)
+        return await self.own_metrics.of(prefix, samples)
 
 
 def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
@@ -112,7 +188,7 @@ def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
         metrics[f"{prefix}/accuracy"] = Metric(sum(right), len(samples))
     if values:
         metrics[f"{prefix}/reward"] = Metric(sum(values), len(values))
-    lengths = [sample.num_completion_tokens for sample in samples if sample.completion is not None]
+    lengths = [sample.num_completion_tokens for sample in samples if sample.turns]
     if lengths:
         metrics[f"{prefix}/response_length"] = Metric(sum(lengths), len(lengths))
     return metrics

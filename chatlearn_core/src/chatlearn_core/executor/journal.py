@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chatlearn_core.exceptions import ChatLearnError
@@ -30,21 +31,51 @@ class Journal:
         self.listener = listener
         self.step = 0
         """The step that is being made; 0 before the first."""
-        self.phase = Phase.STARTING
+        self._active: dict[Phase, list[float]] = {}
+        """Phase -> when each of its parts that still run began; the phase that began last is the last."""
+        self._last = (Phase.STARTING, time.monotonic())
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=KEPT_EVENTS)
         """The newest events of this process, as ``events.jsonl`` has them."""
-        self._entered = time.monotonic()
 
     @property
-    def phase_s(self) -> float:
-        """Seconds since the phase was entered."""
-        return time.monotonic() - self._entered
+    def phases(self) -> tuple[Phase, ...]:
+        """All that the run does now, in the order in which it began. After an error: what it did then."""
+        return tuple(self._active)
 
-    def enter(self, phase: Phase, step: int | None = None) -> None:
-        """The run does this now, in ``step`` or in the step that it is in."""
+    @property
+    def phase(self) -> Phase:
+        """What it began last."""
+        return next(reversed(self._active), self._last[0])
+
+    def seconds_in(self, phase: Phase) -> float:
+        """Since the phase began."""
+        began = self._active.get(phase)
+        return time.monotonic() - (min(began) if began else self._last[1])
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+        """The run does this in the block, in ``step`` or in the step that it is in, whatever else it does meanwhile.
+
+        A block that raises leaves its phase behind, so that a failure can say in what it happened; see ``forget``.
+        """
         self.step = self.step if step is None else step
-        self.phase, self._entered = phase, time.monotonic()
-        self.listener.phase(self.step, phase)
+        began = time.monotonic()
+        self._last = (phase, began)
+        is_new = phase not in self._active
+        self._active.setdefault(phase, []).append(began)
+        if is_new:
+            self.listener.phase(self.step, phase)
+            self.listener.phases_changed(self.step, self.phases)
+        yield
+        parts = self._active.get(phase, [])
+        if began in parts:
+            parts.remove(began)
+        if not parts and self._active.pop(phase, None) is not None:
+            self.listener.phases_changed(self.step, self.phases)
+
+    def forget(self) -> None:
+        """What was under way is over, though it did not end well."""
+        self._active.clear()
 
     def record(self, event: str, **facts: Any) -> None:
         """Write an event down."""

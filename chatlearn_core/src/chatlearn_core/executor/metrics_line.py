@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatlearn_core.data import Sampler
+from chatlearn_core.protocols import ExampleSampler
 from chatlearn_core.types import Metric, Metrics, SyncReceipt
 
 
@@ -20,7 +20,7 @@ def throughput(metrics: Metrics) -> dict[str, float]:
     return {"perf/throughput": tokens / seconds if seconds else 0.0}
 
 
-def epochs(sampler: Sampler) -> dict[str, float]:
+def epochs(sampler: ExampleSampler) -> dict[str, float]:
     """``training/epoch``, or one a dataset where there are several."""
     counts = sampler.epochs
     if len(counts) == 1:

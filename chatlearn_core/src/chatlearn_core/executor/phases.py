@@ -8,8 +8,8 @@ from enum import StrEnum
 class Phase(StrEnum):
     """A part of a run. Its value is the word that people read.
 
-    Within a step ``generating``, ``scoring`` and ``computing`` overlap, since work streams sample by sample: each is
-    entered when its first call begins. Every phase has a test that kills every kind of process in it
+    Phases overlap: within a step ``generating``, ``scoring`` and ``computing``, since work streams sample by sample;
+    where rollouts are made ahead, these and ``updating``. Every phase has a test that kills every kind of process in it
     (``plugins/chatlearn_ray/tests/test_fault_grid.py``); a new one is added there too, or that test fails.
     """
 

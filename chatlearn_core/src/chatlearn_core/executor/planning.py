@@ -10,12 +10,21 @@ from typing import Any, cast
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, RunConfig
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.learning_plan import LearningPlan
 from chatlearn_core.flow import Graph
-from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, placement_of, shared_channel
-from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, RuntimeSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, placement_of, shared_way
+from chatlearn_core.plugins.records import (
+    EnvironmentSpec,
+    Export,
+    GeneratorSpec,
+    RewardSpec,
+    RuntimeSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.protocols import Loss, ModelSource
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.protocols import ModelSource
+from chatlearn_core.runtime.plan import BackendPlan, Refresh, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import Payload
 
 _MIB = 1 << 20
@@ -26,7 +35,7 @@ def plan_run(
     registry: PluginRegistry,
     graph: Graph,
     evaluation: Graph | None,
-    losses: Mapping[str, Loss],
+    learning: LearningPlan,
     policy: str | None,
 ) -> RunPlan:
     """The roles that flow, evaluation and losses use, and how weights get from the policy to its generators.
@@ -38,15 +47,15 @@ def plan_run(
         ConfigError: ``weight_sync`` does not suit the two ends, or what they were told to send and take.
     """
     config = loaded.config
-    used = set(graph.roles) | set(losses) | set(evaluation.roles if evaluation else ())
-    roles = {name: _role_plan(loaded, name, name in losses) for name in config.roles if name in used}
+    used = {*graph.roles, *learning.learners, *(evaluation.roles if evaluation else ())}
+    used |= {called for name in used for called in config.roles[name].uses.values()}
+    roles = {name: _role_plan(loaded, name, learning) for name in config.roles if name in used}
     return RunPlan(
         registry=registry,
         roles=roles,
         weight_syncs=() if policy is None else tuple(_weight_syncs(loaded, registry, roles, roles[policy])),
         run_dir=run_directory(config),
         seed=config.seed,
-        total_updates=config.train.steps * config.train.epochs * config.train.mini_batches,
     )
 
 
@@ -75,14 +84,14 @@ def model_source(model: ModelConfig, default: ModelConfig, head: str = "lm") -> 
     )
 
 
-def _role_plan(loaded: LoadedConfig, name: str, learns: bool) -> RolePlan:
+def _role_plan(loaded: LoadedConfig, name: str, learning: LearningPlan) -> RolePlan:
     config = loaded.config
     role: RoleConfig = config.roles[name]
     if role.parts:
         backends = tuple(_reward_part(loaded, name, index, part) for index, part in enumerate(role.parts))
     else:
         choice = loaded.plugin("roles", name)
-        assert isinstance(choice.record, TrainerSpec | GeneratorSpec | RewardSpec)
+        assert isinstance(choice.record, TrainerSpec | GeneratorSpec | RewardSpec | EnvironmentSpec)
         backends = (BackendPlan(f"roles.{name}", choice.record, choice.options),)
     return RolePlan(
         name=name,
@@ -93,10 +102,24 @@ def _role_plan(loaded: LoadedConfig, name: str, learns: bool) -> RolePlan:
         device=role.device,
         replicas=role.replicas,
         ranks=role.ranks,
-        trainable=learns if role.trainable is None else role.trainable,
+        trainable=name in learning.losses if role.trainable is None else role.trainable,
         engine=role.engine,
         timeout_s=role.timeout_s,
+        refresh=_refresh(name, role, learning),
+        uses=dict(role.uses),
+        total_updates=learning.num_updates.get(name),
     )
+
+
+def _refresh(name: str, role: RoleConfig, learning: LearningPlan) -> Refresh | None:
+    if role.refresh is None:
+        return None
+    if name in learning.losses or role.refresh.role not in learning.losses:
+        raise ConfigError(
+            f"roles.{name}.refresh takes the weights of {role.refresh.role!r}: that role must learn and {name!r} must "
+            f"not, and the algorithm trains {', '.join(learning.losses)}. Name one of these, or remove refresh"
+        )
+    return Refresh(role.refresh.role, role.refresh.every, role.refresh.decay)
 
 
 def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) -> BackendPlan:
@@ -108,10 +131,11 @@ def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) 
 
 def _weight_syncs(
     loaded: LoadedConfig, registry: PluginRegistry, roles: Mapping[str, RolePlan], policy: RolePlan
-) -> list[WeightSyncPlan]:
+) -> list[WeightRoute]:
     """From the policy to every generator that samples from it; a generator with a model of its own keeps it."""
     config = loaded.config
-    syncs: list[WeightSyncPlan] = []
+    syncs: list[WeightRoute] = []
+    export: Export | None = None if config.weight_sync.export == "auto" else config.weight_sync.export
     runtime = loaded.plugin("runtime")
     assert isinstance(runtime.record, RuntimeSpec)
     for generator in (role for role in roles.values() if role.kind == "generator"):
@@ -132,7 +156,9 @@ def _weight_syncs(
                 registry.records("weight_sync"),
                 placement,
                 config.weight_sync.payload,
+                export=export,
                 rolling=config.weight_sync.fleet_rule == "rolling",
+                devices=[policy.device, generator.device],
             )
             options = registry.load_options(record)(**config.weight_sync.options)
         else:
@@ -144,17 +170,19 @@ def _weight_syncs(
                 record,
                 placement,
                 config.weight_sync.payload,
+                export=export,
                 rolling=config.weight_sync.fleet_rule == "rolling",
+                devices=[policy.device, generator.device],
             )
             if reasons:  # config/rules says so earlier, where the policy is known from the algorithm's record
                 raise ConfigError(
                     f"weight_sync.backend {record.name!r} does not suit roles {policy.name!r} and {generator.name!r}: "
                     f"{'; '.join(reasons)}. Choose another transport, or 'auto'"
                 )
-        channel = shared_channel(record, generator_record, config.weight_sync.payload)
-        assert channel is not None, "a transport that the generator has no channel for is refused"
+        way = shared_way(trainer_record, generator_record, record, placement, config.weight_sync.payload, export)
+        assert way is not None, "a transport that does not suit both ends is refused"
         syncs.append(
-            WeightSyncPlan(
+            WeightRoute(
                 trainer=policy.name,
                 generator=generator.name,
                 record=record,
@@ -163,7 +191,8 @@ def _weight_syncs(
                 fleet_rule=config.weight_sync.fleet_rule,
                 bucket_bytes=config.weight_sync.bucket_mb * _MIB,
                 timeout_s=config.weight_sync.timeout_s,
-                channel=channel,
+                export=way[0],
+                channel=way[1],
                 payload=config.weight_sync.payload,
                 max_loading=config.weight_sync.max_loading,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from chatlearn_core.executor.phases import Phase
@@ -15,7 +15,16 @@ class RunListener:
         """Roles are up; training begins with ``first_step``."""
 
     def phase(self, step: int, phase: Phase) -> None:
-        """What the run does now; ``step`` is the step that is being made, 0 before the first."""
+        """The run begins to do this; ``step`` is the step that is being made, 0 before the first."""
+
+    def phases_changed(self, step: int, phases: Sequence[Phase]) -> None:
+        """All that the run does from now on, in the order in which it began."""
+
+    counts_tokens = False
+    """Whether ``sampled`` is called, which costs generators a little."""
+
+    def sampled(self, num_tokens: int) -> None:
+        """Generators have sampled this many more tokens; those that do not stream say nothing."""
 
     def message(self, text: str) -> None:
         """Something a person should read."""

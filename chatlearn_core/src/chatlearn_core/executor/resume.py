@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal
 
 from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
@@ -44,6 +45,18 @@ def layout_settings(plan: RunPlan) -> list[str]:
             if isinstance(backend.record, TrainerSpec | GeneratorSpec):
                 settings += [f"roles.{role.name}.engine.{name}" for name in backend.record.layout_arguments]
     return settings
+
+
+def fixed_layout(plan: RunPlan) -> dict[str, str]:
+    """Settings that may not differ, and why: the layout of trainers whose checkpoints are bound to it."""
+    fixed: dict[str, str] = {}
+    for role in plan.roles.values():
+        for record in (backend.record for backend in role.backends):
+            if (role.trainable or role.refresh) and isinstance(record, TrainerSpec) and not record.reshards:
+                reason = f"the trainer '{record.name}' does not load a checkpoint under another layout (reshards)"
+                options = [f"options.{option}" for option in record.parallel.values()]
+                fixed |= {f"roles.{role.name}.{key}": reason for key in ("ranks", *options)}
+    return fixed
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +109,7 @@ def find_resume_point(
     has_metrics: bool,
     is_complete: bool,
     may_change: Collection[str] = (),
+    fixed: Mapping[str, str] = MappingProxyType({}),
     rewind: bool = False,
     command: str = "chatlearn run",
     branched_from: str | None = None,
@@ -111,6 +125,7 @@ def find_resume_point(
         has_metrics: whether the directory holds the metrics of a run.
         is_complete: whether that run ended well, its model exported.
         may_change: settings that may differ, beside ``MAY_CHANGE``.
+        fixed: settings that may not, whatever those two say, and why.
         rewind: whether checkpoints newer than that may be deleted, with their metrics and rollouts.
         command: what starts the run, for messages.
         branched_from: the checkpoint of another directory that this directory's run went on from, if it did; it may go
@@ -152,7 +167,13 @@ def find_resume_point(
             notes.append("no complete checkpoint was found: the run starts from the beginning")
         return ResumePoint(None, notes)
     allowed = (*MAY_CHANGE, *may_change)
-    changed = [line for line in changed_settings(checkpoint.state["config"], config) if not _is_of(line, allowed)]
+    changed: list[str] = []
+    for line in changed_settings(checkpoint.state["config"], config):
+        reason = fixed.get(line.partition(":")[0])
+        if reason is not None:
+            changed.append(f"{line}; {reason}")
+        elif not _is_of(line, allowed):
+            changed.append(line)
     if changed:
         left_out = f"\n  ... and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
         raise CheckpointError(

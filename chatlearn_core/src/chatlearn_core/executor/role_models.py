@@ -13,7 +13,7 @@ from chatlearn_core.data.tokenizer import Tokenizer
 from chatlearn_core.exceptions import ModelError
 from chatlearn_core.executor.planning import model_source
 from chatlearn_core.protocols import ModelSource
-from chatlearn_core.protocols.model_family import ModelFamily
+from chatlearn_core.protocols.model_family import ModelFacts, ModelFamily
 
 _EXAMPLES = 3
 """Ids that a refusal names."""
@@ -29,38 +29,38 @@ def asked_for_by(where: str) -> Iterator[None]:
 
 
 def check_role_models(
-    loaded: LoadedConfig, family: ModelFamily, roles: Collection[str], tokenizer: Tokenizer, vocab_size: int
-) -> dict[str, int]:
-    """The vocabulary size of each role's model.
+    loaded: LoadedConfig, family: ModelFamily, roles: Collection[str], tokenizer: Tokenizer, facts: ModelFacts
+) -> dict[str, ModelFacts]:
+    """What is known of the model that each trainer and generator role holds.
 
     Args:
         family: reads model directories.
         roles: those that are used.
         tokenizer: of the run: what prompts are encoded with.
-        vocab_size: of the run's model.
+        facts: of the run's model.
 
     Raises:
         ModelError: a role's own model cannot be read, or its tokenizer gives another meaning to an id of the run's.
     """
     config = loaded.config
-    sizes: dict[str, int] = {}
+    known: dict[str, ModelFacts] = {}
     own = model_source(config.model, config.model)
     for name in roles:
         role = config.roles[name]
-        if role.kind == "reward":
+        if role.kind not in ("trainer", "generator"):
             continue
-        sizes[name] = vocab_size
+        known[name] = facts
         if role.model is None:
             continue
         source = model_source(role.model, config.model, role.head)
         where = f"{loaded.source}, roles.{name}.model"
         if source.path != own.path:
             with asked_for_by(f"{where}.path"):
-                sizes[name] = family.facts(source).vocab_size
+                known[name] = family.facts(source)
         if source.tokenizer_path != own.tokenizer_path:
             with asked_for_by(f"{where}.{'tokenizer' if role.model.tokenizer else 'path'}"):
                 check_same_tokenizer(name, source, family.load_tokenizer(source), own, tokenizer)
-    return sizes
+    return known
 
 
 def check_same_tokenizer(

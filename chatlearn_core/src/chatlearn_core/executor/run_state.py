@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chatlearn_core.data import Sampler
+from chatlearn_core.exceptions import CheckpointError
 from chatlearn_core.executor.alarms import Alarms
 from chatlearn_core.executor.checkpoint import Checkpoint
+from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollouts.pending import Group
+from chatlearn_core.protocols.decisions import Stateful
 
-COUNTED = ("samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
+COUNTED = ("samples/admitted", "samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
 """Metrics that are added up over the whole run, in checkpoints and in the summary."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """Everything that changes from step to step in the executor itself."""
+    """Everything that changes from step to step in the executor itself.
 
-    sampler: Sampler
+    A checkpoint is of a completed step, also where the next one has begun: ``complete`` keeps what it stores.
+    """
+
+    parts: Mapping[str, Stateful]
+    """By the name under which a checkpoint holds their state."""
     step: int = 0
     """Last completed step."""
+    policy_version: int = 0
+    """Weight syncs of the policy so far: which weights the generators serve."""
+    stopped: str | None = None
+    """Why a step policy ended the run before its last step."""
     before: dict[str, float] = field(default_factory=dict)
     """The evaluation before training."""
     after: dict[str, float] = field(default_factory=dict)
@@ -32,18 +44,33 @@ class RunState:
     """Metrics of the last completed step."""
     alarms: Alarms = field(default_factory=Alarms)
     pending: tuple[Group, ...] = ()
-    """Rollouts that go on in the next step; a checkpoint holds them beside the roles."""
+    """Rollouts that were not finished when the step was complete."""
+    buffered: RolloutBuffer | None = None
+    """Rollouts that were finished and waited for a later step; None: none."""
     policy_changed: bool = False
     """Whether updates of an incomplete step have been made: then the weights match no completed step."""
     saved_step: int = -1
     saved_path: Path | None = None
     """The checkpoint of that step; in another run's directory where ``--resume PATH`` named one there."""
+    _initial: dict[str, dict[str, Any]] = field(init=False)
+    _states: dict[str, dict[str, Any]] = field(init=False)
+    """Of the parts, when the step was complete."""
 
-    def complete(self, step: int, line: dict[str, float], pending: tuple[Group, ...] = ()) -> None:
-        """``step`` is done, with these metrics, and left these rollouts unfinished."""
+    def __post_init__(self) -> None:
+        self._initial = self._states = self._states_now()
+
+    def _states_now(self) -> dict[str, dict[str, Any]]:
+        return {name: deepcopy(part.state_dict()) for name, part in self.parts.items()}
+
+    def complete(
+        self, step: int, line: dict[str, float], pending: tuple[Group, ...] = (), buffer: RolloutBuffer | None = None
+    ) -> None:
+        """``step`` is done, with these metrics, and left these rollouts for later ones."""
         for name in COUNTED:
             self.totals[name] += line.get(name, 0.0)
         self.step, self.policy_changed, self.line, self.pending = step, False, line, pending
+        self.buffered = None if buffer is None else buffer.copy()
+        self._states = self._states_now()
 
     def content(self, settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
         """What a checkpoint stores of it.
@@ -51,22 +78,52 @@ class RunState:
         Args:
             settings: the resolved configuration, which a run that resumes is compared with.
             metric: name of the metric that ranks checkpoints.
+
+        Raises:
+            CheckpointError: the state of a part is not made of JSON values.
         """
+        for name, state in self._states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the state of the run's {name} is not made of JSON values: {error}. Correct its state_dict()"
+                ) from error
         return {
             "config": settings,
-            "sampler": self.sampler.state_dict(),
-            "policy_version": self.step,
+            "stopped": self.stopped,
+            "policy_version": self.policy_version,
             "totals": self.totals,
             "eval_before": self.before,
             "eval_after": self.after,
             "metric": self.line.get(metric),
+            **self._states,
         }
 
     def take_over(self, checkpoint: Checkpoint) -> None:
         """Be where the checkpoint was taken. A run that stops before its roles are up has lost nothing then."""
         content = checkpoint.state
-        self.sampler.load_state_dict(content["sampler"])
+        self._load({name: content.get(name, initial) for name, initial in self._initial.items()})
         self.before, self.after = dict(content["eval_before"]), dict(content["eval_after"])
-        self.totals = dict(content["totals"])
+        self.totals = dict.fromkeys(COUNTED, 0.0) | content["totals"]
+        self.policy_version, self.stopped = content["policy_version"], content["stopped"]
         self.step = self.saved_step = checkpoint.step
         self.saved_path = checkpoint.path
+        self._start_over()
+
+    def begin_again(self) -> None:
+        """Be where a run begins."""
+        self._load(self._initial)
+        self.before, self.after, self.totals = {}, {}, dict.fromkeys(COUNTED, 0.0)
+        self.policy_version, self.step, self.stopped = 0, 0, None
+        self.saved_step, self.saved_path = -1, None
+        self._start_over()
+
+    def _load(self, states: Mapping[str, dict[str, Any]]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(deepcopy(states[name]))
+        self._states = self._states_now()
+
+    def _start_over(self) -> None:
+        """What is known of steps that are made again is forgotten."""
+        self.alarms, self.line, self.pending, self.buffered = Alarms(), {}, (), None

@@ -7,53 +7,84 @@ ran, so the result is the same whatever the timing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.colocation import ColocationManager, DeviceLease
+from chatlearn_core.executor.device_sharing import uses_of
+from chatlearn_core.executor.flow_functions import FlowFunctions
 from chatlearn_core.executor.logprob_bases import DeclaredBases
-from chatlearn_core.executor.memory import MemoryTurns, Turn
 from chatlearn_core.executor.phases import Phase
-from chatlearn_core.executor.sharing import use_of
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
+from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import Runtime
-from chatlearn_core.runtime.boundary import check_outputs, checked_rewards
+from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.plan import RolePlan, origin_of
-from chatlearn_core.types import (
-    SEQUENCE_OUTPUTS,
-    Completion,
-    GenerateRequest,
-    OutputRequest,
-    Prompt,
-    RewardResult,
-    Sample,
-    pack_samples,
-    per_sequence,
-    sample_from_completion,
-)
+from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, Sample, SamplingParams
+
+_PHASES = {"generator": Phase.GENERATING, "environment": Phase.GENERATING, "trainer": Phase.COMPUTING}
+"""What a run does during calls on roles of a kind; during all others it is scoring."""
 
 
 @dataclass(slots=True)
-class Slot:
+class RolloutRequest:
     """Place of one sample in a step: what is asked for, and later the sample itself."""
 
     sample_id: str
-    group_id: str
-    prompt: Prompt
-    request: GenerateRequest | None = None
+    draw: ExampleDraw
+    generate_request: GenerateRequest | None = None
     """None for demonstrations, whose sample is there from the start."""
     sample: Sample | None = None
     left_out: bool = False
     """Its generation goes on after this run of the flow: nothing else is called for it, and no sample comes back."""
+    sampling: SamplingParams | None = None
+    """Of the step, for further turns; None: as the run's."""
+    maker: int | None = None
+    """Index of the flow's node that generates it; None where only one does."""
+    extras: list[Sample] = field(default_factory=list)
+    """Further samples of the same rollout, which are trained on beside it and share its reward."""
+    dropped: bool = False
+    """A call excluded its sample on purpose or could not continue it: later calls pass it by."""
+
+    @property
+    def group_id(self) -> str:
+        return self.draw.group_id
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.draw.example.prompt
+
+    @property
+    def filled(self) -> Sample:
+        """The sample, once it is there."""
+        assert self.sample is not None, f"request {self.sample_id} was not filled"
+        return self.sample
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples of the rollout, once they are there."""
+        return [self.filled, *self.extras]
+
+
+def without_completion(request: RolloutRequest, reason: str) -> Sample:
+    """The excluded sample of a request for which nothing was sampled."""
+    tokens = request.prompt.token_ids
+    sample = Sample(request.sample_id, request.group_id, request.prompt, tokens, tokens < 0)
+    sample.exclusion = reason
+    return sample
 
 
 class CompletionSource(Protocol):
     """Who answers the flow's calls on generators."""
 
-    async def completion(self, role: str, slot: Slot) -> Completion | None:
-        """What the slot's request gave; None leaves the slot out.
+    async def completion(self, role: str, request: RolloutRequest) -> Completion | None:
+        """What the generation request gave; None leaves the rollout out.
 
         Raises:
             ReplicaLostError: a replica died, and may not be rebuilt any more.
@@ -77,10 +108,39 @@ class FleetCompletions:
     def begin(self) -> None:
         """Nothing to prepare."""
 
-    async def completion(self, role: str, slot: Slot) -> Completion:
+    async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``CompletionSource``."""
-        assert slot.request is not None, "a flow over prompts gives every slot a request"
-        return await self.runtime.generator(role).generate(slot.request)
+        assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
+        return await self.runtime.generator(role).generate(request.generate_request)
+
+
+@dataclass(slots=True, frozen=True)
+class FlowCall:
+    """One call of a flow, while it is carried out."""
+
+    node: Node
+    graph: Graph
+    runtime: Runtime
+    source: CompletionSource
+    """Answers calls on generators."""
+    sampling: SamplingParams
+    """Of the run."""
+    seed: int
+    """Of the run."""
+    functions: FlowFunctions
+    origin: Origin
+    """Whose values the role returns, for messages."""
+    bases: DeclaredBases | None = None
+    """What the generator says of its logprobs."""
+    role: RolePlan | None = None
+    """As planned; None for a role that no plan knows."""
+    max_length: int = 1 << 62
+    """Longest sequence of the run, tokens."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of all that calls of this flow add to samples."""
+        return frozenset(field for node in self.graph.nodes for field in node.fields)
 
 
 class FlowScheduler:
@@ -89,13 +149,17 @@ class FlowScheduler:
     Args:
         graph: the traced flow.
         runtime: where the roles live.
-        temperature: the logits of trainer outputs are divided by it, as they were when sampling.
+        stage: the calls of the graph that are carried out; what others compute is there before. All by default.
+        sampling: of the run, where a call does not say otherwise; the logits of trainer outputs are divided by its
+            temperature.
+        seed: the run's; keys the random numbers of further turns.
         group_rewards: reward roles that judge a whole group at a time.
-        enter: called when the first call of a kind begins.
-        memory: gives calls their turn where roles share devices; by default none do.
+        during: entered while calls of a kind are carried out.
+        colocation: gives calls a lease where roles share devices; by default none do.
         front: answers calls on generators; the fleets themselves by default.
         bases: what the generators say of their logprobs, by role; a role that is not among them is not held to it.
         roles: as planned; messages about what they return are led by their plugins.
+        max_length: longest sequence of the run, tokens.
     """
 
     def __init__(
@@ -103,28 +167,38 @@ class FlowScheduler:
         graph: Graph,
         runtime: Runtime,
         *,
-        temperature: float = 1.0,
+        stage: Sequence[Node] | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
         group_rewards: frozenset[str] = frozenset(),
-        enter: Callable[[Phase], None] | None = None,
-        memory: MemoryTurns | None = None,
+        during: Callable[[Phase], AbstractContextManager[None]] | None = None,
+        colocation: ColocationManager | None = None,
         front: GeneratorFront | None = None,
         bases: Mapping[str, DeclaredBases] | None = None,
         roles: Mapping[str, RolePlan] | None = None,
+        max_length: int = 1 << 62,
     ) -> None:
+        self.max_length = max_length
         self.graph = graph
+        self.stage = tuple(graph.nodes if stage is None else stage)
         self.runtime = runtime
-        self.temperature = temperature or 1.0
+        self.sampling = sampling or SamplingParams(max_tokens=1)
+        self.seed = seed
         self.group_rewards = group_rewards
-        self.enter = enter
-        self.memory = memory or MemoryTurns(runtime)
+        self.during = during or _no_phase
+        self.colocation = colocation or ColocationManager(runtime)
         self.bases = bases or {}
         self.front = front or FleetCompletions(runtime)
         self.roles = roles or {}
-        self._entered: set[Phase] = set()
-        self._levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
+        self._functions = FlowFunctions()
+        self._actions = {node.index: resolve_import_string(node.method.action) for node in self.stage}
+        levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
+        self._levels = {index: level for index, level in levels.items() if index in self._actions}
 
-    async def run(self, slots: Sequence[Slot], timers: Timers, source: CompletionSource | None = None) -> list[Sample]:
-        """Fill every slot; the samples come back in the order of the slots.
+    async def run(
+        self, requests: Sequence[RolloutRequest], timers: Timers, source: CompletionSource | None = None
+    ) -> list[Sample]:
+        """Fill every request; the samples come back in the order of the requests.
 
         A sample whose generation or reward failed is among them with ``exclusion`` set.
 
@@ -135,203 +209,176 @@ class FlowScheduler:
             ReplicaLostError: a generator died too often.
             BackendError: a trainer role failed, or every generation did; the first cause.
         """
-        done = {node.index: [asyncio.Event() for _ in slots] for node in self.graph.nodes}
-        self._entered = set()
-        self.front.begin()
+        done = {node.index: [asyncio.Event() for _ in requests] for node in self.stage}
+        if any(node.kind == "generator" for node in self.stage):
+            self.front.begin()
         source = source or self.front
-        turns = self._turns(timers)
+        leases = self._leases(timers)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for node in self.graph.nodes:
-                    tasks.create_task(self._run_node(node, slots, done, timers, source, turns.get(node.index)))
+                for node in self.stage:
+                    tasks.create_task(self._run_node(node, requests, done, timers, source, leases.get(node.index)))
         except ExceptionGroup as group:
             raise _first(group) from group
         finally:
-            for turn in turns.values():
-                turn.leave()
-        samples = _kept(slots)
-        if self.graph.calls("generate") and samples and all(sample.completion is None for sample in samples):
+            for lease in leases.values():
+                lease.leave()
+        samples = _kept(requests)
+        made = any(node.method.takes == "examples" for node in self.stage)
+        if made and samples and not any(sample.turns for sample in samples):
             raise BackendError(
                 f"every one of {len(samples)} generations failed, the first with: {samples[0].exclusion}"
             )
         return samples
 
-    def _turns(self, timers: Timers) -> dict[int, Turn]:
+    def _leases(self, timers: Timers) -> dict[int, DeviceLease]:
         """Places of all calls in the queues for their devices, level by level: by node index, none for rewards.
 
         They are taken before anything runs, so that calls which share a device follow one another in the same order in
         every step. Calls that share none run at the same time.
         """
-        turns: dict[int, Turn] = {}
+        leases: dict[int, DeviceLease] = {}
         for index, level in self._levels.items():  # in the order of levels
-            use = use_of(self.graph.nodes[index])
-            if use is not None:
-                turns[index] = self.memory.turn(use, timers=timers, level=level)
-        return turns
+            uses = uses_of(self.graph.nodes[index], self.roles)
+            if uses:
+                leases[index] = self.colocation.lease(*uses, timers=timers, level=level)
+        return leases
 
     async def _run_node(
         self,
         node: Node,
-        slots: Sequence[Slot],
+        requests: Sequence[RolloutRequest],
         done: dict[int, list[asyncio.Event]],
         timers: Timers,
         source: CompletionSource,
-        turn: Turn | None,
+        lease: DeviceLease | None,
     ) -> None:
-        inputs = [done[index] for index in node.inputs]
+        """Carry one call out for all its samples, and say of each when that is done."""
         finished = done[node.index]
-        if node.method.name == "generate":
-            assert turn is not None, "a generator holds memory"
-            self._enter_phase(Phase.GENERATING)
-            # The turn lasts until the last completion: then nothing is sampled any more, and the generator may sleep.
-            async with turn:
-                with timers.measure("generate", role=node.role, level=self._levels[node.index]):
+        own: list[int] = []
+        for index, request in enumerate(requests):
+            if not node.samples_of or request.maker is None or request.maker in node.samples_of:
+                own.append(index)
+            else:
+                finished[index].set()
+        needs = [done[number] for number in node.inputs if number in done]
+        ready: asyncio.Queue[int] = asyncio.Queue()
+        with contextlib.ExitStack() as phase:  # from the first call to the last
+            work = _Work(self._call(node, source), self._actions[node.index], requests, finished, timers, phase)
+            if node.granularity == "batch":
+                for events in needs:
+                    for index in own:
+                        await events[index].wait()
+                async with lease or contextlib.nullcontext():
+                    await self._carry_out(work, own)
+                return
+            if node.kind == "generator":
+                self._enter_phase(work)
+            # A generator's lease lasts until its last completion: then nothing is sampled any more, and it may sleep.
+            async with lease or contextlib.nullcontext():
+                with self._generation(node, timers):
                     async with asyncio.TaskGroup() as tasks:
-                        for slot, event in zip(slots, finished, strict=True):
-                            tasks.create_task(_generate(node, slot, event, source, self.bases.get(node.role)))
-        elif node.method.name == "score":
-            async with asyncio.TaskGroup() as tasks:
-                ready: asyncio.Queue[int] = asyncio.Queue()
-                for index in range(len(slots)):
-                    tasks.create_task(_announce(index, [events[index] for events in inputs], ready))
-                await self._score(node, slots, finished, ready, tasks, timers)
-        else:
-            for events in inputs:
-                for event in events:
-                    await event.wait()
-            assert turn is not None, "a trainer holds memory"
-            self._enter_phase(Phase.COMPUTING)
-            async with turn:
-                level = self._levels[node.index]
-                with timers.measure(f"compute/{node.role}", role=node.role, action=node.method.name, level=level):
-                    await self._compute(node, _kept(slots))
-            for event in finished:
-                event.set()
+                        for index in own:
+                            tasks.create_task(_announce(index, [events[index] for events in needs], ready))
+                        async for unit in self._units(node, requests, own, ready):
+                            tasks.create_task(self._carry_out(work, unit))
 
-    def _enter_phase(self, phase: Phase) -> None:
-        """Work of this kind begins in this run of the graph."""
-        if self.enter is not None and phase not in self._entered:
-            self._entered.add(phase)
-            self.enter(phase)
-
-    async def _score(
-        self,
-        node: Node,
-        slots: Sequence[Slot],
-        finished: Sequence[asyncio.Event],
-        ready: asyncio.Queue[int],
-        tasks: asyncio.TaskGroup,
-        timers: Timers,
-    ) -> None:
-        """Score whatever is ready in one call, again and again, while the rest is still being generated."""
-        by_group = node.role in self.group_rewards
-        group_size: dict[str, int] = {}
-        for slot in slots:
-            group_size[slot.group_id] = group_size.get(slot.group_id, 0) + 1
+    async def _units(
+        self, node: Node, requests: Sequence[RolloutRequest], own: Sequence[int], ready: asyncio.Queue[int]
+    ) -> AsyncIterator[list[int]]:
+        """What is to be worked on together, as it becomes ready: a sample or a whole group; for rewards, whose workers
+        share work out themselves, everything that became ready meanwhile.
+        """
+        by_group = node.granularity == "group" or node.role in self.group_rewards
+        group_size = Counter(requests[index].group_id for index in own)
         waiting: dict[str, list[int]] = {}
-        left = len(slots)
+        left = len(own)
         while left:
             arrived = [await ready.get()]
             while not ready.empty():
                 arrived.append(ready.get_nowait())
             left -= len(arrived)
-            if by_group:
-                complete: list[int] = []
-                for index in arrived:
-                    group = waiting.setdefault(slots[index].group_id, [])
-                    group.append(index)
-                    if len(group) == group_size[slots[index].group_id]:
-                        complete.extend(sorted(group))
-                arrived = complete
-            if arrived:
-                tasks.create_task(self._score_now(node, slots, sorted(arrived), finished, timers))
+            units: list[list[int]] = []
+            for index in arrived:
+                group_id = requests[index].group_id
+                unit = waiting.setdefault(group_id, []) if by_group else []
+                unit.append(index)
+                if not by_group or len(unit) == group_size[group_id]:
+                    units.append(sorted(unit))
+            if node.kind == "reward" and units:
+                units = [sorted(index for unit in units for index in unit)]
+            for unit in units:
+                yield unit
 
-    async def _score_now(
-        self,
-        node: Node,
-        slots: Sequence[Slot],
-        indices: Sequence[int],
-        finished: Sequence[asyncio.Event],
-        timers: Timers,
-    ) -> None:
-        samples = _kept([slots[i] for i in indices])
-        judged = [sample for sample in samples if sample.completion is not None]
-        self._enter_phase(Phase.SCORING)
-        with timers.measure("reward", role=node.role, action="score", level=self._levels[node.index]):
-            verdicts = await self.runtime.reward(node.role).score(judged) if judged else []
-        results = checked_rewards(verdicts, judged)
-        for index, sample in enumerate(judged):
-            _set_reward(sample, RewardResult(None, error=results) if isinstance(results, str) else results[index])
-        for index in indices:
-            finished[index].set()
+    async def _carry_out(self, work: _Work, unit: Sequence[int]) -> None:
+        """One call for samples that are ready; those that are not to be worked on are passed by."""
+        node = work.call.node
+        live = [work.requests[i] for i in unit if not work.requests[i].left_out and not work.requests[i].dropped]
+        if live:
+            self._enter_phase(work)
+            with self._measured(node, work.timers):
+                await work.action(work.call, live)
+        for index in unit:
+            work.finished[index].set()
 
-    async def _compute(self, node: Node, samples: Sequence[Sample]) -> None:
-        """One trainer call over all samples that have tokens; the result goes to each sample."""
-        output = node.method.output
-        assert output is not None, f"{node.name} is not a trainer call"
-        chosen = [sample for sample in samples if sample.loss_mask.any()]
-        if not chosen:
-            return
-        batch = pack_samples(chosen)
-        request = OutputRequest(frozenset({output}), temperature=self.temperature)
-        outputs = await self.runtime.trainer(node.role).compute(batch, request)
-        check_outputs(outputs, batch, request, origin_of(self.roles, node.role, "trainer"))
-        values = outputs[output]
-        if output in SEQUENCE_OUTPUTS:
-            for sample, score in zip(chosen, values.tolist(), strict=True):
-                sample.sequence_data[node.field] = score
-            return
-        for sample, array in zip(chosen, per_sequence(values, batch.lengths), strict=True):
-            sample.token_data[node.field] = array
+    def _call(self, node: Node, source: CompletionSource) -> FlowCall:
+        return FlowCall(
+            node,
+            self.graph,
+            self.runtime,
+            source,
+            self.sampling,
+            self.seed,
+            self._functions,
+            origin_of(self.roles, node.role, node.kind),
+            self.bases.get(node.role),
+            self.roles.get(node.role),
+            self.max_length,
+        )
 
+    def _generation(self, node: Node, timers: Timers) -> AbstractContextManager[object]:
+        """Measures all calls on a generator as one."""
+        if node.kind != "generator":
+            return contextlib.nullcontext()
+        return timers.measure("generate", role=node.role, level=self._levels[node.index])
 
-async def _generate(
-    node: Node, slot: Slot, event: asyncio.Event, source: CompletionSource, bases: DeclaredBases | None
-) -> None:
-    try:
-        completion = await source.completion(node.role, slot)
-    except RoleLostError:
-        raise
-    except BackendTimeoutError as error:
-        slot.sample = _without_completion(slot, f"generation timed out: {error}")
-    except BackendError as error:
-        slot.sample = _without_completion(slot, f"generation failed: {error}")
-    else:
-        if completion is None:
-            slot.left_out = True
-        elif completion.finish_reason == "abort":
-            length = len(completion.token_ids)
-            slot.sample = _without_completion(slot, f"generation failed: aborted after {length} tokens, unasked")
-        else:
-            if bases is not None:
-                bases.check(completion)
-            slot.sample = sample_from_completion(slot.sample_id, slot.group_id, slot.prompt, completion)
-            if not len(completion.token_ids):
-                slot.sample.exclusion = "empty_completion"
-    event.set()
+    def _measured(self, node: Node, timers: Timers) -> AbstractContextManager[object]:
+        """Measures one call on a role that is no generator, or of a function."""
+        if node.kind == "generator":
+            return contextlib.nullcontext()
+        names = {"reward": "reward", "trainer": f"compute/{node.role}", "environment": "generate"}
+        name = names.get(node.kind, node.kind)
+        action = node.method.method if node.function is None else node.function.name
+        return timers.measure(name, role=node.role, action=action, level=self._levels[node.index])
+
+    def _enter_phase(self, work: _Work) -> None:
+        """The first calls of a node begin."""
+        if not work.has_begun:
+            work.has_begun = True
+            work.phase.enter_context(self.during(_PHASES.get(work.call.node.kind, Phase.SCORING)))
 
 
-def _set_reward(sample: Sample, result: RewardResult) -> None:
-    sample.reward = result
-    if result.error is not None and sample.exclusion is None:
-        sample.exclusion = f"reward failed: {result.error}"
+@dataclass(slots=True)
+class _Work:
+    """One call in one run of the graph."""
+
+    call: FlowCall
+    action: Callable[[FlowCall, Sequence[RolloutRequest]], Awaitable[None]]
+    requests: Sequence[RolloutRequest]
+    finished: Sequence[asyncio.Event]
+    timers: Timers
+    phase: contextlib.ExitStack
+    """What is entered when the first call begins ends with the last."""
+    has_begun: bool = False
 
 
-def _without_completion(slot: Slot, reason: str) -> Sample:
-    tokens = slot.prompt.token_ids
-    sample = Sample(slot.sample_id, slot.group_id, slot.prompt, tokens, tokens < 0)
-    sample.exclusion = reason
-    return sample
+def _no_phase(phase: Phase) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
-def _kept(slots: Sequence[Slot]) -> list[Sample]:
-    """The samples of all slots that are not left out."""
-    return [_filled(slot) for slot in slots if not slot.left_out]
-
-
-def _filled(slot: Slot) -> Sample:
-    assert slot.sample is not None, f"slot {slot.sample_id} was not filled"
-    return slot.sample
+def _kept(requests: Sequence[RolloutRequest]) -> list[Sample]:
+    """The samples of all requests that are not left out."""
+    return [sample for request in requests if not request.left_out for sample in request.samples]
 
 
 async def _announce(index: int, events: Sequence[asyncio.Event], ready: asyncio.Queue[int]) -> None:

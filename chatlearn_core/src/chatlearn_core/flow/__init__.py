@@ -1,7 +1,8 @@
 """Flows: ordinary Python functions over roles, traced once into a graph that is checked, shown and scheduled."""
 
-from chatlearn_core.flow.graph import METHODS, Graph, Method, Node
-from chatlearn_core.flow.show import to_mermaid, to_svg, to_text
+from chatlearn_core.flow.graph import Graph, Node
+from chatlearn_core.flow.show import added, to_text
 from chatlearn_core.flow.trace import trace
+from chatlearn_core.flow.vocabulary import FlowVocabulary
 
-__all__ = ["METHODS", "Graph", "Method", "Node", "to_mermaid", "to_svg", "to_text", "trace"]
+__all__ = ["FlowVocabulary", "Graph", "Node", "added", "to_text", "trace"]

@@ -1,45 +1,32 @@
-"""The graph of a flow: one node a call on a role, edges where one call's samples are another's input."""
+"""The graph of a flow: one node a call, edges where one call's samples are another's input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from chatlearn_core.types import OutputName
-
-Granularity = Literal["sample", "group", "batch"]
-"""When a call may start: as soon as one sample (or one whole group) is there, or when all samples are."""
+from chatlearn_core.plugins.records import FlowMethodSpec, Granularity, OutputSpec
 
 
 @dataclass(slots=True, frozen=True)
-class Method:
-    """A call that flows may make on roles of one kind."""
+class FunctionCall:
+    """A function of the user's that a flow applies to samples."""
 
     name: str
-    kind: str
-    takes: Literal["prompts", "samples"]
-    field: str
-    """What it adds to each sample; ``{role}`` stands for the role's name."""
+    """Import string: ``acme_flows.selection:best_of``."""
+    function: Callable[..., Any]
     granularity: Granularity
-    head: str | None = None
-    """Trainer roles only: the head the role must have."""
-    output: OutputName | None = None
-    """Trainer roles only: the output that is computed."""
+    timeout_s: float
+    """Of one call of the function."""
 
-
-METHODS: Mapping[tuple[str, str], Method] = {
-    (method.kind, method.name): method
-    for method in (
-        Method("generate", "generator", "prompts", "completion", "sample"),
-        Method("score", "reward", "samples", "reward", "sample"),
-        Method("logprobs", "trainer", "samples", "{role}_logprobs", "batch", "lm", "logprobs"),
-        Method("entropy", "trainer", "samples", "{role}_entropy", "batch", "lm", "entropy"),
-        Method("values", "trainer", "samples", "{role}_values", "batch", "value", "values"),
-        Method("scores", "trainer", "samples", "{role}_scores", "batch", "reward", "scores"),
-    )
-}
-"""(kind, method name) -> method: the vocabulary of flows."""
+    @property
+    def place(self) -> str:
+        """Name and file, for messages."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return f"{self.name} ({code.co_filename}:{code.co_firstlineno})" if code else self.name
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,20 +35,56 @@ class Node:
 
     index: int
     role: str
-    method: Method
+    method: FlowMethodSpec
     inputs: tuple[int, ...]
     """Indices of the nodes whose results it needs; empty: the flow's own input."""
     source: str
     """``file:line`` of the call."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the call gives beside samples and ``name``: JSON values that the method's model has checked."""
+    given_name: str | None = None
+    """The argument ``name``."""
+    outputs: tuple[OutputSpec, ...] = ()
+    """What the method asks of a trainer role."""
+    samples_of: tuple[int, ...] = ()
+    """The nodes that made the samples it works on, in order; empty: they are the flow's own input."""
+    function: FunctionCall | None = None
+    """What ``m.apply`` calls; None for calls on roles."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the role."""
+        return self.method.role_kind
+
+    @property
+    def granularity(self) -> Granularity:
+        """When it may start."""
+        return self.method.granularity if self.function is None else self.function.granularity
 
     @property
     def name(self) -> str:
-        return f"{self.role}.{self.method.name}"
+        return f"{self.role}.{self.method.method}" if self.function is None else f"apply {self.function.name}"
 
     @property
-    def field(self) -> str:
-        """Name of what this call adds to each sample."""
-        return self.method.field.format(role=self.role)
+    def call(self) -> str:
+        """The call as a flow writes it: ``generator.generate(temperature=0)``."""
+        given = dict(self.arguments) | ({"name": self.given_name} if self.given_name is not None else {})
+        return self.name + (f"({', '.join(f'{k}={json.dumps(v)}' for k, v in given.items())})" if given else "")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of what this call adds to each sample."""
+        return (*self.output_fields.values(), *(self._named(entry) for entry in self.method.adds))
+
+    @property
+    def output_fields(self) -> dict[str, str]:
+        """Output -> name of the data that it becomes."""
+        return {name: f"{self.given_name or self.role}_{name}" for name in self.method.outputs}
+
+    def _named(self, entry: str) -> str:
+        if "{name}" in entry:
+            return entry.format(name=self.given_name or self.role)
+        return entry if self.given_name is None else f"{self.given_name}_{entry}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,5 +108,54 @@ class Graph:
         )
 
     def calls(self, method: str) -> tuple[Node, ...]:
-        """The nodes that call ``method``."""
+        """The nodes that call ``method``, such as ``generator.generate``."""
         return tuple(node for node in self.nodes if node.method.name == method)
+
+    def sampled_tokens(self, max_tokens: int) -> int:
+        """The most tokens that generation and further turns together add to one sample.
+
+        Args:
+            max_tokens: of a call that does not say.
+        """
+        total: dict[int, int] = {}
+        for node in self.nodes:
+            samples = node.method.name in ("generator.generate", "generator.extend")
+            own = node.arguments.get("max_tokens", max_tokens) if samples else 0
+            total[node.index] = own + max((total[i] for i in node.inputs), default=0)
+        return max(total.values(), default=0)
+
+    def ancestors(self, index: int) -> frozenset[int]:
+        """The nodes whose results a node needs, directly or not."""
+        return ancestors(self.nodes, self.nodes[index].inputs)
+
+    def stages(self, learning_roles: Collection[str]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The nodes of the production stage and of the consumption stage, each in the order of their calls.
+
+        Production runs when a rollout is finished and needs no role that learns: generation, rewards, frozen models.
+        Consumption runs when samples are taken for an update: trainer calls on roles that learn, whose results depend
+        on how far these have learned, and every call that needs one of them. Generators serve synchronized copies of
+        the policy, so a call on a generator is production.
+
+        Args:
+            learning_roles: the roles that the algorithm updates.
+        """
+        consumption: set[int] = set()
+        for node in self.nodes:
+            if node.role in learning_roles or not consumption.isdisjoint(node.inputs):
+                consumption.add(node.index)
+        return (
+            tuple(node for node in self.nodes if node.index not in consumption),
+            tuple(node for node in self.nodes if node.index in consumption),
+        )
+
+
+def ancestors(nodes: Sequence[Node], start: Iterable[int]) -> frozenset[int]:
+    """``start`` and every node that these need."""
+    reached: set[int] = set()
+    waiting = list(start)
+    while waiting:
+        index = waiting.pop()
+        if index not in reached:
+            reached.add(index)
+            waiting.extend(nodes[index].inputs)
+    return frozenset(reached)

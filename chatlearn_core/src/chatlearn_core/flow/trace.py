@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.flow.graph import METHODS, Graph, Method, Node
+from chatlearn_core.flow.call_arguments import checked_arguments, checked_function
+from chatlearn_core.flow.graph import FunctionCall, Graph, Node, ancestors
+from chatlearn_core.flow.source_line import caller, definition
+from chatlearn_core.flow.symbols import Samples
+from chatlearn_core.flow.vocabulary import FlowVocabulary
+from chatlearn_core.plugins.records import FlowMethodSpec
 
-_HERE = Path(__file__).parent
-SAMPLED_LOGPROBS = "generator_logprobs"
-"""``token_data`` of every sample with a completion; no call of a flow may be named so that it writes there."""
+SAMPLED_DATA = frozenset({"generator_logprobs", "generator_raw_logprobs"})
+"""``token_data`` that comes with completions; no call of a flow may write there."""
+MAX_CALLS = 1000
+"""Calls of one flow. More come from a loop that never ends."""
 
 
 def trace(
@@ -22,102 +26,180 @@ def trace(
     roles: Mapping[str, str],
     *,
     name: str | None = None,
-    input_kind: Literal["prompts", "demonstrations"] = "prompts",
+    given: str | None = None,
+    vocabulary: FlowVocabulary | None = None,
 ) -> Graph:
-    """Call ``flow(prompts, m)`` once on symbols and return its checked graph.
+    """Call ``flow(examples, m)`` once on symbols and return its checked graph.
 
     Args:
         flow: an ordinary function over roles, such as an algorithm's ``flow``.
         roles: configured role name -> kind (``trainer``, ``generator``, ``reward``).
         name: the graph's name; the function's own by default.
-        input_kind: what the flow's first argument holds; prompts have no completion yet, demonstrations do.
+        given: kind of the examples whose samples the flow begins with, such as ``demonstrations``; None: it begins with
+            prompts, and a generator makes the samples.
+        vocabulary: the calls that are known; by default those of the core alone.
 
     Raises:
-        FlowError: a decision on data that is not there yet, an unknown role or method, a call with the wrong input,
-            an unused result, or a missing return value. Names the source line and the remedy.
+        FlowError: a decision on data that is not there yet, an unknown role, method or argument, a call with the wrong
+            input, an unused result, or a missing return value. Names the source line and the remedy.
     """
-    recorder = _Recorder(dict(roles), input_kind)
-    flow_input = _Samples(recorder, frozenset(), is_input=True)
-    result = flow(flow_input, _Roles(recorder))
-    where = _definition(flow)
+    recorder = _Recorder(dict(roles), given, vocabulary or FlowVocabulary.builtin())
+    result = flow(Samples(), _Roles(recorder))
+    where = definition(flow)
     if result is None:
         raise FlowError(f"{where}: the flow returns nothing; return the samples, for example m.join(samples, rewards)")
-    if not isinstance(result, _Samples):
+    if inspect.iscoroutine(result):
+        result.close()
+        raise FlowError(f"{where}: the flow is an async function; it only describes calls, so write it without async")
+    if not isinstance(result, Samples):
         raise FlowError(
             f"{where}: the flow returns {type(result).__name__}; it must return samples, as m.join(...) gives them"
         )
-    used = _ancestors(recorder.nodes, result.nodes)
-    for node in recorder.nodes:
-        if node.index not in used:
-            raise FlowError(
-                f"{node.source}: the result of {node.name} is not used: pass it to m.join(...) in the returned value, "
-                "or leave the call out"
-            )
-    kinds = {node.role: node.method.kind for node in recorder.nodes}
+    recorder.check_all_used(result)
+    recorder.check_order()
+    kinds = {node.role: node.kind for node in recorder.nodes if node.function is None}
     return Graph(name or str(getattr(flow, "__name__", "flow")), tuple(recorder.nodes), kinds)
 
 
 class _Recorder:
-    """Collects the calls in order."""
+    """Collects the calls in order, each checked against those before it."""
 
-    def __init__(self, roles: dict[str, str], input_kind: str) -> None:
+    def __init__(self, roles: dict[str, str], given: str | None, vocabulary: FlowVocabulary) -> None:
         self.roles = roles
-        self.input_kind = input_kind
+        self.given = given
+        self.vocabulary = vocabulary
         self.nodes: list[Node] = []
 
-    def call(self, role: str, method: Method, value: _Samples) -> _Samples:
-        node = Node(len(self.nodes), role, method, tuple(sorted(value.nodes)), _caller())
-        duplicate = next((n for n in self.nodes if n.name == node.name and n.inputs == node.inputs), None)
-        if duplicate is not None:
+    def call(
+        self,
+        role: str,
+        method: FlowMethodSpec,
+        value: Samples,
+        arguments: dict[str, Any],
+        function: FunctionCall | None = None,
+    ) -> Samples:
+        """Record one call on a role, or of a function."""
+        source = caller()
+        if len(self.nodes) == MAX_CALLS:
             raise FlowError(
-                f"{node.source}: {node.name} is called twice on the same samples (first at {duplicate.source}); "
+                f"{source}: the flow makes more than {MAX_CALLS} calls: a loop in it has no end, or too many rounds. "
+                "Loop over a constant range, such as for turn in range(2)"
+            )
+        label = f"{role}.{method.method}" if function is None else f"m.apply({function.name!r})"
+        given_name = arguments.pop("name", None)
+        if given_name is not None and not (isinstance(given_name, str) and given_name.isidentifier()):
+            raise FlowError(
+                f"{source}: {label}(name={given_name!r}): a name is letters, digits and '_', and begins with no digit"
+            )
+        index = len(self.nodes)
+        node = Node(
+            index,
+            role,
+            method,
+            tuple(sorted(value.nodes)),
+            source,
+            checked_arguments(label, method, arguments, self.vocabulary, source),
+            given_name,
+            tuple(self._output(name, label, source) for name in method.outputs),
+            (index,) if method.takes == "examples" else value.samples_of,
+            function,
+        )
+        self._check(node)
+        self.nodes.append(node)
+        return Samples(frozenset({index}), node.samples_of)
+
+    def _output(self, name: str, label: str, source: str) -> Any:
+        if name not in self.vocabulary.outputs:
+            raise FlowError(
+                f"{source}: {label} asks for the output {name!r}, which no installed plugin describes "
+                f"(chatlearn_outputs); there are {', '.join(sorted(self.vocabulary.outputs))}"
+            )
+        return self.vocabulary.outputs[name]
+
+    def _check(self, node: Node) -> None:
+        """A call says something new, writes over nothing, and reads what is there."""
+        twin = next((n for n in self.nodes if (n.call, n.inputs) == (node.call, node.inputs)), None)
+        if twin is not None:
+            raise FlowError(
+                f"{node.source}: {node.name} is called twice on the same samples (first at {twin.source}); "
                 "keep the first result in a variable"
             )
-        self.nodes.append(node)
-        return _Samples(self, frozenset({node.index}))
+        for field in sorted(SAMPLED_DATA.intersection(node.fields)):
+            raise FlowError(
+                f"{node.source}: {node.name} would overwrite {field!r}, the logprobs that came with the completions: "
+                f"rename the trainer role {node.role!r}, or give the call a name=..."
+            )
+        for other in self.nodes:
+            again = next((field for field in node.fields if field in other.fields), None)
+            if again is not None and _same_samples(node, other) and not self._changed_between(other, node):
+                remedy = f"Give one of the two calls a name, such as {node.name}(samples, name='second')"
+                if node.kind == "reward" and other.role != node.role:
+                    remedy += f", or combine the rewards in one role: roles.{other.role}.parts"
+                raise FlowError(
+                    f"{node.source}: {node.name} would overwrite the {again} that {other.name} ({other.source}) gave. "
+                    + remedy
+                )
+        there = sorted(
+            field for i in ancestors(self.nodes, node.inputs) for field in self.nodes[i].output_fields.values()
+        )
+        for argument in (argument for output in node.outputs for argument in output.from_batch):
+            data = node.arguments.get(argument)
+            if data not in there:
+                raise FlowError(
+                    f"{node.source}: {node.name} reads {argument}={data!r}, which no earlier call adds to these "
+                    f"samples; they have {', '.join(there) or 'none'}. Join the result of the call that makes it"
+                )
 
-
-class _Samples:
-    """Stands for the samples (or the flow's input) while a flow is traced."""
-
-    __slots__ = ("is_input", "nodes", "recorder")
-
-    def __init__(self, recorder: _Recorder, nodes: frozenset[int], *, is_input: bool = False) -> None:
-        self.recorder = recorder
-        self.nodes = nodes
-        self.is_input = is_input
-
-    def _refuse(self, action: str) -> NoReturn:
-        raise FlowError(
-            f"{_caller()}: the flow {action}, but while a flow is traced there is no data yet. Decide on settings "
-            "(such as self.options) instead, or move the decision into the algorithm's prepare_samples or a reward"
+    def _changed_between(self, earlier: Node, later: Node) -> bool:
+        """Whether a call that changes the samples needs the earlier one and is needed by the later one."""
+        return any(
+            self.nodes[i].method.changes and earlier.index in ancestors(self.nodes, self.nodes[i].inputs)
+            for i in ancestors(self.nodes, later.inputs)
         )
 
-    def __bool__(self) -> bool:
-        self._refuse("branches on samples (if, while, and, or, not)")
+    def check_order(self) -> None:
+        """What changes samples has every other call on them before it or after it; what was computed before a further
+        turn is computed again, or was only for a function in between.
+        """
+        before = {node.index: ancestors(self.nodes, node.inputs) for node in self.nodes}
+        for change in (node for node in self.nodes if node.method.changes):
+            for node in self.nodes:
+                apart = node.index not in before[change.index] and change.index not in before[node.index]
+                if apart and node is not change and _same_samples(node, change):
+                    first, second = sorted((node, change), key=lambda n: n.index)
+                    raise FlowError(
+                        f"{second.source}: {second.name} works on samples that {first.name} ({first.source}) works on, "
+                        f"too, but {change.name} changes them, so one of the two must come first: pass the result of "
+                        f"{first.name} to {second.name}, joined with m.join"
+                    )
+        for turn in (node for node in self.nodes if node.method.name == "generator.extend"):
+            for stale in (self.nodes[i] for i in sorted(before[turn.index]) if self.nodes[i].fields):
+                used = any(self.nodes[i].function and stale.index in before[i] for i in before[turn.index])
+                again = any(turn.index in before[n.index] and set(stale.fields) <= set(n.fields) for n in self.nodes)
+                if not (used or again):
+                    raise FlowError(
+                        f"{stale.source}: what {stale.name} computes does not cover the tokens that {turn.name} "
+                        f"({turn.source}) adds: call it on the extended samples"
+                    )
 
-    def __len__(self) -> int:
-        self._refuse("asks how many samples there are")
+    def check_all_used(self, result: Samples) -> None:
+        """Every call contributes to what the flow returns."""
+        used = ancestors(self.nodes, result.nodes)
+        for node in self.nodes:
+            if node.index not in used:
+                raise FlowError(
+                    f"{node.source}: the result of {node.name} is not used: pass it to m.join(...) in the returned "
+                    "value, or leave the call out"
+                )
 
-    def __iter__(self) -> Any:
-        self._refuse("loops over samples")
 
-    def __getitem__(self, key: object) -> Any:
-        self._refuse(f"takes element {key!r} of samples")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse(f"reads the attribute {name!r} of samples")
-
-    def __eq__(self, other: object) -> bool:
-        self._refuse("compares samples")
-
-    __hash__ = None  # type: ignore[assignment]  # symbols are compared by nobody
+def _same_samples(one: Node, other: Node) -> bool:
+    """Whether two calls work on some of the same samples."""
+    return one.samples_of == other.samples_of or not set(one.samples_of).isdisjoint(other.samples_of)
 
 
 class _Roles:
-    """The flow's second argument: roles as attributes, and ``join``."""
+    """The flow's second argument: roles as attributes, ``join``, ``join_groups`` and ``apply``."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
@@ -129,30 +211,80 @@ class _Roles:
         if name not in roles:
             hint = difflib.get_close_matches(name, roles, n=1)
             raise FlowError(
-                f"{_caller()}: the flow uses the role {name!r}, which the configuration does not define. "
+                f"{caller()}: the flow uses the role {name!r}, which the configuration does not define. "
                 f"Roles: {', '.join(sorted(roles)) or 'none'}."
                 + (f" Did you mean {hint[0]!r}?" if hint else "")
                 + f" Add it under roles.{name}"
             )
         return _Role(self._recorder, name, roles[name])
 
-    def join(self, samples: Any, *parts: Any) -> _Samples:
+    def join(self, samples: Any, *parts: Any) -> Samples:
         """The samples with everything that the other calls computed for them."""
-        for value in (samples, *parts):
-            if not isinstance(value, _Samples):
+        values: tuple[Any, ...] = (samples, *parts)
+        for value in values:
+            if not isinstance(value, Samples):
                 raise FlowError(
-                    f"{_caller()}: m.join takes samples and results of calls on roles, not {type(value).__name__}"
+                    f"{caller()}: m.join takes samples and results of calls on roles, not {type(value).__name__}"
                 )
-        nodes = frozenset().union(*(value.nodes for value in (samples, *parts)))
-        everything = _ancestors(self._recorder.nodes, nodes)
-        sources = [n for n in self._recorder.nodes if n.index in everything and n.method.takes == "prompts"]
-        if len(sources) > 1:
+        makers = sorted({index for value in values for index in value.samples_of})
+        if any(value.samples_of != values[0].samples_of for value in values):
             raise FlowError(
-                f"{_caller()}: m.join mixes samples of different calls: "
-                + ", ".join(f"{n.name} ({n.source})" for n in sources)
+                f"{caller()}: m.join mixes samples of different calls: "
+                + ", ".join(f"{n.call} ({n.source})" for n in (self._recorder.nodes[i] for i in makers))
                 + ". Join only what was computed for the same samples"
             )
-        return _Samples(self._recorder, nodes)
+        return Samples(frozenset().union(*(value.nodes for value in values)), values[0].samples_of)
+
+    def join_groups(self, first: Any, second: Any, *more: Any) -> Samples:
+        """All samples of several generations: the group of a prompt holds what each of them made of it, in order."""
+        values = (first, second, *more)
+        seen: list[int] = []
+        for value in values:
+            if not isinstance(value, Samples):
+                raise FlowError(f"{caller()}: m.join_groups takes samples, not {type(value).__name__}")
+            if not value.samples_of:
+                raise FlowError(
+                    f"{caller()}: m.join_groups takes samples of generator calls, but is given the flow's input"
+                )
+            twice = next((i for i in value.samples_of if i in seen), None)
+            if twice is not None:
+                node = self._recorder.nodes[twice]
+                raise FlowError(
+                    f"{caller()}: m.join_groups is given the samples of {node.call} ({node.source}) twice; m.join puts "
+                    "together what was computed for the same samples"
+                )
+            seen += value.samples_of
+        return Samples(frozenset().union(*(value.nodes for value in values)), tuple(seen))
+
+    def apply(
+        self,
+        function: Any,
+        samples: Any = None,
+        /,
+        *more: Any,
+        granularity: Any = "group",
+        timeout_s: Any = 600.0,
+        **arguments: Any,
+    ) -> Samples:
+        """Call a function of the user's on samples, off the event loop.
+
+        Args:
+            function: import string of ``function(samples: list[Sample], **arguments) -> list[Sample]``, async or not.
+            samples: what it is given.
+            granularity: ``sample``, ``group`` or ``batch``: how many samples one call gets.
+            timeout_s: of one call.
+            **arguments: constants for the function; ``name`` only labels the call.
+        """
+        if not isinstance(samples, Samples) or more:
+            raise FlowError(f"{caller()}: m.apply takes an import string, samples, and named arguments")
+        if not samples.nodes and not self._recorder.given:
+            raise FlowError(
+                f"{caller()}: m.apply takes samples, but is given the flow's prompts, which have no completion yet: "
+                "call a generator role first"
+            )
+        target = checked_function(function, granularity, timeout_s, arguments, caller())
+        method = self._recorder.vocabulary.methods["function.apply"]
+        return self._recorder.call("", method, samples, arguments, target)
 
 
 class _Role:
@@ -161,84 +293,47 @@ class _Role:
     def __init__(self, recorder: _Recorder, name: str, kind: str) -> None:
         self._recorder, self._name, self._kind = recorder, name, kind
 
-    def __getattr__(self, name: str) -> Callable[[Any], _Samples]:
+    def __getattr__(self, name: str) -> Callable[..., Samples]:
         if name.startswith("__"):
             raise AttributeError(name)
-        method = METHODS.get((self._kind, name))
+        known = self._recorder.vocabulary.methods_of(self._kind)
+        method = known.get(name)
         if method is None:
-            known = [m for kind, m in METHODS if kind == self._kind]
             hint = difflib.get_close_matches(name, known, n=1)
             raise FlowError(
-                f"{_caller()}: {self._name!r} is a {self._kind} and has no method {name!r}; it has "
-                + ", ".join(known)
+                f"{caller()}: {self._name!r} is a {self._kind} and has no method {name!r}; it has "
+                + (", ".join(known) or "none")
                 + (f". Did you mean {hint[0]!r}?" if hint else "")
             )
+        label = f"{self._name}.{name}"
+        takes = "samples" if method.takes == "samples" else "prompts"
 
-        def call(value: Any, /) -> _Samples:
-            if not isinstance(value, _Samples):
-                raise FlowError(
-                    f"{_caller()}: {self._name}.{name} takes {method.takes}, not {type(value).__name__} {value!r}"
-                )
-            if method.takes == "prompts" and not value.is_input:
-                raise FlowError(
-                    f"{_caller()}: {self._name}.{name} takes the flow's prompts, but is given samples of another call"
-                )
-            if method.takes == "samples" and not value.nodes and self._recorder.input_kind == "prompts":
-                raise FlowError(
-                    f"{_caller()}: {self._name}.{name} takes samples, but is given the flow's prompts, which have no "
-                    "completion yet: call a generator role first"
-                )
-            if method.kind == "reward":
-                self._check_scoring(method)
-            elif method.field.format(role=self._name) == SAMPLED_LOGPROBS:
-                raise FlowError(
-                    f"{_caller()}: {self._name}.{name} would overwrite {SAMPLED_LOGPROBS!r}, the logprobs that came "
-                    f"with the completions: rename the trainer role {self._name!r}"
-                )
-            return self._recorder.call(self._name, method, value)
+        def call(value: Any, /, *more: Any, **arguments: Any) -> Samples:
+            if not isinstance(value, Samples):
+                raise FlowError(f"{caller()}: {label} takes {takes}, not {type(value).__name__} {value!r}")
+            if more:
+                raise FlowError(f"{caller()}: {label} takes {takes} and named arguments, and is given {more[0]!r}")
+            self._check_input(label, method, value)
+            return self._recorder.call(self._name, method, value, arguments)
 
         return call
 
-    def _check_scoring(self, method: Method) -> None:
-        """A reward judges what a generator sampled, and a sample has one reward."""
-        recorder = self._recorder
-        if recorder.input_kind == "demonstrations":
+    def _check_input(self, label: str, method: FlowMethodSpec, value: Samples) -> None:
+        given = self._recorder.given
+        if method.takes == "examples" and given:
             raise FlowError(
-                f"{_caller()}: {self._name}.{method.name} judges completions that a generator sampled, but the flow's "
-                "input is demonstrations, which have none: leave the call out, or take prompts and call a generator "
-                "role first"
+                f"{caller()}: {label} takes prompts, but the flow's input is {given}, which bring their completions: "
+                "leave the call out, or let the algorithm's input be prompts"
             )
-        first = next((node for node in recorder.nodes if node.method.kind == "reward"), None)
-        if first is not None and first.role != self._name:
+        if method.takes == "examples" and value.nodes:
+            raise FlowError(f"{caller()}: {label} takes the flow's prompts, but is given samples of another call")
+        if method.takes == "samples" and not value.nodes and not given:
             raise FlowError(
-                f"{_caller()}: {self._name}.{method.name} would overwrite the reward that {first.name} "
-                f"({first.source}) gave: a sample has one reward. Combine several in one role: roles.{first.role}.parts"
+                f"{caller()}: {label} takes samples, but is given the flow's prompts, which have no completion yet: "
+                "call a generator role first"
             )
-
-
-def _ancestors(nodes: list[Node], start: frozenset[int]) -> set[int]:
-    """``start`` and every node they need."""
-    reached: set[int] = set()
-    waiting = list(start)
-    while waiting:
-        index = waiting.pop()
-        if index not in reached:
-            reached.add(index)
-            waiting.extend(nodes[index].inputs)
-    return reached
-
-
-def _caller() -> str:
-    """``file:line`` of the innermost frame outside this module: the flow's own line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _HERE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _definition(flow: Callable[..., Any]) -> str:
-    """``file:line (name)`` of a function, as far as Python knows it."""
-    function = inspect.unwrap(getattr(flow, "__func__", flow))
-    code = getattr(function, "__code__", None)
-    name = getattr(flow, "__qualname__", repr(flow))
-    return f"{code.co_filename}:{code.co_firstlineno} ({name})" if code else name
+        if self._kind == "reward" and given:
+            raise FlowError(
+                f"{caller()}: {label} judges completions that a generator sampled, but the flow's input is "
+                f"{given}, which have none: leave the call out, or take prompts and call a generator role first"
+            )

@@ -6,6 +6,7 @@ one for each write that failed, which readers find and leave out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from chatlearn_core.types.file_facts import FileFacts
 
 _UNESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 """What JSON allows in a string, and terminals obey or readers take for the end of a line."""
@@ -117,6 +120,22 @@ def temporary_name(file: Path) -> Path:
 def is_temporary(file: Path) -> bool:
     """Whether ``replace_file`` of a process that was killed left this file."""
     return file.name.startswith(".") and file.name.endswith(".tmp")
+
+
+def file_facts(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
+    """Have these files of a directory on the disk; their sizes and checksums by name. Raises OSError."""
+    facts: dict[str, FileFacts] = {}
+    for name in names:
+        path = directory / name
+        make_durable(path)
+        facts[name] = FileFacts(path.stat().st_size, sha256_of(path))
+    return facts
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's contents, 64 hexadecimal digits. Raises OSError."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def make_durable(path: Path) -> None:

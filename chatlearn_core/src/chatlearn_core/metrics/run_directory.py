@@ -24,13 +24,15 @@ from chatlearn_core.metrics.durable_files import (
 from chatlearn_core.metrics.timers import Timers
 from chatlearn_core.types import Sample
 
+FAILURE_PAGE = "failure.md"
+"""The page about a run that failed. Observers and runtimes write it; a run that goes on removes it."""
 _WRITING_MODEL = ".writing_model"
 _REPLACED_MODEL = ".replaced_model"
 
 
 class RunDirectory:
     """Files of one run: ``config.yaml``, ``metrics.jsonl``, ``rollouts/``, ``checkpoints/``, ``summary.json``,
-    ``flow.svg``, ``events.jsonl``, ``trace.jsonl``.
+    ``events.jsonl``, ``trace.jsonl``. Observers add theirs.
 
     Raises:
         ChatLearnError: the directory cannot be made or written to; names the path and the cause.
@@ -203,8 +205,8 @@ class RunDirectory:
         self._replace(self.path / name, json_line(content, indent=2))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file at once or not at all. What UTF-8 cannot hold is written as an escape."""
-        self._replace(self.path / name, text.encode("utf-8", "backslashreplace"))
+        """See the function ``write_text``."""
+        write_text(self.path / name, text)
 
     def read_text(self, name: str) -> str | None:
         """What ``write_text`` wrote; None where there is no such file."""
@@ -253,7 +255,7 @@ class RunDirectory:
 def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
     """One line of a rollouts file. Per-token lists cover the completion only."""
     start = sample.num_prompt_tokens
-    completion = sample.completion
+    last = sample.last_turn
     reward = sample.reward
     record: dict[str, Any] = {
         "step": step,
@@ -262,8 +264,8 @@ def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
         "data_source": sample.prompt.data_source,
         "prompt": sample.prompt.text,
         "ground_truth": sample.prompt.ground_truth,
-        "completion": completion.text if completion else None,
-        "finish_reason": completion.finish_reason if completion else None,
+        "completion": sample.text if last else None,
+        "finish_reason": last.finish_reason if last else None,
         "reward": reward.value if reward else None,
         "reward_components": dict(reward.components) if reward else {},
         "reward_error": reward.error if reward else None,
@@ -290,6 +292,18 @@ def _is_plain(value: Any) -> bool:
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | str]:
     """JSON has no NaN or infinity: they are written as text, so that they are seen and not lost."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file at once or not at all. What UTF-8 cannot hold is written as an escape.
+
+    Raises:
+        ChatLearnError: it is not written; an earlier one is as it was.
+    """
+    try:
+        replace_file(file, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise _cannot_write(file, error) from error
 
 
 def _cannot_write(path: Path, error: OSError | BackendError) -> ChatLearnError:

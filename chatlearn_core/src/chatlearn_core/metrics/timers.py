@@ -66,6 +66,14 @@ class Timers:
         """Take over the trace of something that was timed apart, such as an evaluation; its times stay apart."""
         self.spans.extend(replace(span, during=during) for span in other.spans)
 
+    def include(self, part: Timers) -> None:
+        """Take over the times and the trace of a part of the step that had timers of its own, since it may have begun
+        before the step did or beside its other parts.
+        """
+        self.spans.extend(part.spans)
+        for name, times in part._times.items():
+            self._times.setdefault(name, []).extend(times)
+
     def seconds(self, name: str) -> float:
         """Wall time during which at least one block of ``name`` ran."""
         total, end = 0.0, float("-inf")
@@ -79,7 +87,8 @@ class Timers:
         return {f"timing_s/{name}": Metric(self.seconds(name), 1.0, "sum") for name in sorted(self._times)}
 
     def trace(self) -> list[dict[str, Any]]:
-        """The trace as JSON values, by start; ``start_s`` and ``stop_s`` count from the making of these timers.
+        """The trace as JSON values, by start; ``start_s`` and ``stop_s`` count from the making of these timers, and are
+        below 0 for what a part included did before.
 
         Calls of one kind, such as the updates of a step, are one entry from the first to the last, with their number.
         """

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import CliCommandSpec, RuntimeSpec
+from chatlearn_core.plugins.records import (
+    CliCommandSpec,
+    ExampleKindSpec,
+    FlowMethodSpec,
+    OutputSpec,
+    RuntimeSpec,
+    SamplerSpec,
+)
+
+_ARGUMENTS = "chatlearn_core.flow.arguments"
+_CALLS = "chatlearn_core.executor.flow_calls"
 
 
 @hookimpl
@@ -20,14 +30,184 @@ def chatlearn_runtimes() -> list[RuntimeSpec]:
 
 
 @hookimpl
+def chatlearn_samplers() -> list[SamplerSpec]:
+    """The sampler that a run has unless it names another."""
+    return [
+        SamplerSpec(
+            name="shuffled",
+            summary="Every dataset epoch by epoch, mixed by weight, each epoch in an order of its own.",
+            factory="chatlearn_core.data.sampler:shuffled_sampler",
+            options="chatlearn_core.plugins.sampler_options:ShuffledOptions",
+        )
+    ]
+
+
+@hookimpl
+def chatlearn_example_kinds() -> list[ExampleKindSpec]:
+    """What an algorithm may take from the data."""
+    kinds = "chatlearn_core.data.builtin_kinds:"
+    return [
+        ExampleKindSpec(name="prompts", summary="Prompts to complete.", factory=f"{kinds}Prompts", has_samples=False),
+        ExampleKindSpec(name="demonstrations", summary="Completions to imitate.", factory=f"{kinds}Demonstrations"),
+        ExampleKindSpec(
+            name="preferences", summary="Completions of one prompt, ranked or labelled.", factory=f"{kinds}Preferences"
+        ),
+    ]
+
+
+@hookimpl
 def chatlearn_cli_commands() -> list[CliCommandSpec]:
     """The commands of the core; plugins cannot take their names."""
     return [
         CliCommandSpec(name="run", app="chatlearn_core.cli.run:run", help="Train a model as a configuration says."),
         CliCommandSpec(name="eval", app="chatlearn_core.cli.run:evaluate", help="Evaluate a model or a checkpoint."),
+        CliCommandSpec(name="plugins", app="chatlearn_core.cli.plugins:app", help="List and show plugins."),
         CliCommandSpec(
-            name="plugins", app="chatlearn_core.cli.plugins:app", help="List, show, write and check plugins."
+            name="plugins list", app="chatlearn_core.cli.plugins:list_plugins", help="List every installed plugin."
         ),
+        CliCommandSpec(name="plugins show", app="chatlearn_core.cli.plugins:show", help="Show what a plugin declares."),
         CliCommandSpec(name="config", app="chatlearn_core.cli.config:app", help="Show and check configurations."),
-        CliCommandSpec(name="flow", app="chatlearn_core.cli.flow:flow", help="Show an algorithm's data flow."),
+    ]
+
+
+@hookimpl
+def chatlearn_outputs() -> list[OutputSpec]:
+    """What trainers compute that the core's flow methods and losses ask for."""
+    return [
+        OutputSpec(name="logprobs", summary="Logprob of each token.", head="lm", at_most=0.0),
+        OutputSpec(
+            name="entropy",
+            summary="Entropy, nats, of the distribution that each token was drawn from.",
+            head="lm",
+            at_least=0.0,
+        ),
+        OutputSpec(
+            name="topk_ids",
+            summary="The k most likely tokens in each token's place, the most likely first.",
+            shape=("k",),
+            dtype="int",
+            head="lm",
+            at_least=0.0,
+        ),
+        OutputSpec(
+            name="topk_logprobs",
+            summary="Logprobs of topk_ids.",
+            shape=("k",),
+            head="lm",
+            at_most=0.0,
+        ),
+        OutputSpec(
+            name="logprobs_at",
+            summary="Logprobs, in each token's place, of the tokens that the token data named by 'ids' gives.",
+            shape=("ids",),
+            head="lm",
+            from_batch=("ids",),
+            at_most=0.0,
+        ),
+        OutputSpec(
+            name="values",
+            summary="Value of the state in which each token was chosen.",
+            head="value",
+        ),
+        OutputSpec(name="scores", summary="The reward head's output at the last token.", per="sequence", head="reward"),
+        OutputSpec(
+            name="hidden_states",
+            summary="Last hidden state of each token.",
+            shape=(None,),
+            masked=False,
+        ),
+    ]
+
+
+@hookimpl
+def chatlearn_flow_methods() -> list[FlowMethodSpec]:
+    """The calls that every flow may make."""
+    compute = f"{_ARGUMENTS}:ComputeArguments"
+    return [
+        FlowMethodSpec(
+            name="generator.generate",
+            summary="Sample completions of the prompts.",
+            arguments=f"{_ARGUMENTS}:GenerateArguments",
+            takes="examples",
+            action=f"{_CALLS}:generate",
+        ),
+        FlowMethodSpec(
+            name="environment.rollout",
+            summary="Make rollouts of the prompts: turns of the policy and what answers it.",
+            arguments=f"{_ARGUMENTS}:SamplingArguments",
+            takes="examples",
+            granularity="batch",
+            action="chatlearn_core.executor.environment_calls:rollout",
+        ),
+        FlowMethodSpec(
+            name="generator.extend",
+            summary="Continue samples with a further turn.",
+            arguments=f"{_ARGUMENTS}:SamplingArguments",
+            changes=True,
+            action=f"{_CALLS}:extend",
+        ),
+        FlowMethodSpec(
+            name="generator.score",
+            summary="Logprobs of the tokens that samples have.",
+            arguments=f"{_ARGUMENTS}:ComputeArguments",
+            adds=("{name}_score_logprobs",),
+            action=f"{_CALLS}:score_tokens",
+        ),
+        FlowMethodSpec(
+            name="function.apply",
+            summary="Call a function of the user's on samples.",
+            arguments=f"{_ARGUMENTS}:AnyArguments",
+            granularity="group",
+            changes=True,
+            action=f"{_CALLS}:apply_function",
+        ),
+        FlowMethodSpec(
+            name="reward.score",
+            summary="Judge what was sampled.",
+            arguments=f"{_ARGUMENTS}:NoArguments",
+            adds=("reward",),
+            action=f"{_CALLS}:judge",
+        ),
+        FlowMethodSpec(
+            name="trainer.logprobs",
+            summary="Logprobs of the tokens.",
+            arguments=compute,
+            outputs=("logprobs",),
+            granularity="batch",
+        ),
+        FlowMethodSpec(
+            name="trainer.entropy",
+            summary="Entropies of the distributions that the tokens were drawn from.",
+            arguments=compute,
+            outputs=("entropy",),
+            granularity="batch",
+        ),
+        FlowMethodSpec(
+            name="trainer.topk",
+            summary="Ids and logprobs of the k most likely tokens in each token's place.",
+            arguments=f"{_ARGUMENTS}:TopKArguments",
+            outputs=("topk_ids", "topk_logprobs"),
+            granularity="batch",
+        ),
+        FlowMethodSpec(
+            name="trainer.logprobs_at",
+            summary="Logprobs of given tokens in each token's place.",
+            arguments=f"{_ARGUMENTS}:LogprobsAtArguments",
+            outputs=("logprobs_at",),
+            granularity="batch",
+        ),
+        FlowMethodSpec(
+            name="trainer.values",
+            summary="Values of the states in which the tokens were chosen.",
+            arguments=f"{_ARGUMENTS}:NoArguments",
+            outputs=("values",),
+            granularity="batch",
+        ),
+        FlowMethodSpec(
+            name="trainer.scores",
+            summary="Scores of whole sequences.",
+            arguments=f"{_ARGUMENTS}:NoArguments",
+            outputs=("scores",),
+            granularity="batch",
+        ),
     ]

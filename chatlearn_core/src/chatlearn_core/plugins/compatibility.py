@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from chatlearn_core.exceptions import PluginIncompatibleError
 from chatlearn_core.plugins.records import (
     Channel,
+    Export,
     GeneratorSpec,
+    KvAfterSync,
     Payload,
     Placement,
     Reach,
@@ -23,6 +25,9 @@ from chatlearn_core.plugins.records import (
     WeightSyncSpec,
 )
 
+BOX_CHANNELS: frozenset[Channel] = frozenset({"boxes", "tensors"})
+"""By which boxes can be handed on: as they are, or put together."""
+FULL_CHANNELS: frozenset[Channel] = frozenset(get_args(Channel)) - {"boxes"}
 DISTANCE: dict[Placement, int] = {"process": 0, "host": 1, "hosts": 2, "anywhere": 2}
 REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
 PLACEMENT_TEXT: dict[Placement, str] = {
@@ -75,6 +80,12 @@ def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
     return bases
 
 
+def kv_after_sync_of(generator: GeneratorSpec, options: object) -> KvAfterSync:
+    """What unfinished requests do at a sync of a generator with these options: ``GeneratorSpec.kv_after_sync``."""
+    policy: KvAfterSync = getattr(options, "kv_after_sync", generator.kv_after_sync)
+    return policy
+
+
 def reaches(transport: WeightSyncSpec, placement: Placement) -> bool:
     """Whether a transport can join ends that are so far apart."""
     if placement == "hosts" and transport.reach == "host":
@@ -82,9 +93,50 @@ def reaches(transport: WeightSyncSpec, placement: Placement) -> bool:
     return DISTANCE[transport.reach] >= DISTANCE[placement]
 
 
-def shared_channel(transport: WeightSyncSpec, generator: GeneratorSpec, payload: Payload = "full") -> Channel | None:
-    """The transport's first choice among the channels by which the generator takes the payload, if there is one."""
-    return next((channel for channel in transport.channels if channel in channels_for(generator, payload)), None)
+def shared_way(
+    trainer: TrainerSpec,
+    generator: GeneratorSpec,
+    transport: WeightSyncSpec,
+    placement: Placement = "process",
+    payload: Payload = "full",
+    export: Export | None = None,
+) -> tuple[Export, Channel] | None:
+    """In what form the weights leave the trainer, and how they are handed to the generator; None: there is no way.
+
+    The transport's first choice among the forms that the trainer exports, then among the channels by which the
+    generator takes the payload.
+
+    Args:
+        export: the form that was asked for; None: any.
+    """
+    for form in shared_exports(trainer, transport, placement, payload, export):
+        for channel in _delivered(transport, form):
+            if channel in channels_for(generator, payload):
+                return form, channel
+    return None
+
+
+def _delivered(transport: WeightSyncSpec, export: Export) -> list[Channel]:
+    """The channels by which a transport hands on what it carries in this form, the best first."""
+    carried = BOX_CHANNELS if export == "boxes" else FULL_CHANNELS
+    return [channel for channel in transport.channels if channel in carried]
+
+
+def shared_exports(
+    trainer: TrainerSpec,
+    transport: WeightSyncSpec,
+    placement: Placement,
+    payload: Payload,
+    export: Export | None,
+) -> list[Export]:
+    """The forms in which a transport can carry a trainer's payload so far, its best first.
+
+    Adapters are small and travel whole. Within hosts each one takes everything from the ranks on its own, which have
+    whole tensors, but not the boxes of others.
+    """
+    whole_only = payload == "adapter" or (placement == "hosts" and transport.reach == "host")
+    forms = [form for form in transport.exports if form in trainer.exports and export in (None, form)]
+    return [form for form in forms if form == "full_tensors" or not whole_only]
 
 
 def channels_for(generator: GeneratorSpec, payload: Payload) -> frozenset[Channel]:
@@ -99,7 +151,9 @@ def mismatches(
     placement: Placement,
     payload: Payload = "full",
     *,
+    export: Export | None = None,
     rolling: bool = False,
+    devices: Collection[str] = (),
 ) -> list[str]:
     """Why a transport cannot carry this trainer's weights to this generator, each reason naming both sides.
 
@@ -107,7 +161,9 @@ def mismatches(
         placement: how far apart the two ends are: in one process, on one host, on several with trainer ranks on each
             that has a replica (``hosts``), or on different ones (``anywhere``).
         payload: what is to travel.
+        export: the form that was asked for; None: any.
         rolling: whether replicas change their weights one after the other.
+        devices: what the configuration says of both ends' devices; ``auto`` may be a GPU.
 
     Returns:
         One line a reason; empty if they fit.
@@ -115,18 +171,25 @@ def mismatches(
     offered = " or ".join(map(repr, transport.channels))
     delivery = f"transport {transport.name!r} delivers by channel {offered} {REACH_TEXT[transport.reach]}"
     reasons = []
-    if transport.needs_export not in trainer.exports:
-        reasons.append(
-            f"transport {transport.name!r} needs export {transport.needs_export!r}; "
-            f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
-        )
-    if shared_channel(transport, generator, payload) is None:
+    carries = f"transport {transport.name!r} carries export {' or '.join(map(repr, transport.exports))}"
+    exports = f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
+    if not shared_exports(trainer, transport, "process", "full", None):
+        reasons.append(f"{carries}; {exports}")
+    elif not shared_exports(trainer, transport, "process", "full", export):
+        reasons.append(f"export {export!r} is asked for (weight_sync.export); {carries}; {exports}")
+    elif not shared_exports(trainer, transport, placement, payload, export):
+        what = "adapters travel whole" if payload == "adapter" else "boxes do not reach the other hosts"
+        reasons.append(f"{carries}, and {what}; {exports}")
+    forms = shared_exports(trainer, transport, placement, payload, export) or transport.exports
+    if not channels_for(generator, payload) & {channel for form in forms for channel in _delivered(transport, form)}:
         takes = f"takes {'adapters by ' if payload == 'adapter' else ''}channels"
         reasons.append(f"{delivery}; generator {generator.name!r} {takes} {quoted(channels_for(generator, payload))}")
     if not reaches(transport, placement):
         reasons.append(
             f"{delivery}; trainer {trainer.name!r} and generator {generator.name!r} {PLACEMENT_TEXT[placement]}"
         )
+    if transport.needs_gpus and "cpu" in devices:
+        reasons.append(f"transport {transport.name!r} needs both ends on GPUs; one of the two has device 'cpu'")
     sides = (("trainer", trainer), ("transport", transport), ("generator", generator))
     if any(payload not in record.payloads for _, record in sides):
         offers = ", ".join(f"{side} {record.name!r} {quoted(record.payloads)}" for side, record in sides)
@@ -146,7 +209,9 @@ def choose_transport(
     placement: Placement,
     payload: Payload = "full",
     *,
+    export: Export | None = None,
     rolling: bool = False,
+    devices: Collection[str] = (),
 ) -> tuple[WeightSyncSpec, str]:
     """The fastest transport that fits (lowest ``speed_rank``, then by name), and a sentence that says why.
 
@@ -155,7 +220,9 @@ def choose_transport(
     """
     ranked = sorted(transports, key=lambda transport: (transport.speed_rank, transport.name))
     reasons = {
-        transport.name: mismatches(trainer, generator, transport, placement, payload, rolling=rolling)
+        transport.name: mismatches(
+            trainer, generator, transport, placement, payload, export=export, rolling=rolling, devices=devices
+        )
         for transport in ranked
     }
     for transport in ranked:

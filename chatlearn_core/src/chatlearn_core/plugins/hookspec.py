@@ -19,20 +19,29 @@ from chatlearn_core.plugins.markers import hookspec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from chatlearn_core.flow import Graph
     from chatlearn_core.plugins.records import (
+        AggregationSpec,
         AlgorithmSpec,
         CliCommandSpec,
         DatasetSpec,
-        EpisodeSpec,
+        EnvironmentSpec,
+        ExampleKindSpec,
+        FlowMethodSpec,
         GeneratorSpec,
         LoggerSpec,
         ModelFamilySpec,
+        OutputSpec,
         RewardSpec,
         RuntimeSpec,
+        SampleFilterSpec,
+        SamplerSpec,
+        ScheduleSpec,
+        StepPolicySpec,
         TrainerSpec,
         WeightSyncSpec,
     )
-    from chatlearn_core.types import Sample, SyncReceipt
+    from chatlearn_core.types import RunFailure, Sample, SyncReceipt
 
 RunStatus = Literal["completed", "interrupted", "failed"]
 
@@ -45,7 +54,8 @@ def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
 
     Called when the command line starts, unless a command of the core was asked for. ``chatlearn --help`` shows name
     and ``help`` from the record; ``app`` is imported when it is used. A function is one command; a ``typer.Typer`` is
-    a group of commands, even with one in it.
+    a group of commands, even with one in it. A name such as ``plugins weigh`` puts the command below ``chatlearn
+    plugins``, the one group of the core that takes others.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -84,7 +94,7 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
 
 @hookspec
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """Register what is special about families of models: checkpoint names, heads.
+    """Register what reads families of models: tokenizer, prompts, limits.
 
     Called once per process. The family is picked by the ``model_type`` of the model directory's ``config.json``.
 
@@ -108,7 +118,7 @@ def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
 
 @hookspec
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """Register dataset formats: what turns the rows of a file into prompts or demonstrations.
+    """Register dataset formats: what says which column of a row is the prompt, an answer, a completion.
 
     Called once per process. A dataset selects one with ``format``; ``format: auto`` takes the format with the most
     ``columns`` among those whose columns the file has.
@@ -126,6 +136,30 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
                     factory="acme_data.tickets:TicketFormat",
                     options="acme_data.options:TicketOptions",
                     columns=frozenset({"ticket_id", "thread", "resolution"}),
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
+    """Register kinds of examples: what rows become, and which samples an example gives without a generator.
+
+    Called once per process. An algorithm selects one with its attribute ``input``; the core has ``prompts``,
+    ``demonstrations`` and ``preferences``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import ExampleKindSpec
+
+        @hookimpl
+        def chatlearn_example_kinds():
+            return [
+                ExampleKindSpec(
+                    name="rewrites",
+                    summary="A text, and the better one that somebody made of it.",
+                    factory="acme_data.rewrites:Rewrites",
                 )
             ]
     """
@@ -158,22 +192,22 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
 
 
 @hookspec
-def chatlearn_episodes() -> Iterable[EpisodeSpec]:
-    """Register multi-turn environments, which observe and act around a generator.
+def chatlearn_environments() -> Iterable[EnvironmentSpec]:
+    """Register environments: what makes rollouts of several turns around a generator.
 
-    Called once per process. A run selects one by name.
+    Called once per process. A role of kind ``environment`` selects one with ``backend``.
 
     Example:
         from chatlearn_core.plugins import hookimpl
-        from chatlearn_core.plugins.records import EpisodeSpec
+        from chatlearn_core.plugins.records import EnvironmentSpec
 
         @hookimpl
-        def chatlearn_episodes():
+        def chatlearn_environments():
             return [
-                EpisodeSpec(
+                EnvironmentSpec(
                     name="browser",
                     summary="A headless browser as a tool.",
-                    factory="acme_browser.episode:BrowserEpisode",
+                    factory="acme_browser.environment:Browser",
                     options="acme_browser.options:BrowserOptions",
                 )
             ]
@@ -282,7 +316,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
                     sender="acme_sync.nfs:Sender",
                     receiver="acme_sync.nfs:Receiver",
                     options="acme_sync.options:NfsOptions",
-                    needs_export="full_tensors",
+                    exports=("full_tensors",),
                     channels=("checkpoint",),
                     reach="anywhere",
                     replayable=True,
@@ -316,14 +350,178 @@ def chatlearn_loggers() -> Iterable[LoggerSpec]:
     raise NotImplementedError
 
 
+@hookspec
+def chatlearn_samplers() -> Iterable[SamplerSpec]:
+    """Register samplers: what decides which training examples are drawn, and in which order.
+
+    Called once per process. A run selects one with ``data.sampler``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import SamplerSpec
+
+        @hookimpl
+        def chatlearn_samplers():
+            return [
+                SamplerSpec(
+                    name="easy_first",
+                    summary="Examples in the order of their measured difficulty.",
+                    factory="acme_rl.curriculum:EasyFirst",
+                    options="acme_rl.options:EasyFirstOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
+    """Register filters: what decides which scored samples are not trained on.
+
+    Called once per process. A run selects any number with ``rollout.filters``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import SampleFilterSpec
+
+        @hookimpl
+        def chatlearn_sample_filters():
+            return [
+                SampleFilterSpec(
+                    name="no_refusals",
+                    summary="Leaves out completions that refuse to answer.",
+                    factory="acme_rl.refusals:NoRefusals",
+                    options="acme_rl.options:NoRefusalsOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_schedules() -> Iterable[ScheduleSpec]:
+    """Register schedules: numbers that change with the steps.
+
+    Called once per process. A run selects one a setting with ``schedules``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import ScheduleSpec
+
+        @hookimpl
+        def chatlearn_schedules():
+            return [
+                ScheduleSpec(
+                    name="cosine",
+                    summary="From one value to another along half a cosine.",
+                    factory="acme_rl.cosine:Cosine",
+                    options="acme_rl.options:CosineOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
+    """Register step policies: what decides after each step whether to stop or to sample otherwise.
+
+    Called once per process. A run selects any number with ``train.step_policies``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import StepPolicySpec
+
+        @hookimpl
+        def chatlearn_step_policies():
+            return [
+                StepPolicySpec(
+                    name="budget",
+                    summary="Ends the run when it has trained on so many tokens.",
+                    factory="acme_rl.budget:TokenBudget",
+                    options="acme_rl.options:TokenBudgetOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_outputs() -> Iterable[OutputSpec]:
+    """Register outputs: what trainers can compute for each token or sequence, by name, shape and type.
+
+    Called once per process. A trainer that computes one names it in ``TrainerSpec.outputs``; a loss reads it through
+    ``OutputRequest.names``, a flow through a method of ``chatlearn_flow_methods``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import OutputSpec
+
+        @hookimpl
+        def chatlearn_outputs():
+            return [OutputSpec(name="margin", summary="Logit of the token minus the largest other one.", head="lm")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
+    """Register calls that flows may make on roles of a kind.
+
+    Called once per process. ``outputs`` are computed by the trainer role and added to the samples.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import FlowMethodSpec
+
+        @hookimpl
+        def chatlearn_flow_methods():
+            return [
+                FlowMethodSpec(
+                    name="trainer.margin",
+                    summary="Margins of the sampled tokens.",
+                    arguments="chatlearn_core.flow.arguments:ComputeArguments",
+                    outputs=("margin",),
+                    granularity="batch",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_aggregations() -> Iterable[AggregationSpec]:
+    """Register aggregations: how per-token losses of a mini-batch become one number.
+
+    Called once per process. Algorithms select one by name with their option ``aggregation``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import AggregationSpec
+
+        @hookimpl
+        def chatlearn_aggregations():
+            return [
+                AggregationSpec(
+                    name="sqrt_length",
+                    summary="Each sequence by the square root of its length.",
+                    function="acme_losses.aggregation:sqrt_length",
+                    options="acme_losses.options:NoOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
 # ---------------------------------------------------------------------------------------------- observing hooks
 
 
 @hookspec
-def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path) -> None:
+def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path, graph: Graph) -> None:
     """A run is about to start: the configuration is valid and the run directory exists; no role is built yet.
 
-    ``config`` is the resolved configuration as plain data. Called again when a run resumes.
+    ``config`` is the resolved configuration as plain data, ``graph`` the traced flow of the algorithm. Called again
+    when a run resumes.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -402,8 +600,12 @@ def chatlearn_checkpoint_saved(step: int, path: Path) -> None:
 
 
 @hookspec
-def chatlearn_error(error: BaseException) -> None:
-    """A run is about to fail with ``error``, the exception itself; ``chatlearn_run_end`` follows. Not for Ctrl-C.
+def chatlearn_error(error: BaseException, failure: RunFailure) -> None:
+    """A run fails with ``error``, the exception itself; ``chatlearn_run_end`` follows. Not for Ctrl-C.
+
+    Called after the last complete step was saved where that was possible. ``failure`` says where the run stood and what
+    is saved. A page for people goes to ``failure.run_dir / "failure.md"``: the run names that file where it reports the
+    failure, and removes it when it goes on.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -411,8 +613,8 @@ def chatlearn_error(error: BaseException) -> None:
         pages = []
 
         @hookimpl
-        def chatlearn_error(error):
-            pages.append(f"{type(error).__name__}: {error}")
+        def chatlearn_error(error, failure):
+            pages.append(f"step {failure.step}: {type(error).__name__}: {error}")
     """
     raise NotImplementedError
 

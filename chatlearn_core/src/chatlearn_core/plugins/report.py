@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from chatlearn_core import __version__
 from chatlearn_core.plugins.entry import PluginEntry
-from chatlearn_core.plugins.matrix import MatrixRow
 from chatlearn_core.plugins.records import PLUGIN_API_VERSION
 from chatlearn_core.plugins.registry import PluginRegistry
 
 LIST_HEADER = ("KIND", "NAME", "DISTRIBUTION", "VERSION", "STATUS", "")
-MATRIX_HEADER = ("TRAINER", "GENERATOR", "WEIGHT SYNC", "DECLARED", "TESTED", "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -103,24 +101,3 @@ def field_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value) or "none"
     return "any" if value is None else str(value)
-
-
-def matrix_text(rows: Sequence[MatrixRow], environment: Mapping[str, str] | None = None) -> str:
-    """The table of ``chatlearn plugins matrix``, and under it the versions that the tests were run with."""
-    text = table(MATRIX_HEADER, list(matrix_cells(rows)))
-    if not environment:
-        return text
-    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
-    return f"{text}\n\ntested with {versions}; --json has the cases"
-
-
-def matrix_cells(rows: Sequence[MatrixRow]) -> Iterator[tuple[str, ...]]:
-    """One line a combination."""
-    reach = {"process": "one process", "host": "one host", "anywhere": "anywhere"}
-    for row in rows:
-        tested = "-" if row.tested is None else "passed" if row.tested.passed else "failed"
-        notes = [*row.reasons, *row.missing]
-        if row.tested is not None and not row.tested.passed and row.tested.detail:
-            notes.append(row.tested.detail)
-        declared = f"yes, {reach[row.reach]}" if row.fits else "no"
-        yield row.trainer, row.generator, row.weight_sync, declared, tested, "; ".join(notes)

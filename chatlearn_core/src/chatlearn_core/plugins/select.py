@@ -24,18 +24,28 @@ if TYPE_CHECKING:
 
 META_DISTRIBUTION = "chatlearn"
 """The distribution that only depends on others; its extras are named after the plugins that they bring."""
+COMES_WITH = {"plugins check": "chatlearn-testing", "plugins new": "chatlearn-testing"}
+"""Commands that are not the core's, and the distribution that a user of them needs."""
 KIND_TITLES: dict[Kind, str] = {
     "trainer": "trainer backend",
     "generator": "generator backend",
     "reward": "reward",
     "weight_sync": "weight sync",
     "algorithm": "algorithm",
-    "episode": "episode",
+    "environment": "environment",
     "dataset": "dataset format",
+    "example_kind": "kind of examples",
     "model_family": "model family",
     "runtime": "runtime",
     "logger": "logger",
     "cli_command": "command",
+    "sampler": "sampler",
+    "sample_filter": "sample filter",
+    "schedule": "schedule",
+    "step_policy": "step policy",
+    "output": "trainer output",
+    "flow_method": "flow method",
+    "aggregation": "aggregation",
 }
 """How a message calls a plugin of each kind."""
 
@@ -143,6 +153,8 @@ def _where_from(entries: Sequence[PluginEntry], name: str) -> str:
         return f"\n  {name!r} is the name of a {' and a '.join(other)}."
     if any(entry.name == name for entry in entries):
         return ""  # one that is broken or disabled, which the error lists
+    if name in COMES_WITH and all(entry.distribution != COMES_WITH[name] for entry in entries):
+        return f"\n  It comes with: pip install {COMES_WITH[name]}"
     try:
         extras = metadata.metadata(META_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
@@ -205,18 +217,18 @@ def load_factory(record: PluginRecord, attribute: str, origin: str) -> Callable[
     return build
 
 
-def load_model(record: PluginRecord, origin: str) -> type[BaseModel]:
-    """Import the pydantic model of a record's options.
+def load_model(record: PluginRecord, origin: str, attribute: str = "options") -> type[BaseModel]:
+    """Import the pydantic model of a record's options, or of a flow method's arguments.
 
     Raises:
         PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
     """
-    loaded = load_attribute(record, "options", origin)
+    loaded = load_attribute(record, attribute, origin)
     from pydantic import BaseModel  # not before a plugin is selected: listing plugins imports no pydantic
 
     if not (isinstance(loaded, type) and issubclass(loaded, BaseModel)):
         raise PluginError(
             f"The {KIND_TITLES[record.kind]} {record.name!r} ({origin}) is not usable.\n"
-            f"  options names {loaded!r}; it must be a pydantic model."
+            f"  {attribute} names {loaded!r}; it must be a pydantic model."
         )
     return loaded

@@ -13,6 +13,8 @@ from chatlearn_core.plugins.records import (
     RECORD_TYPES,
     Channel,
     Export,
+    FlowMethodSpec,
+    Granularity,
     Kind,
     Payload,
     PluginRecord,
@@ -25,29 +27,42 @@ REGISTERING_HOOKS: Mapping[str, Kind] = {
     "chatlearn_runtimes": "runtime",
     "chatlearn_model_families": "model_family",
     "chatlearn_datasets": "dataset",
+    "chatlearn_example_kinds": "example_kind",
     "chatlearn_algorithms": "algorithm",
-    "chatlearn_episodes": "episode",
+    "chatlearn_environments": "environment",
     "chatlearn_trainers": "trainer",
     "chatlearn_generators": "generator",
     "chatlearn_rewards": "reward",
     "chatlearn_weight_syncs": "weight_sync",
     "chatlearn_loggers": "logger",
+    "chatlearn_outputs": "output",
+    "chatlearn_flow_methods": "flow_method",
+    "chatlearn_aggregations": "aggregation",
+    "chatlearn_samplers": "sampler",
+    "chatlearn_sample_filters": "sample_filter",
+    "chatlearn_schedules": "schedule",
+    "chatlearn_step_policies": "step_policy",
 }
 """Hook -> kind of the records that it returns."""
 
 NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")
 RESERVED_NAMES = frozenset({"auto"})
 """Configurations use it for 'the one that fits'."""
+COMMAND_GROUPS = ("plugins",)
+"""Commands of the core that take commands of plugins below them."""
 
 VOCABULARIES: Mapping[str, Collection[str]] = {
     "exports": get_args(Export),
-    "needs_export": get_args(Export),
     "channels": get_args(Channel),
     "payloads": get_args(Payload),
     "reach": get_args(Reach),
     "heads": ("lm", "value", "reward"),
     "bases": ("raw", "processed"),
     "unit": ("sample", "group"),
+    "per": ("token", "sequence"),
+    "loss_unit": ("sequence", "group"),
+    "granularity": get_args(Granularity),
+    "takes": ("examples", "samples"),
 }
 """Fields that the core matches, and the values it knows."""
 
@@ -83,7 +98,8 @@ def newer(api_version: object) -> bool:
 
 def record_problems(record: PluginRecord) -> list[str]:
     """Every rule that a record of the right type and API version breaks."""
-    problems = [name_problem(record.name), requirement_syntax_problem(record.requires)]
+    named = command_name_problem if record.kind == "cli_command" else name_problem
+    problems = [named(record.name), requirement_syntax_problem(record.requires)]
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if field.type == "ImportString" or (field.type == "ImportString | None" and value is not None):
@@ -91,11 +107,21 @@ def record_problems(record: PluginRecord) -> list[str]:
             problems.append(f"{field.name}: {problem}" if problem else None)
         elif str(field.type).startswith("frozenset[") and field.name != "model_families":
             problems.append(collection_problem(field.name, value))
-        elif str(field.type) == "tuple[Channel, ...]":
+        elif str(field.type) in ("tuple[Channel, ...]", "tuple[Export, ...]"):
             problems.append(preference_problem(field.name, value))
         elif field.name in VOCABULARIES and value not in VOCABULARIES[field.name]:
             problems.append(f"{field.name}={value!r}: must be one of {', '.join(VOCABULARIES[field.name])}")
+    if isinstance(record, FlowMethodSpec):
+        problems.append(method_name_problem(record.name))
     return [problem for problem in problems if problem]
+
+
+def method_name_problem(name: object) -> str | None:
+    """Why a record of a flow's method is not named ``kind.method``, or None."""
+    kind, _, method = str(name).partition(".")
+    if kind.isidentifier() and method.isidentifier():
+        return None
+    return f"name {name!r}: a method of flows is named by the kind of role and the method, such as 'trainer.logprobs'"
 
 
 def name_problem(name: object) -> str | None:
@@ -105,6 +131,16 @@ def name_problem(name: object) -> str | None:
     if name in RESERVED_NAMES:
         return f"name {name!r} is reserved: configurations use it for 'the one that fits'"
     return None
+
+
+def command_name_problem(name: object) -> str | None:
+    """Why a name cannot be typed after ``chatlearn``, or None: ``report``, or ``plugins check`` in a group."""
+    group, space, command = name.partition(" ") if isinstance(name, str) else ("", "", "")
+    if not space:
+        return name_problem(name)
+    if group not in COMMAND_GROUPS:
+        return f"name {name!r}: only these commands take others below them: {', '.join(COMMAND_GROUPS)}"
+    return name_problem(command)
 
 
 def collection_problem(field: str, value: object) -> str | None:

@@ -1,14 +1,27 @@
 """What a backend must be able to do: typed protocols, one file a kind."""
 
-from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, InputKind
-from chatlearn_core.protocols.episode import Episode, Generate
+from chatlearn_core.protocols.aggregation import Aggregation, SelectAggregation
+from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, RoleUpdate, Split
+from chatlearn_core.protocols.decisions import (
+    Decision,
+    ExampleSampler,
+    SampleFilter,
+    SamplerContext,
+    Schedule,
+    StepPolicy,
+)
+from chatlearn_core.protocols.environment import (
+    Environment,
+    GenerateFor,
+    RolloutContext,
+    RolloutOrder,
+    SequenceBuilder,
+)
 from chatlearn_core.protocols.generator import (
     Generator,
     MemoryHandleLoader,
     OnTokens,
-    PauseMode,
     ProcessGroupLoader,
-    StreamingGenerator,
     WeightLoader,
 )
 from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, ModelSource, RoleContext
@@ -17,6 +30,8 @@ from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
 from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction, MemoryEvent
 from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.runtime import (
+    Derive,
+    EnvironmentGroup,
     GeneratorFleet,
     LendWeights,
     ModelGroup,
@@ -31,15 +46,19 @@ from chatlearn_core.protocols.trainer import Trainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
 __all__ = [
+    "Aggregation",
     "Algorithm",
     "AlgorithmContext",
+    "Decision",
+    "Derive",
     "Device",
-    "Episode",
-    "Generate",
+    "Environment",
+    "EnvironmentGroup",
+    "ExampleSampler",
+    "GenerateFor",
     "Generator",
     "GeneratorFleet",
     "Head",
-    "InputKind",
     "LendWeights",
     "Lifecycle",
     "Logger",
@@ -53,7 +72,6 @@ __all__ = [
     "ModelGroup",
     "ModelSource",
     "OnTokens",
-    "PauseMode",
     "ProcessGroupLoader",
     "Reward",
     "RewardGroup",
@@ -61,9 +79,18 @@ __all__ = [
     "RoleContext",
     "RoleGroup",
     "RoleIsUp",
+    "RoleUpdate",
+    "RolloutContext",
+    "RolloutOrder",
     "Runtime",
     "RuntimeEvent",
-    "StreamingGenerator",
+    "SampleFilter",
+    "SamplerContext",
+    "Schedule",
+    "SelectAggregation",
+    "SequenceBuilder",
+    "Split",
+    "StepPolicy",
     "Trainer",
     "TrainerGroup",
     "Unit",

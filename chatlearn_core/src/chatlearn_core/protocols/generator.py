@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from chatlearn_core.types import (
     WeightShard,
 )
 
-PauseMode = Literal["keep", "abort", "wait"]
-"""``keep``: unfinished requests stay where they are and go on later; ``abort``: they return what they have;
-``wait``: they finish first."""
 OnTokens = Callable[[int, list[int]], None]
 """``(start, token_ids)``: completion tokens from position ``start`` on have been sampled."""
 
@@ -104,8 +101,8 @@ class ProcessGroupLoader(WeightLoader, Protocol):
         element types are given first, so that every tensor is aligned.
 
         Args:
-            checksums: ``hosting.engine_side.checksums.checksum`` of each tensor as the sender has it; None: nothing is
-                compared.
+            checksums: ``chatlearn_hosting.engine_side.checksums.checksum`` of each tensor as the sender has it;
+                None: nothing is compared.
 
         Raises:
             BackendTimeoutError: the sender did not send within the group's timeout.
@@ -147,16 +144,10 @@ class Generator(Lifecycle, Protocol):
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests (None: all). Their ``generate`` calls return what was sampled, finish reason ``abort``."""
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. Returns when nothing is running any more."""
+    async def pause(self) -> None:
+        """Stop sampling. Returns when nothing is running any more; unfinished requests, and those that come meanwhile,
+        wait for ``resume``.
+        """
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
-
-
-@runtime_checkable
-class StreamingGenerator(Generator, Protocol):
-    """A generator with an iterator beside the callback."""
-
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Yield growing partial completions; the last one is what ``generate`` would have returned."""

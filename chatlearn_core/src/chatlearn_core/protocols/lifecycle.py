@@ -47,7 +47,7 @@ class RoleContext:
     total_updates: int | None = None
     """Optimizer steps the whole run will make, for schedules; None if open."""
     rendezvous: str | None = None
-    """``tcp://host:port`` for the ranks of this replica, where there are several: see ``hosting.rendezvous.meet``."""
+    """``tcp://host:port`` for the ranks of this replica, if it has several: ``chatlearn_hosting.rendezvous.meet``."""
     rendezvous_secret: str | None = field(default=None, repr=False)
     """What the ranks know each other by at the rendezvous; None where it is on loopback."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,11 @@ class Lifecycle(Protocol):
         """
 
     def health(self) -> str | None:
-        """None while the backend can work, otherwise what is wrong."""
+        """None while the backend can work, otherwise what is wrong, without a full stop at its end.
+
+        A runtime asks when a call failed or has no answer, and puts the words into its error: from any thread, while
+        another call runs or hangs. It answers at once.
+        """
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
         """Move these parts out of device memory; parts this backend does not hold are ignored, and so are those that

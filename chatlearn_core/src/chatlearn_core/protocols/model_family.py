@@ -1,4 +1,4 @@
-"""What the core needs to know about a model without holding it: its tokenizer and its limits."""
+"""What the core needs to know about a model without holding it: its tokenizer, its prompts and its limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from chatlearn_core.protocols.lifecycle import ModelSource
+from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy, PromptRenderer
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +28,29 @@ class ModelFamily(Protocol):
 
         Raises:
             ModelError: no tokenizer there, or one that does not belong to the model; names both.
+        """
+
+    def renderer(
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool = True,
+        system_prompt: str | None = None,
+        control_tokens: ControlTokenPolicy = "text",
+        max_tokens: int | None = None,
+    ) -> PromptRenderer:
+        """What turns conversations into tokens of the family's models. ``chatlearn_chat.ChatTemplateRenderer`` does it
+        for tokenizers with a chat template.
+
+        Args:
+            tokenizer: from ``load_tokenizer``.
+            apply_chat_template: whether prompts go through the tokenizer's chat template, if it has one.
+            system_prompt: put before conversations that have none.
+            control_tokens: what becomes of control tokens that the data spell.
+            max_tokens: texts that certainly have more tokens need not be tokenised.
+
+        Raises:
+            ModelError: the tokenizer's template cannot be used.
         """
 
     def facts(self, source: ModelSource) -> ModelFacts:

@@ -13,23 +13,29 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from chatlearn_core.exceptions import TrainerLostError
-from chatlearn_core.protocols.generator import PauseMode
+from chatlearn_core.protocols.algorithm import Split
+from chatlearn_core.protocols.environment import GenerateFor, RolloutOrder
+from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart
 from chatlearn_core.protocols.loss import Loss
 from chatlearn_core.protocols.memory import Device, MemoryEvent
 from chatlearn_core.types import (
     Completion,
+    Derived,
+    FileFacts,
     GenerateRequest,
     Metrics,
     OutputRequest,
     Outputs,
     RewardResult,
+    Rollout,
     Sample,
     SyncReceipt,
     TrainBatch,
 )
 
 RoleIsUp = Callable[[str], Awaitable[None]]
+Derive = Callable[[TrainBatch], Derived]
 LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
 """``async with lend_weights(trainer)``: the trainer's weights are on its devices in the block."""
 
@@ -76,14 +82,26 @@ class TrainerGroup(ModelGroup, Protocol):
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
 
-    async def measure(self, batch: TrainBatch, function: Callable[[TrainBatch], Metrics]) -> Metrics:
-        """Metrics of a batch, computed where its arrays are. The function is a module's own, so that it can travel; the
-        metrics of several parts of the batch are merged.
+    async def derive(self, batch: TrainBatch, function: Derive, split: Split = "group") -> Derived:
+        """Compute new data of a batch in a worker, where its arrays are or are fetched to.
+
+        Args:
+            batch: any; its outputs stay where they are.
+            function: pickled by name, as a module's function or a method of a plugin's object; called once for each
+                part of the batch.
+            split: whether parts are whole groups, divided over the data-parallel ranks, or the whole batch is one.
+
+        Returns:
+            the parts' data in the order of the batch, their exclusions together, their metrics merged.
         """
 
-    async def save(self, directory: Path) -> None: ...
+    async def save(self, directory: Path) -> Mapping[str, FileFacts]:
+        """Write a resumable checkpoint; what all ranks say of the files that they wrote."""
 
     async def load(self, directory: Path) -> None: ...
+
+    async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
+        """See ``Trainer.load_model``; the optimizer starts anew."""
 
     async def export_model(self, directory: Path) -> None: ...
 
@@ -105,9 +123,18 @@ class GeneratorFleet(ModelGroup, Protocol):
         that changes.
         """
 
-    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+    async def generate(
+        self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
+    ) -> Completion:
         """Sample one completion, on the replica that is named; without one, on a replica that the request's group
         alone decides. Where that one does not take requests, on another that does; where none does, when one does.
+
+        Args:
+            request: what to sample.
+            replica: that is to sample it.
+            on_tokens: called on this event loop with tokens as they come, or some time later, if the generator streams
+                (``GeneratorSpec.streaming``). A request that starts again on another replica begins again with its
+                first token.
 
         Raises:
             ReplicaLostError: a replica died, and may not be rebuilt any more.
@@ -117,7 +144,7 @@ class GeneratorFleet(ModelGroup, Protocol):
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self) -> None:
         """Stop sampling on every replica; also what a replica had that dies meanwhile waits for ``resume``."""
 
     async def resume(self) -> None:
@@ -129,6 +156,24 @@ class RewardGroup(RoleGroup, Protocol):
     """All workers of a reward role; combining and routing have already happened behind it."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
+
+
+@runtime_checkable
+class EnvironmentGroup(RoleGroup, Protocol):
+    """All workers of an environment role."""
+
+    async def rollout(self, order: RolloutOrder, generate: GenerateFor) -> Rollout:
+        """Make one rollout.
+
+        Args:
+            order: what is wanted.
+            generate: answers the environment's requests, by the handles of the role's ``uses``.
+
+        Raises:
+            BackendTimeoutError: not finished within ``order.timeout_s``; names rollout and role.
+            RoleLostError: a generator died too often.
+            BackendError: the environment raised, or what it returned breaks a rule; names rollout and rule.
+        """
 
 
 @runtime_checkable
@@ -158,6 +203,9 @@ class Runtime(Protocol):
     def generator(self, role: str) -> GeneratorFleet: ...
 
     def reward(self, role: str) -> RewardGroup: ...
+
+    def environment(self, role: str) -> EnvironmentGroup:
+        """Raises ConfigError where the runtime hosts no environments."""
 
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
         """Move the trainer's weights into every replica, under ``policy_version``.

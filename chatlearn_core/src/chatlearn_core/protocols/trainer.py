@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols.lifecycle import Lifecycle
 from chatlearn_core.protocols.loss import Loss
-from chatlearn_core.types import Metrics, OutputRequest, Outputs, Payload, TrainBatch, WeightManifest, WeightShard
+from chatlearn_core.types import (
+    FileFacts,
+    Metrics,
+    OutputRequest,
+    Outputs,
+    Payload,
+    TrainBatch,
+    WeightManifest,
+    WeightShard,
+)
 
 
 @runtime_checkable
@@ -42,8 +51,13 @@ class Trainer(Lifecycle, Protocol):
                 weights are unchanged.
         """
 
-    def save(self, directory: Path) -> None:
-        """Write a resumable checkpoint: weights, optimizer, schedule, random state. Collective."""
+    def save(self, directory: Path) -> Mapping[str, FileFacts]:
+        """Write a resumable checkpoint: weights, optimizer, schedule, random state. Collective.
+
+        Returns:
+            Size and checksum of the files that this rank wrote and flushed to the disk, by path below ``directory``.
+            The checkpoint is sealed with these: sizes are compared, and only files without facts are read again.
+        """
 
     def load(self, directory: Path) -> None:
         """Read what ``save`` wrote, also under another world size. Collective.
@@ -52,11 +66,26 @@ class Trainer(Lifecycle, Protocol):
             CheckpointError: incomplete or of another model; names the file.
         """
 
+    def load_model(self, directory: Path, *, fresh_optimizer: bool = True, decay: float = 0.0) -> None:
+        """Take the weights of a Hugging Face model directory of the same architecture, in place. Collective.
+
+        Args:
+            fresh_optimizer: also forget optimizer state and count of updates, as if training began here; adapters are
+                drawn anew. False keeps them.
+            decay: share that stays of each weight: ``decay * own + (1 - decay) * the directory's``, a moving average.
+
+        Raises:
+            ModelError: it holds no such model; names tensors. Nothing has changed.
+        """
+
     def export_model(self, directory: Path) -> None:
         """Write a Hugging Face model directory that ``from_pretrained`` loads, tokenizer included. Collective."""
 
-    def manifest(self, payload: Payload = "full") -> WeightManifest:
-        """Every tensor that ``weights`` will stream, by checkpoint name, without touching the tensors.
+    def manifest(self, payload: Payload = "full") -> WeightManifest | None:
+        """Every tensor that the ranks together will stream, by checkpoint name, without touching the tensors.
+
+        Collective; rank 0 returns the whole, others may return None. It is asked once, and again after ``load_model``:
+        names, shapes and dtypes do not change in between.
 
         Args:
             payload: ``full``: the model, adapters merged. ``adapter``: the adapter's tensors alone, by the names peft

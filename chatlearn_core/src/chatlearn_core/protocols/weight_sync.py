@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from chatlearn_core.protocols.generator import WeightLoader
 from chatlearn_core.protocols.trainer import Trainer
-from chatlearn_core.types import SyncOffer, SyncPlan
+from chatlearn_core.types import SyncOffer, SyncRequest
 
 
 @runtime_checkable
@@ -17,10 +17,10 @@ class WeightSender(Protocol):
     One sync is ``offer``, then ``send`` at the same time as the receivers' ``receive``, then ``release``.
     """
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Open the sync and say how receivers reach the bytes. Quick; moves nothing."""
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Step ``trainer.weights()`` and move the bytes; blocks. Returns the number of bytes this rank sent.
 
         All ranks step the stream in one order, and a step never waits for a send. Memory beyond the weights, the
@@ -30,7 +30,7 @@ class WeightSender(Protocol):
             WeightSyncError, BackendTimeoutError: names the receivers it waits for.
         """
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Every receiver has answered: buffers, files and handles of this sync may go. Also called after a failure."""
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """The generator side of a transport, in the generator's adapter process; ``receiver(options, endpoint)``."""
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Take the bytes that ``offers`` announce and hand them to the loader's ``load_*`` of this transport's channel.
 
         ``begin`` and ``finish`` are the caller's. Returns the number of bytes received. Memory that was handed to a

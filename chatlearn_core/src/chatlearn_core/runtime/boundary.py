@@ -12,42 +12,32 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from chatlearn_core.exceptions import ContractError
-from chatlearn_core.flow.graph import METHODS
 from chatlearn_core.types import (
-    SEQUENCE_OUTPUTS,
     Completion,
     FinishReason,
     GenerateRequest,
     LogprobBasis,
     Metric,
-    OutputRequest,
     RewardResult,
     Sample,
     SamplingParams,
-    TrainBatch,
     VersionSpan,
 )
-from chatlearn_core.types.stored import StoredArray, StoredCompletion, StoredTensor
+from chatlearn_core.types.remote import RemoteArray, RemoteCompletion
 
 LOGPROB_TOLERANCE = 1e-3
 """How far above 0 rounding may put a logprob, nats: half-precision logits of a token that is all but certain."""
-WHOLE_OUTPUTS = frozenset({"topk", "hidden_states", "full_kl"})
-"""Outputs whose rows hold more than one number."""
 MAX_REWARD = 1e12
 """Largest absolute value of a reward and its parts: losses and squared gradients made of it stay finite in float32."""
 _FINISH_REASONS = get_args(FinishReason)
-_WRITTEN_NAMES = frozenset({"advantages", "loss_weight"})
-"""Of ``token_data``, beside what calls of a flow write: an algorithm computes them."""
-_WRITTEN_ENDINGS = tuple(
-    method.field.removeprefix("{role}")
-    for method in METHODS.values()
-    if method.output is not None and method.output not in SEQUENCE_OUTPUTS
+_ID_NAMES = frozenset({"token_ids", "prompt_ids"})
+"""Arrays of a completion that are ids of the vocabulary; the others are logprobs."""
+_WRITTEN_NAMES = frozenset(
+    {"advantages", "loss_weight", "policy_version", "generator_logprobs", "generator_raw_logprobs"}
 )
-"""Of the names under which a trainer's outputs, and a generator's logprobs, are written to ``token_data``."""
+"""Of ``token_data``, beside what calls of a flow write: the core and algorithms compute them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,33 +76,39 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         ("sampling", completion.sampling, SamplingParams),
         ("version_spans", completion.version_spans, Sequence),
         ("token_data", completion.token_data, Mapping),
+        ("prompt_token_data", completion.prompt_token_data, Mapping),
     ):
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
+    forced, tokens = request.forced_ids, completion.token_ids
+    if forced is not None and not isinstance(tokens, RemoteArray) and not np.array_equal(tokens, forced):
+        return f"its tokens are not the {len(forced)} that it was asked to score"
     if completion.sampling.basis != request.sampling.basis:
         return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
     arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     if completion.raw_logprobs is not None:
         arrays["raw_logprobs"] = completion.raw_logprobs
+    if completion.prompt_ids is not None:
+        arrays["prompt_ids"] = completion.prompt_ids
     for name, values in arrays.items():
-        kinds, what = ("iu", "integers") if name == "token_ids" else ("f", "floating-point numbers")
-        if not isinstance(values, np.ndarray | StoredArray):
+        kinds, what = ("iu", "integers") if name in _ID_NAMES else ("f", "floating-point numbers")
+        if not isinstance(values, np.ndarray | RemoteArray):
             return f"{name} is a {type(values).__name__}, not an array"
         if values.ndim != 1 or values.dtype.kind not in kinds:
             return f"{name} has shape {values.shape} and dtype {values.dtype}; it is one dimension of {what}"
     length = len(completion.token_ids)
-    problem = _token_data_problem(completion.token_data)
+    problem = _token_data_problem(completion.token_data) or _prompt_data_problem(completion, request)
     if problem is not None:
         return problem
     for name, values in (arrays | _data_of(completion)).items():
-        if len(values) != length:
+        if name != "prompt_ids" and len(values) != length:
             return f"{name} has {len(values)} entries for {length} tokens"
     cached = completion.num_cached_tokens
     if not isinstance(cached, int) or isinstance(cached, bool) or cached < 0:
         return f"num_cached_tokens is {cached!r:.80}; it is a number of tokens, 0 if it is not known"
     if not isinstance(completion.basis, LogprobBasis):
         return f"basis is a {type(completion.basis).__name__}, not a LogprobBasis"
-    if not isinstance(completion, StoredCompletion) and not isinstance(completion.text, str):
+    if not isinstance(completion, RemoteCompletion) and not isinstance(completion.text, str):
         return f"text is a {type(completion.text).__name__}"
     return (
         _length_problem(completion, request, length)
@@ -132,9 +128,9 @@ def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
     for name, values in token_data.items():
         if not isinstance(name, str):
             return f"token_data has the name {name!r:.80}, which is no text"
-        if name in _WRITTEN_NAMES or name.endswith(_WRITTEN_ENDINGS):
+        if name in _WRITTEN_NAMES:
             return f"token_data has {name!r}, a name that the core writes itself; choose another"
-        if not isinstance(values, np.ndarray | StoredArray):
+        if not isinstance(values, np.ndarray | RemoteArray):
             return f"token_data {name!r} is a {type(values).__name__}, not an array"
         if not values.shape:
             return f"token_data {name!r} has shape (); its first dimension is the tokens"
@@ -143,9 +139,28 @@ def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
     return None
 
 
+def _prompt_data_problem(completion: Completion, request: GenerateRequest) -> str | None:
+    """What is wrong with data of the prompt's tokens, which stands in front of the completion's."""
+    prompt_ids = request.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+    if not len(prompt_ids):
+        return "prompt_ids is empty"
+    for name, values in completion.prompt_token_data.items():
+        own = completion.token_data.get(name)
+        if own is None:
+            return f"prompt_token_data has {name!r}, which token_data has not"
+        if not isinstance(values, np.ndarray | RemoteArray):
+            return f"prompt_token_data {name!r} is a {type(values).__name__}, not an array"
+        if len(values) != len(prompt_ids) or values.shape[1:] != own.shape[1:] or values.dtype != own.dtype:
+            return (
+                f"prompt_token_data {name!r} has shape {values.shape} and dtype {values.dtype} for {len(prompt_ids)} "
+                f"prompt tokens, and in token_data rows have shape {own.shape[1:]} and dtype {own.dtype}"
+            )
+    return None
+
+
 def _infinite_data_problem(arrays: Mapping[str, Any]) -> str | None:
     for name, values in arrays.items():
-        if isinstance(values, StoredArray) or values.dtype.kind != "f" or not values.size:
+        if isinstance(values, RemoteArray) or values.dtype.kind != "f" or not values.size:
             continue
         if not (math.isfinite(values.min()) and math.isfinite(values.max())):  # NaN is the least and the most
             wrong = ~np.isfinite(values)
@@ -180,13 +195,14 @@ def _spans_problem(spans: Any, length: int) -> str | None:
 
 def _values_problem(arrays: Mapping[str, Any], vocab_size: int | None) -> str | None:
     for name, values in arrays.items():
-        if isinstance(values, StoredArray) or not len(values):
+        if isinstance(values, RemoteArray) or not len(values):
             continue
         least, most = values.min(), values.max()
-        if name == "token_ids":
+        if name in _ID_NAMES:
             if least < 0 or (vocab_size is not None and most >= vocab_size):
                 at = int(values.argmin() if least < 0 else values.argmax())
-                return f"token {at} has id {int(values[at])}, outside the vocabulary of {vocab_size}"
+                where = "token" if name == "token_ids" else "prompt token"
+                return f"{where} {at} has id {int(values[at])}, outside the vocabulary of {vocab_size}"
         elif not (math.isfinite(least) and most <= LOGPROB_TOLERANCE):  # NaN and +inf fail the second
             at = int(np.flatnonzero(~np.isfinite(values) | (values > LOGPROB_TOLERANCE))[0])
             return f"{name} of token {at} is {float(values[at])}; a logprob is finite and at most 0"
@@ -194,7 +210,7 @@ def _values_problem(arrays: Mapping[str, Any], vocab_size: int | None) -> str | 
 
 
 def _resumed_problem(completion: Completion, prior: Completion | None) -> str | None:
-    if prior is None or any(isinstance(c, StoredCompletion) for c in (completion, prior)):
+    if prior is None or any(isinstance(c, RemoteCompletion) for c in (completion, prior)):
         return None
     if np.array_equal(completion.token_ids[: len(prior.token_ids)], prior.token_ids):
         return None
@@ -271,67 +287,6 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__} (its message cannot be shown: {type(second).__name__})"
 
 
-def check_outputs(
-    outputs: Any, batch: TrainBatch, request: OutputRequest, origin: Origin, *, whole: bool = True
-) -> None:
-    """What a trainer computed for a batch.
-
-    Args:
-        whole: every output that was asked for is there; one rank of several may have some of them, or none.
-
-    Raises:
-        ContractError: an output is missing, of another shape, or not finite where a loss reads it.
-    """
-    if not isinstance(outputs, Mapping):
-        raise ContractError(f"{origin}: compute returned a {type(outputs).__name__}, not a mapping of outputs")
-    missing = sorted(request.names - outputs.keys()) if whole else []
-    if missing:
-        raise ContractError(
-            f"{origin}: compute did not return the output {missing[0]!r}, which was asked for; it returned "
-            f"{', '.join(sorted(outputs)) or 'nothing'}"
-        )
-    for name, values in outputs.items():
-        _check_output(name, values, batch, origin)
-
-
-def _check_output(name: str, values: Any, batch: TrainBatch, origin: Origin) -> None:
-    by_sequence = name in SEQUENCE_OUTPUTS
-    rows = batch.num_sequences if by_sequence else batch.num_tokens
-    what = f"{rows} {'sequences' if by_sequence else 'tokens'}"
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ContractError(f"{origin}: compute returned {name!r} as {kind}, not as a tensor of floating-point numbers")
-    if values.shape[:1] != (rows,) or (values.ndim != 1 and name not in WHOLE_OUTPUTS):
-        raise ContractError(
-            f"{origin}: compute returned {name!r} in the shape {list(values.shape)} for {what} of the samples "
-            f"{_some(batch.sample_ids)}"
-        )
-    if isinstance(values, StoredTensor):
-        return
-    if name in WHOLE_OUTPUTS or by_sequence:
-        wrong, rule = ~torch.isfinite(values), "it must be finite"
-    elif name == "logprobs":
-        wrong = ~(torch.isfinite(values) & (values <= LOGPROB_TOLERANCE)) & batch.loss_mask.to(values.device)
-        rule = "a logprob is finite and at most 0"
-    else:
-        wrong, rule = ~torch.isfinite(values) & batch.loss_mask.to(values.device), "it must be finite"
-    if bool(wrong.any()):
-        at = int(wrong.reshape(rows, -1).any(dim=1).nonzero()[0])
-        sample, token = (at, "") if by_sequence else _sequence_of(batch, at)
-        found = float(values[at][wrong[at]].flatten()[0])
-        raise ContractError(
-            f"{origin}: compute returned {name!r} = {found} for sample {batch.sample_ids[sample]!r}{token}; {rule}. "
-            "Nothing was trained on it"
-        )
-
-
-def _sequence_of(batch: TrainBatch, row: int) -> tuple[int, str]:
-    """Which sequence a row of the batch is of, and which token of it."""
-    bounds = batch.cu_seqlens.tolist()
-    sequence = int(np.searchsorted(bounds, row, side="right")) - 1
-    return sequence, f", token {row - bounds[sequence]}"
-
-
 def check_update(metrics: Any, origin: Origin) -> None:
     """What a trainer says of one update.
 
@@ -340,7 +295,7 @@ def check_update(metrics: Any, origin: Origin) -> None:
             finite, which the trainer should have refused with the weights unchanged.
     """
     if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
-        told = type(metrics).__name__ if not isinstance(metrics, Mapping) else _some(sorted(map(str, metrics)))
+        told = type(metrics).__name__ if not isinstance(metrics, Mapping) else some(sorted(map(str, metrics)))
         raise ContractError(f"{origin}: update returned {told}, not a mapping from names to Metric")
     if "loss" not in metrics:
         raise ContractError(
@@ -355,5 +310,6 @@ def check_update(metrics: Any, origin: Origin) -> None:
             )
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names of many, and how many more there are."""
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

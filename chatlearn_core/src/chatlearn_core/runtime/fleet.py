@@ -10,28 +10,35 @@ from typing import Literal
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WorkerPlace
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.runtime.moving import move
+from chatlearn_core.runtime.health import health_words, problem_of
+from chatlearn_core.runtime.offload import move
 from chatlearn_core.runtime.replica_fleet import ReplicaFleet
-from chatlearn_core.runtime.restarts import Tell
+from chatlearn_core.runtime.restart_budget import Tell
+from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import GenerateRequest
 
 Build = Callable[[int], Generator]
 
 
 class LocalFleet(ReplicaFleet[Generator]):
-    """Replicas whose coroutines run on this event loop, and whose blocking calls in the role's lane.
+    """Replicas whose coroutines run on this event loop, and whose blocking calls in the role's executor.
 
     Args:
         build: makes replica ``index``, not set up.
-        lane: its timeout is that of a request, too.
+        executor: its timeout is that of a request, too.
     """
 
     def __init__(
-        self, name: str, build: Build, replicas: int, lane: Lane, max_restarts: int, tell: Tell | None = None
+        self,
+        name: str,
+        build: Build,
+        replicas: int,
+        executor: SerialExecutor,
+        max_restarts: int,
+        tell: Tell | None = None,
     ) -> None:
-        super().__init__(name, replicas, lane.timeout_s, max_restarts, tell)
-        self.lane = lane
+        super().__init__(name, replicas, executor.timeout_s, max_restarts, tell)
+        self.executor = executor
         self._build = build
 
     async def start(self) -> None:
@@ -41,14 +48,14 @@ class LocalFleet(ReplicaFleet[Generator]):
             async def build(index: int = index) -> None:
                 self.replicas.append(await self._launch(index))
 
-            await self._restarts.start(f"replica {index}", build)
+            await self._restart_budget.start(f"replica {index}", build)
 
     async def _launch(self, index: int) -> Generator:
         replica = self._build(index)
         try:
-            await self.lane.run("setup", replica.setup)
+            await self.executor.run("setup", replica.setup)
             if self._away:
-                await self.lane.run("offload", replica.offload, frozenset(self._away))
+                await self.executor.run("offload", replica.offload, frozenset(self._away))
         except BaseException:
             replica.close()
             raise
@@ -56,7 +63,7 @@ class LocalFleet(ReplicaFleet[Generator]):
 
     async def _discard(self, dead: Generator) -> None:
         with contextlib.suppress(BackendError):  # what is dead may not be able to close; it is replaced all the same
-            await self.lane.run("close", dead.close)
+            await self.executor.run("close", dead.close)
 
     async def _give_up(self, replica: Generator, reason: str) -> None:
         await replica.loader.fail(reason)
@@ -64,11 +71,14 @@ class LocalFleet(ReplicaFleet[Generator]):
     async def _lives(self, replica: Generator) -> bool:
         return replica.state != "dead"
 
+    async def _health(self, replica: Generator) -> str | None:
+        return problem_of(replica)
+
     async def _timed_out(self, index: int, replica: Generator, request: GenerateRequest) -> BackendTimeoutError:
         return BackendTimeoutError(
             f"role {self.name!r}, replica {index}: request {request.id!r} had no completion within "
-            f"{self.timeout_s:g} s (roles.{self.name}.timeout_s). Raise it, or lower sampling.max_tokens or "
-            "train.prompts_per_step"
+            f"{self.timeout_s:g} s (roles.{self.name}.timeout_s). {health_words(problem_of(replica))} Raise it, or "
+            "lower sampling.max_tokens or train.prompts_per_step"
         ).at(WorkerPlace(self.name, f"replica {index}", f"generate({request.id})"))
 
     async def _call(self, replica: Generator, method: Literal["abort", "pause", "resume"], *arguments: object) -> None:
@@ -80,7 +90,8 @@ class LocalFleet(ReplicaFleet[Generator]):
                 raise
             where = WorkerPlace(self.name, f"replica {self.replicas.index(replica)}", method)
             raise BackendTimeoutError(
-                f"{where}: no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"
+                f"{where}: no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s). "
+                + health_words(problem_of(replica))
             ).at(where) from error
 
     async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
@@ -88,7 +99,7 @@ class LocalFleet(ReplicaFleet[Generator]):
         for index, replica in enumerate(self.replicas):
             if replica.state != "dead":
                 work = partial(move, replica, action, parts, role=self.name, worker=index)
-                events += await self.lane.run(action, work)
+                events += await self.executor.run(action, work)
         return events
 
     def close(self) -> None:

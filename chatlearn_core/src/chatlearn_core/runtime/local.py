@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,69 +18,26 @@ from chatlearn_core.exceptions import (
 from chatlearn_core.protocols import (
     Device,
     LendWeights,
-    Loss,
-    MemoryAction,
-    MemoryEvent,
-    MemoryPart,
     RoleIsUp,
     RuntimeEvent,
-    Trainer,
 )
+from chatlearn_core.runtime.environments import LocalEnvironments
 from chatlearn_core.runtime.fleet import LocalFleet
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.runtime.moving import move
+from chatlearn_core.runtime.health import problem_of
+from chatlearn_core.runtime.local_trainer import LocalTrainer
+from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
+from chatlearn_core.runtime.model_families import tokenizer_of
 from chatlearn_core.runtime.options import LocalRuntimeOptions
-from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightSyncPlan
+from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightRoute
 from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
+from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
-from chatlearn_core.types import Metrics, OutputRequest, Outputs, SyncReceipt, TrainBatch
+from chatlearn_core.types import (
+    SyncReceipt,
+)
 
 _STOP_S = 10.0
 """A call that still runs when the run is over may take this long to return; after that its thread is left behind."""
-
-
-class LocalTrainer:
-    """A trainer role of one rank: its calls run in the role's lane."""
-
-    def __init__(self, name: str, trainer: Trainer, lane: Lane) -> None:
-        self.name = name
-        self.trainer = trainer
-        self.lane = lane
-
-    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs without gradient."""
-        return await self.lane.run("compute", self.trainer.compute, batch, request)
-
-    async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """One optimizer step."""
-        return await self.lane.run("update", self.trainer.update, batch, loss)
-
-    async def measure(self, batch: TrainBatch, function: Callable[[TrainBatch], Metrics]) -> Metrics:
-        """Metrics of a batch."""
-        return function(batch)
-
-    async def save(self, directory: Path) -> None:
-        """A resumable checkpoint."""
-        await self.lane.run("save", self.trainer.save, directory)
-
-    async def load(self, directory: Path) -> None:
-        """Read a checkpoint."""
-        await self.lane.run("load", self.trainer.load, directory)
-
-    async def export_model(self, directory: Path) -> None:
-        """A Hugging Face model directory."""
-        await self.lane.run("export_model", self.trainer.export_model, directory)
-
-    async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Move parts out of device memory."""
-        return await self._move("offload", parts)
-
-    async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Bring parts back."""
-        return await self._move("onload", parts)
-
-    async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        return await self.lane.run(action, lambda: move(self.trainer, action, parts, role=self.name, worker=0))
 
 
 class LocalRuntime:
@@ -104,8 +61,9 @@ class LocalRuntime:
         self._trainers: dict[str, LocalTrainer] = {}
         self._fleets: dict[str, LocalFleet] = {}
         self._rewards: dict[str, CombinedReward] = {}
+        self._environments: dict[str, LocalEnvironments] = {}
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
-        self._lanes: list[Lane] = []
+        self._executors: list[SerialExecutor] = []
 
     def _tell(self, event: RuntimeEvent) -> None:
         if self.on_event is not None:
@@ -118,7 +76,7 @@ class LocalRuntime:
         try:
             for role in self.plan.roles.values():
                 await self._start_role(role)
-                if role_is_up is not None and role.kind != "reward":
+                if role_is_up is not None and role.holds_a_model:
                     await role_is_up(role.name)
             for sync in self.plan.weight_syncs:
                 await self.connect(sync)
@@ -126,31 +84,41 @@ class LocalRuntime:
             await self.close()
             raise
 
-    async def connect(self, sync: WeightSyncPlan) -> None:
+    async def connect(self, sync: WeightRoute) -> None:
         """Open the transport between a trainer and a generator role, in place of the one that they have."""
         former = self._transfers.pop((sync.trainer, sync.generator), None)
         if former is not None:
             former.close()
-        fleet = self._fleets[sync.generator]
+        registry = self.plan.registry
         self._transfers[sync.trainer, sync.generator] = WeightTransfer(
-            sync, self.plan.registry, self.plan.run_dir / "weight_sync", fleet.num_replicas, fleet.loading
+            sync,
+            self.plan.run_dir / "weight_sync",
+            LocalSenders(sync, registry, self._trainers[sync.trainer]),
+            LocalReceivers(sync, registry, self._fleets[sync.generator]),
         )
 
     async def _start_role(self, role: RolePlan) -> None:
         if role.kind == "trainer":
-            lane = self._lane(role)
+            executor = self._executor(role)
             trainer = self._build(role)(0)
-            self._trainers[role.name] = LocalTrainer(role.name, trainer, lane)
-            await lane.run("setup", trainer.setup)
+            self._trainers[role.name] = LocalTrainer(role.name, trainer, executor)
+            await executor.run("setup", trainer.setup)
+            executor.health = partial(problem_of, trainer)
         elif role.kind == "generator":
-            lane = self._lane(role)
+            executor = self._executor(role)
             fleet = LocalFleet(
-                role.name, self._build(role), role.replicas, lane, self.options.max_generator_restarts, self._tell
+                role.name, self._build(role), role.replicas, executor, self.options.max_generator_restarts, self._tell
             )
             self._fleets[role.name] = fleet
             await fleet.start()
+        elif role.kind == "environment":
+            tokenizer = tokenizer_of(self.plan.registry, role)
+            build = self.plan.registry.load_factory(role.backend.record)
+            group = LocalEnvironments(role, build(role.backend.options, self.plan.context(role)), tokenizer)
+            self._environments[role.name] = group
+            await group.start()
         else:
-            lane = self._lane(role)
+            executor = self._executor(role)
             context = self.plan.context(role)
             parts = []
             for backend in role.backends:
@@ -158,12 +126,12 @@ class LocalRuntime:
                 name = part_name(role, backend.key)
                 parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit))
                 self._rewards[role.name] = CombinedReward(role.name, parts, role.timeout_s)
-                await lane.run(f"setup of {backend.record.name}", reward.setup)
+                await executor.run(f"setup of {backend.record.name}", reward.setup)
 
-    def _lane(self, role: RolePlan) -> Lane:
-        lane = Lane(role.name, role.timeout_s)
-        self._lanes.append(lane)
-        return lane
+    def _executor(self, role: RolePlan) -> SerialExecutor:
+        executor = SerialExecutor(role.name, role.timeout_s)
+        self._executors.append(executor)
+        return executor
 
     def _build(self, role: RolePlan) -> Callable[[int], Any]:
         """A function that builds replica ``index`` of the role."""
@@ -187,20 +155,21 @@ class LocalRuntime:
         """The reward group of a role."""
         return self._rewards[role]
 
+    def environment(self, role: str) -> LocalEnvironments:
+        """The environments of a role."""
+        return self._environments[role]
+
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
         """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
-        local = self._trainers[trainer]
 
         async def transfer_to(index: int) -> SyncReceipt:
             async with self.lend_weights(trainer):
-                return await transfer.resync(local.trainer, local.lane, index, fleet.replicas[index], policy_version)
+                return await transfer.resync(index, policy_version)
 
         return await fleet.sync(
-            policy_version,
-            lambda: transfer.sync(local.trainer, local.lane, list(enumerate(fleet.replicas)), policy_version),
-            transfer_to,
+            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
         )
 
     async def recover(self, lost: TrainerLostError) -> None:
@@ -212,7 +181,7 @@ class LocalRuntime:
         return {
             role.name: frozenset({_device(resolve_device(role.device, f"roles.{role.name}.device"))})
             for role in self.plan.roles.values()
-            if role.kind != "reward"
+            if role.holds_a_model
         }
 
     def describe(self) -> Mapping[str, Any]:
@@ -222,7 +191,7 @@ class LocalRuntime:
                 "kind": role.kind,
                 "backend": " + ".join(backend.record.name for backend in role.backends),
                 "device": "process"
-                if role.kind == "reward"
+                if not role.holds_a_model
                 else resolve_device(role.device, f"roles.{role.name}.device"),
                 "replicas": role.replicas,
             }
@@ -234,9 +203,13 @@ class LocalRuntime:
         problems: list[str] = []
         closers: list[tuple[str, Callable[[], None]]] = [
             *(("weight sync", transfer.close) for transfer in self._transfers.values()),
-            *((f"lane of {lane.name}", lambda lane=lane: _stop(lane)) for lane in self._lanes),
+            *(
+                (f"executor of {executor.name}", lambda executor=executor: _stop(executor))
+                for executor in self._executors
+            ),
             *((name, fleet.close) for name, fleet in self._fleets.items()),
             *((name, local.trainer.close) for name, local in self._trainers.items()),
+            *((name, group.close) for name, group in self._environments.items()),
             *((part.name, part.reward.close) for group in self._rewards.values() for part in group.parts),
         ]
         for name, close in closers:
@@ -245,15 +218,15 @@ class LocalRuntime:
             except Exception as error:
                 problems.append(f"{name}: {type(error).__name__}: {error}")
         self._transfers, self._fleets, self._trainers, self._rewards = {}, {}, {}, {}
-        self._lanes = []
+        self._executors, self._environments = [], {}
         if problems:
             raise ChatLearnError("closing failed for " + "; ".join(problems))
 
 
-def _stop(lane: Lane) -> None:
+def _stop(executor: SerialExecutor) -> None:
     """Before its backend is closed: closing must not pull the model from under a call that still runs."""
-    if not lane.stop(_STOP_S):
-        raise BackendTimeoutError(f"a call still runs after {_STOP_S:g} s. It hangs here:\n{lane.stack()}")
+    if not executor.stop(_STOP_S):
+        raise BackendTimeoutError(f"a call still runs after {_STOP_S:g} s. It hangs here:\n{executor.stack()}")
 
 
 def resolve_device(device: str, key: str) -> str:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from chatlearn_core.plugins.records import Channel, GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import (
+    Channel,
+    Dimension,
+    EnvironmentSpec,
+    Export,
+    GeneratorSpec,
+    RewardSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Head, ModelSource, RoleContext
 from chatlearn_core.runtime.boundary import Origin
@@ -22,7 +32,7 @@ class BackendPlan:
 
     key: str
     """Where the configuration chose it, such as ``roles.generator`` or ``roles.reward.parts.0``."""
-    record: TrainerSpec | GeneratorSpec | RewardSpec
+    record: TrainerSpec | GeneratorSpec | RewardSpec | EnvironmentSpec
     options: BaseModel
     weight: float = 1.0
     data_sources: frozenset[str] | None = None
@@ -32,6 +42,22 @@ class BackendPlan:
         """The least that this reward judges at a time."""
         assert isinstance(self.record, RewardSpec), f"{self.key} is no reward"
         return self.record.unit
+
+
+@dataclass(slots=True, frozen=True)
+class Refresh:
+    """When a trainer role takes another's weights."""
+
+    role: str
+    """The other."""
+    every: int
+    """Steps."""
+    decay: float
+    """Share that stays of its own weights."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether it happens after this step."""
+        return step % self.every == 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,12 +76,42 @@ class RolePlan:
     trainable: bool
     engine: Mapping[str, Any]
     timeout_s: float
+    refresh: Refresh | None = None
+    uses: Mapping[str, str] = field(default_factory=dict)
+    """Of an environment: handle -> generator role."""
+    total_updates: int | None = None
+    """Optimizer steps of the whole run; None: it does not learn."""
+
+    @property
+    def holds_a_model(self) -> bool:
+        """Whether it occupies devices: trainers and generators do."""
+        return self.kind in ("trainer", "generator")
 
     @property
     def backend(self) -> BackendPlan:
         """The only backend of a trainer or generator."""
         assert len(self.backends) == 1, f"role {self.name} has {len(self.backends)} backends"
         return self.backends[0]
+
+    @property
+    def parallel(self) -> dict[Dimension, int]:
+        """Ranks of each dimension of a trainer that has several; ``dp`` is what the others leave. Else empty.
+
+        Example:
+            ``{"dp": 2, "tp": 4}`` on 8 ranks.
+        """
+        if self.kind != "trainer" or self.ranks == 1:
+            return {}
+        record = self.backend.record
+        assert isinstance(record, TrainerSpec)
+        options: dict[str, Any] = self.backend.options.model_dump()
+        sizes: dict[Dimension, int] = {}
+        for dimension, option in record.parallel.items():
+            size = options.get(option)
+            if dimension != "dp" and isinstance(size, int) and not isinstance(size, bool) and size > 1:
+                sizes[dimension] = size
+        others = math.prod(size for dimension, size in sizes.items() if dimension != "ep")
+        return {"dp": max(1, self.ranks // others), **sizes}
 
     @property
     def origin(self) -> Origin:
@@ -70,7 +126,7 @@ def origin_of(roles: Mapping[str, RolePlan], role: str, kind: str) -> Origin:
 
 
 @dataclass(slots=True, frozen=True)
-class WeightSyncPlan:
+class WeightRoute:
     """One flow of weights: from a trainer role to a generator role, over a chosen transport."""
 
     trainer: str
@@ -82,6 +138,8 @@ class WeightSyncPlan:
     fleet_rule: FleetRule
     bucket_bytes: int
     timeout_s: float
+    export: Export = "full_tensors"
+    """The form in which the trainer streams its weights."""
     channel: Channel = "tensors"
     """The transport's first choice among the channels that the generator declares."""
     payload: Payload = "full"
@@ -98,10 +156,14 @@ class RunPlan:
     registry: PluginRegistry
     """The driver's plugins, to build what a record names. Workers elsewhere discover their own, by the same names."""
     roles: Mapping[str, RolePlan]
-    weight_syncs: tuple[WeightSyncPlan, ...]
+    weight_syncs: tuple[WeightRoute, ...]
     run_dir: Path
     seed: int
-    total_updates: int | None
+
+    @property
+    def refreshes(self) -> dict[str, Refresh]:
+        """Trainer role -> when it takes another's weights."""
+        return {name: role.refresh for name, role in self.roles.items() if role.refresh is not None}
 
     def context(self, role: RolePlan, *, replica: int = 0, rank: int = 0, device: str = "cpu") -> RoleContext:
         """The context of one rank of one replica."""
@@ -114,6 +176,6 @@ class RunPlan:
             device=device,
             seed=self.seed,
             trainable=role.trainable,
-            total_updates=self.total_updates,
+            total_updates=role.total_updates,
             engine_arguments=dict(role.engine),
         )

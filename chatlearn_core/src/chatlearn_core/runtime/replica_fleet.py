@@ -11,10 +11,11 @@ from functools import partial
 from typing import Generic, Literal, Protocol, TypeVar
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WeightSyncError, WorkerPlace
-from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, PauseMode
+from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
+from chatlearn_core.runtime.health import health_words
 from chatlearn_core.runtime.pausable_timeouts import PausableTimeouts
-from chatlearn_core.runtime.restarts import Restarts, Tell
-from chatlearn_core.runtime.roster import Roster
+from chatlearn_core.runtime.replica_availability import ReplicaAvailability
+from chatlearn_core.runtime.restart_budget import RestartBudget, Tell
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SyncReceipt
 
 Resync = Callable[[int], Awaitable[None]]
@@ -30,7 +31,7 @@ class FleetReplica(Protocol):
     @property
     def policy_version(self) -> int: ...
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
         """See ``Generator``; a replica that cannot answer any more has state ``dead`` when the call fails."""
 
 
@@ -86,11 +87,11 @@ class ReplicaFleet(ABC, Generic[R]):
         self.replicas: list[R] = []
         self.resync: Resync | None = None
         """Brings the current weights to a rebuilt replica; set once weights were synced."""
-        self._restarts = Restarts(
+        self._restart_budget = RestartBudget(
             name, max_restarts, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell
         )
         self._restart_locks = [asyncio.Lock() for _ in range(num_replicas)]
-        self._roster = Roster(num_replicas)
+        self._availability = ReplicaAvailability(num_replicas)
         self._timeouts = PausableTimeouts()
         self._away: set[MemoryPart] = set()
         """Parts that are offloaded, also those of a replica that is yet to be rebuilt."""
@@ -121,6 +122,10 @@ class ReplicaFleet(ABC, Generic[R]):
         """Ask a replica how it is; one that does not live is dead when this returns."""
 
     @abstractmethod
+    async def _health(self, replica: R) -> str | None:
+        """What a replica says is wrong with it; None: nothing, or it cannot be asked."""
+
+    @abstractmethod
     async def _timed_out(self, index: int, replica: R, request: GenerateRequest) -> BackendTimeoutError:
         """What to say of a request that had no completion; a replica that does not even say how it is, is dead then."""
 
@@ -146,7 +151,7 @@ class ReplicaFleet(ABC, Generic[R]):
     @property
     def num_restarts(self) -> int:
         """How often a replica was rebuilt."""
-        return self._restarts.count
+        return self._restart_budget.count
 
     @property
     def num_replicas(self) -> int:
@@ -156,21 +161,23 @@ class ReplicaFleet(ABC, Generic[R]):
     @property
     def accepting(self) -> frozenset[int]:
         """See ``GeneratorFleet``."""
-        return self._roster.accepting
+        return self._availability.accepting
 
-    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+    async def generate(
+        self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
+    ) -> Completion:
         """See ``GeneratorFleet``."""
         wanted = replica_index(request, self.num_replicas) if replica is None else replica
         while True:
             index = await self._place(request, wanted)
-            serving, num_absences = self.replicas[index], self._roster.num_absences(index)
+            serving, num_absences = self.replicas[index], self._availability.num_absences(index)
             cause: Exception
             try:
                 async with self._timeouts.limit(self.timeout_s) as limit:
-                    return await serving.generate(request)
+                    return await serving.generate(request, on_tokens)
             except ChatLearnError as error:
                 if serving.state != "dead":
-                    if isinstance(error, BackendTimeoutError) or num_absences == self._roster.num_absences(index):
+                    if isinstance(error, BackendTimeoutError) or num_absences == self._availability.num_absences(index):
                         raise
                     continue  # it began to load weights as the request came, and refused it: another one may take it
                 cause = error
@@ -180,7 +187,7 @@ class ReplicaFleet(ABC, Generic[R]):
                 if limit.expired():
                     cause = await self._timed_out(index, serving, request)
                 else:
-                    cause = self._failed(index, request, error)
+                    cause = await self._failed(index, serving, request, error)
                 if serving.state != "dead":
                     raise cause from error
             await self._running.wait()  # while the fleet is paused the trainer's weights may be those of no version
@@ -188,9 +195,9 @@ class ReplicaFleet(ABC, Generic[R]):
 
     async def _place(self, request: GenerateRequest, wanted: int) -> int:
         """The replica that is wanted, or one that takes requests while that one does not; waits where none does."""
-        while not (accepting := self._roster.accepting):
-            waiting = self._roster.changed()
-            if self._roster.is_rebuilding():  # which has timeouts of its own, and may need several of them
+        while not (accepting := self._availability.accepting):
+            waiting = self._availability.changed()
+            if self._availability.is_rebuilding():  # which has timeouts of its own, and may need several of them
                 await waiting
                 continue
             try:
@@ -199,16 +206,18 @@ class ReplicaFleet(ABC, Generic[R]):
             except TimeoutError:
                 raise BackendTimeoutError(
                     f"role {self.name!r}: request {request.id!r} found no replica that serves within "
-                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._roster}. Raise it, or let fewer "
+                    f"{self.timeout_s:g} s (roles.{self.name}.timeout_s): {self._availability}. Raise it, or let fewer "
                     "replicas change at a time (weight_sync.fleet_rule: rolling, weight_sync.max_loading)"
                 ).at(WorkerPlace(self.name, method=f"generate({request.id})")) from None
         if wanted in accepting:
             return wanted
         return sorted(accepting)[replica_index(request, len(accepting))]
 
-    def _failed(self, index: int, request: GenerateRequest, error: BaseException) -> BackendError:
+    async def _failed(self, index: int, replica: R, request: GenerateRequest, error: BaseException) -> BackendError:
+        problem = await self._health(replica)
         return BackendError(
             f"role {self.name!r}, replica {index}: generate({request.id}) failed: {type(error).__name__}: {error}"
+            + ("" if problem is None else f". {health_words(problem)}")
         ).at(WorkerPlace(self.name, f"replica {index}", f"generate({request.id})"))
 
     async def sync(
@@ -248,15 +257,17 @@ class ReplicaFleet(ABC, Generic[R]):
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
         """In the block these replicas change their weights: requests go past them."""
-        return self._roster.absent(replicas, "loads weights")
+        return self._availability.absent(replicas, "loads weights")
 
     async def restart(self, index: int, dead: R, cause: Exception) -> None:
         """Replace a dead replica once, however many of its requests noticed."""
         async with self._restart_locks[index]:
             if self.replicas[index] is not dead:
                 return
-            with self._roster.absent([index], "is rebuilt"):  # it serves no request before it holds the current weights
-                await self._restarts.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
+            with self._availability.absent(
+                [index], "is rebuilt"
+            ):  # it serves no request before it holds the current weights
+                await self._restart_budget.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
 
     async def rebuild_given_up(self) -> None:
         """Rebuild replicas that were given up, without weights: the next sync brings them. Nothing is counted: it was
@@ -266,9 +277,9 @@ class ReplicaFleet(ABC, Generic[R]):
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
                 async with self._restart_locks[index]:
-                    self._restarts.report(f"replica {index}", "was given up with the trainer and is rebuilt")
-                    with self._roster.absent([index], "is rebuilt"):
-                        await self._restarts.start(f"replica {index}", partial(self._rebuild, index))
+                    self._restart_budget.report(f"replica {index}", "was given up with the trainer and is rebuilt")
+                    with self._availability.absent([index], "is rebuilt"):
+                        await self._restart_budget.start(f"replica {index}", partial(self._rebuild, index))
 
     async def _rebuild(self, index: int) -> None:
         await self._discard(self.replicas[index])
@@ -285,17 +296,20 @@ class ReplicaFleet(ABC, Generic[R]):
         await every(self._lives(replica) for replica in self._living())
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
-                await self.restart(index, replica, BackendError(f"replica {index} was found dead before a weight sync"))
+                problem = await self._health(replica)
+                why = "" if problem is None else f": {problem}"
+                cause = BackendError(f"replica {index} was found dead before a weight sync{why}")
+                await self.restart(index, replica, cause)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End these requests on every replica."""
         ids = None if request_ids is None else tuple(request_ids)
         await every(self._tell(replica, "abort", ids) for replica in self._living())
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self) -> None:
         """See ``GeneratorFleet``."""
         self._running.clear()
-        await every(self._tell(replica, "pause", mode) for replica in self._living())
+        await every(self._tell(replica, "pause") for replica in self._living())
         self._timeouts.pause()
 
     async def resume(self) -> None:

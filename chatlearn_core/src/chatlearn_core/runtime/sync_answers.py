@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.plugins.validation import short
-from chatlearn_core.types import SyncOffer
+from chatlearn_core.types import SyncOffer, WeightManifest
 
 
 def checked_offer(offer: object, transport: str, sender_rank: int) -> SyncOffer:
@@ -28,6 +28,20 @@ def checked_offer(offer: object, transport: str, sender_rank: int) -> SyncOffer:
             f" {short(offer.sender_rank)}. This is a fault of the plugin"
         )
     return offer
+
+
+def whole_manifest(manifest: object, origin: str) -> WeightManifest:
+    """What ``Trainer.manifest`` returned on rank 0.
+
+    Raises:
+        BackendError: it is no manifest.
+    """
+    if not isinstance(manifest, WeightManifest):
+        raise BackendError(
+            f"{origin}: manifest() on rank 0 returned {short(manifest)}; it must return the WeightManifest of all "
+            "ranks together. This is a fault of the plugin"
+        )
+    return manifest
 
 
 def checked_num_bytes(num_bytes: object, transport: str) -> int:

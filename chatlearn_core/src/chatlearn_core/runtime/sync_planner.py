@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.plugins.records import Channel
-from chatlearn_core.runtime.plan import WeightSyncPlan
-from chatlearn_core.types import Endpoint, SyncPlan, SyncReceipt, WeightManifest
+from chatlearn_core.runtime.plan import WeightRoute
+from chatlearn_core.types import Endpoint, SyncReceipt, SyncRequest, WeightManifest
 
 
 class SyncPlanner:
@@ -19,24 +19,25 @@ class SyncPlanner:
     senders streamed it, the same tensors, and every receiver of the new plan confirmed it.
     """
 
-    def __init__(self, flow: WeightSyncPlan, workspace: Path) -> None:
+    def __init__(self, flow: WeightRoute, workspace: Path) -> None:
         self.flow = flow
         self._workspace = str(workspace.absolute())
-        self._last: SyncPlan | None = None
+        self._last: SyncRequest | None = None
         self._confirmed: dict[Endpoint, int] = {}
         """Receiver -> version it holds."""
 
     def make(
         self, policy_version: int, manifest: WeightManifest, senders: Sequence[Endpoint], receivers: Sequence[Endpoint]
-    ) -> SyncPlan:
+    ) -> SyncRequest:
         """The plan that brings these receivers to ``policy_version``."""
         flow = self.flow
-        plan = SyncPlan(
+        plan = SyncRequest(
             sync_id=f"v{policy_version}-{uuid.uuid4().hex[:8]}",
             policy_version=policy_version,
             base_version=None,
             payload=flow.payload,
             channel=self._channel(senders, receivers),
+            export=flow.export,
             manifest=manifest,
             senders=tuple(senders),
             receivers=tuple(receivers),
@@ -58,7 +59,7 @@ class SyncPlanner:
             return "tensors"
         return self.flow.channel
 
-    def _can_build_on(self, base: SyncPlan, plan: SyncPlan) -> bool:
+    def _can_build_on(self, base: SyncRequest, plan: SyncRequest) -> bool:
         return (
             plan.payload == "full"
             and "delta" in self.flow.record.payloads
@@ -78,18 +79,18 @@ class SyncPlanner:
         """Whether the trainer sends once and replicas take the version in turns, without the trainer."""
         return self.flow.fleet_rule == "rolling" and self.flow.record.replayable
 
-    def sent(self, plan: SyncPlan) -> None:
+    def sent(self, plan: SyncRequest) -> None:
         """Every sender has streamed this plan: from here on it can be replayed, or built on."""
         self._last = plan
 
-    def confirm(self, plan: SyncPlan, receiver: Endpoint, receipt: SyncReceipt) -> None:
+    def confirm(self, plan: SyncRequest, receiver: Endpoint, receipt: SyncReceipt) -> None:
         """A replica answered: it holds the version, or nothing that can be relied on."""
         if receipt.state == "serving":
             self._confirmed[receiver] = plan.policy_version
         else:
             self._confirmed.pop(receiver, None)
 
-    def replay(self, policy_version: int, receiver: Endpoint) -> SyncPlan | None:
+    def replay(self, policy_version: int, receiver: Endpoint) -> SyncRequest | None:
         """The plan by which a replica takes ``policy_version`` without the trainer, if the transport keeps it."""
         last = self._last
         if not self.flow.record.replayable or last is None or last.policy_version != policy_version:

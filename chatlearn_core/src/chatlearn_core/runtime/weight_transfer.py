@@ -1,63 +1,38 @@
-"""One weight sync of the local runtime: check first, then send and receive at the same time, then confirm."""
+"""One weight sync of any runtime: check first, then send and receive at the same time, then confirm."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from chatlearn_core.exceptions import BackendTimeoutError, PluginError, WeightSyncError, WorkerPlace
-from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.protocols import Generator, Trainer, WeightReceiver, WeightSender
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.runtime.plan import WeightSyncPlan
-from chatlearn_core.runtime.sync_answers import checked_num_bytes, checked_offer
+from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.runtime.sync_planner import SyncPlanner
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan, SyncReceipt, WeightManifest
+from chatlearn_core.runtime.weight_ends import ReceiverGroup, SenderGroup
+from chatlearn_core.types import SyncOffer, SyncReceipt, SyncRequest, WeightManifest
 
-_GRACE_S = 5.0
-"""The transport's own timeout speaks first: it knows whom it waits for."""
 _NOTICE_S = 2.0
-"""How long a sender may take to notice that every receiver has failed."""
-
-Replicas = Sequence[tuple[int, Generator]]
-Loading = Callable[[Sequence[int]], AbstractContextManager[None]]
+"""How long senders may take to notice that every receiver has failed; then they are stopped."""
 
 
 class WeightTransfer:
-    """The transport between one trainer and one generator role: its sender, and a receiver for each replica.
+    """The weight syncs between one trainer and one generator role.
+
+    Requests, offers and receipts pass here; the bytes go the transport's own way.
 
     Args:
-        loading: entered around every turn, with the replicas that serve nothing in it.
+        route: what flows where, and how.
+        workspace: a directory that both ends share.
     """
 
-    def __init__(
-        self,
-        plan: WeightSyncPlan,
-        registry: PluginRegistry,
-        workspace: Path,
-        num_replicas: int,
-        loading: Loading = lambda indices: nullcontext(),
-    ) -> None:
-        self.plan = plan
-        self._transport = f"weight sync {plan.record.name!r} ({registry.origin(plan.record)})"
-        self._loading = loading
-        self.planner = SyncPlanner(plan, workspace)
-        self._sender_endpoint = _endpoint(plan.trainer, 0)
-        self._receiver_endpoints = [_endpoint(plan.generator, i) for i in range(num_replicas)]
-        make_sender = registry.load_factory(plan.record, "sender")
-        self._make_receiver = registry.load_factory(plan.record, "receiver")
-        self.sender: WeightSender = make_sender(plan.options, self._sender_endpoint)
-        self.receivers: list[WeightReceiver] = [
-            self._make_receiver(plan.options, endpoint) for endpoint in self._receiver_endpoints
-        ]
+    def __init__(self, route: WeightRoute, workspace: Path, senders: SenderGroup, receivers: ReceiverGroup) -> None:
+        self.route = route
+        self.planner = SyncPlanner(route, workspace)
+        self._senders = senders
+        self._receivers = receivers
 
-    async def sync(self, trainer: Trainer, lane: Lane, replicas: Replicas, policy_version: int) -> list[SyncReceipt]:
+    async def sync(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
         """Bring the trainer's weights to these replicas, all together or in turns as the fleet rule says.
 
         The manifest is checked against every replica of a turn before the first byte moves. A replica that fails is
@@ -66,104 +41,97 @@ class WeightTransfer:
         Raises:
             WeightSyncError: the manifest does not match a replica's model; nothing was moved to its turn.
         """
-        replica_of = dict(replicas)
-        turns = self.planner.turns(list(replica_of))
+        receipts = await self._unreachable(replicas, policy_version)
+        gone = {receipt.replica for receipt in receipts}
+        turns = self.planner.turns([replica for replica in replicas if replica not in gone])
         if self.planner.sends_ahead:
-            return await self._send_ahead(trainer, lane, replica_of, turns, policy_version)
-        receipts: list[SyncReceipt] = []
+            return receipts + await self._send_ahead(turns, policy_version)
         for turn in turns:
-            plan = self._make_plan(trainer, turn, policy_version)
-            with self._loading(turn):
-                dead = await self._begin(plan, [(index, replica_of[index]) for index in turn])
-                receipts += dead
-                gone = {receipt.replica for receipt in dead}
-                together = [(index, replica_of[index]) for index in turn if index not in gone]
-                if gone and together:  # nothing waits for them
-                    plan = self._plan(plan.manifest, [index for index, _ in together], policy_version)
-                if not together:
-                    continue
-                try:
-                    receipts += await self._transfer(plan, trainer, lane, together)
-                finally:
-                    self.sender.release(plan)
+            manifest = await self._senders.manifest(self.route.payload)
+            request = await self._request(manifest, turn, policy_version)
+            with self._receivers.loading(turn):
+                receipts += await self._take_turn(request, turn)
         return receipts
 
-    async def resync(
-        self, trainer: Trainer, lane: Lane, index: int, replica: Generator, policy_version: int
-    ) -> SyncReceipt:
+    async def resync(self, replica: int, policy_version: int) -> SyncReceipt:
         """Bring the current version to a replica that was rebuilt, without the trainer where the transport keeps it.
 
         Raises: as ``sync``.
         """
-        self.receivers[index].close()
-        endpoint = self._receiver_endpoints[index]
-        endpoint = self._receiver_endpoints[index] = replace(endpoint, incarnation=endpoint.incarnation + 1)
-        self.receivers[index] = self._make_receiver(self.plan.options, endpoint)
-        plan = self.planner.replay(policy_version, endpoint)
-        if plan is None:
-            [receipt] = await self.sync(trainer, lane, [(index, replica)], policy_version)
+        request = self.planner.replay(policy_version, await self._receivers.endpoint(replica))
+        if request is None:
+            [receipt] = await self.sync([replica], policy_version)
             return receipt
-        with self._loading([index]):
-            for receipt in await self._begin(plan, [(index, replica)]):
+        with self._receivers.loading([replica]):
+            for receipt in await self._begin(request, [replica]):
                 return receipt
-            return await self._receive(plan, [], index, replica, time.perf_counter())
+            return await self._receive(replica, request, [])
 
-    def _make_plan(self, trainer: Trainer, indices: Sequence[int], policy_version: int) -> SyncPlan:
-        return self._plan(trainer.manifest(self.plan.payload), indices, policy_version)
+    async def _unreachable(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
+        """Receipts of the replicas that have no receiver and cannot open one any more."""
+        receipts: list[SyncReceipt] = []
+        for replica in replicas:
+            try:
+                await self._receivers.endpoint(replica)
+            except BackendError as error:
+                if await self._receivers.lives(replica):
+                    raise
+                receipts.append(_dead(replica, policy_version, error))
+        return receipts
 
-    def _plan(self, manifest: WeightManifest, indices: Sequence[int], policy_version: int) -> SyncPlan:
-        receivers = [self._receiver_endpoints[index] for index in indices]
-        return self.planner.make(policy_version, manifest, [self._sender_endpoint], receivers)
+    async def _request(self, manifest: WeightManifest, replicas: Sequence[int], policy_version: int) -> SyncRequest:
+        receivers = [await self._receivers.endpoint(replica) for replica in replicas]
+        return self.planner.make(policy_version, manifest, self._senders.endpoints, receivers)
 
-    async def _begin(self, plan: SyncPlan, replicas: Replicas) -> list[SyncReceipt]:
-        """Every replica checks the manifest; if one refuses, those that had stopped serving are given up.
+    async def _take_turn(self, request: SyncRequest, turn: Sequence[int]) -> list[SyncReceipt]:
+        dead = await self._begin(request, turn)
+        gone = {receipt.replica for receipt in dead}
+        begun = [replica for replica in turn if replica not in gone]
+        if not begun:
+            return dead
+        if gone:  # nothing waits for them
+            request = await self._request(request.manifest, begun, request.policy_version)
+        try:
+            return dead + await self._transfer(request, begun)
+        finally:
+            await self._senders.release(request)
+
+    async def _begin(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
+        """Every replica checks the manifest; if one refuses, those that stopped serving are given up.
 
         Returns:
-            Receipts of those that are dead, or do not come to it: no reason to keep the weights from the others.
+            Receipts of those that died before or meanwhile, which keeps the weights from no other.
         """
-        begun: list[Generator] = []
+        outcomes = await asyncio.gather(
+            *(self._receivers.begin(replica, request) for replica in replicas), return_exceptions=True
+        )
         dead: list[SyncReceipt] = []
-        for index, replica in replicas:
-            try:
-                await self._begin_one(plan, index, replica)
-            except BaseException as error:
-                if isinstance(error, Exception) and replica.state == "dead":
-                    receipt = SyncReceipt(index, plan.policy_version, "dead", error=f"{type(error).__name__}: {error}")
-                    dead.append(self._confirmed(plan, receipt))
-                    continue
-                for other in begun:
-                    await other.loader.fail(f"another replica refused the weights: {error}")
-                raise
-            begun.append(replica)
+        refusals: list[BaseException] = []
+        begun: list[int] = []
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if outcome is None:
+                begun.append(replica)
+            elif await self._receivers.lives(replica):
+                refusals.append(outcome)
+            else:
+                dead.append(self._confirmed(request, _dead(replica, request.policy_version, outcome)))
+        if refusals:
+            await self._receivers.fail(begun, f"another replica refused the weights: {refusals[0]}")
+            raise refusals[0]
         return dead
 
-    async def _begin_one(self, plan: SyncPlan, index: int, replica: Generator) -> None:
-        try:
-            async with asyncio.timeout(plan.timeout_s + _GRACE_S) as limit:
-                await replica.loader.begin(plan.policy_version, plan.manifest)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            reason = f"it did not stop serving within {plan.timeout_s:g} s (weight_sync.timeout_s)"
-            await replica.loader.fail(reason)
-            raise BackendTimeoutError(
-                f"weight sync of policy version {plan.policy_version}: role {self.plan.generator!r}, replica {index}: "
-                f"{reason}"
-            ).at(WorkerPlace(self.plan.generator, f"replica {index}", "begin")) from error
-
-    async def _transfer(self, plan: SyncPlan, trainer: Trainer, lane: Lane, replicas: Replicas) -> list[SyncReceipt]:
+    async def _transfer(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
-        start = time.perf_counter()
         try:
-            offer = self._offer(plan)
+            offers = await self._senders.offer(request)
         except Exception as error:
-            return await self._sender_failed(plan, replicas, error)
-        sending = asyncio.create_task(self._send(plan, trainer, lane))
-        receiving = [asyncio.create_task(self._receive(plan, [offer], i, r, start)) for i, r in replicas]
+            return await self._sender_failed(request, replicas, error)
+        sending = asyncio.create_task(self._send(request))
+        receiving = [asyncio.create_task(self._receive(replica, request, offers)) for replica in replicas]
         try:
-            await self._all_over(plan, sending, receiving)
+            await self._all_over(request, sending, receiving)
         except asyncio.CancelledError:
-            sending.cancel()  # its thread ends when the sender is released
+            sending.cancel()  # its ranks end when the senders are released
             raise
         finally:
             for task in receiving:
@@ -173,23 +141,14 @@ class WeightTransfer:
         receipts = [outcome for outcome in outcomes if isinstance(outcome, SyncReceipt)]
         if isinstance(failure, BaseException):
             failed_before = {receipt.replica: receipt for receipt in receipts if receipt.state == "dead"}
-            lost = await self._sender_failed(plan, replicas, failure)
+            lost = await self._sender_failed(request, replicas, failure)
             return [failed_before.get(receipt.replica, receipt) for receipt in lost]
         return receipts
 
-    def _offer(self, plan: SyncPlan) -> SyncOffer:
-        try:
-            offer = self.sender.offer(plan)
-        except SystemExit as error:
-            raise PluginError(
-                f"{self._transport}: offer() of its sender tried to end the process: {error!r}"
-            ) from error
-        return checked_offer(offer, self._transport, self._sender_endpoint.rank)
-
     async def _all_over(
-        self, plan: SyncPlan, sending: asyncio.Task[None], receiving: Sequence[asyncio.Task[SyncReceipt]]
+        self, request: SyncRequest, sending: asyncio.Task[None], receiving: Sequence[asyncio.Task[SyncReceipt]]
     ) -> None:
-        """Wait for the sender and the receivers, until one raises. A sender without a receiver is ended."""
+        """Wait for the senders and the receivers, until one raises. Senders without a receiver are ended."""
         tasks = {sending, *receiving}
         while waiting := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -198,88 +157,69 @@ class WeightTransfer:
             if not sending.done() and all(task.done() and task.result().state == "dead" for task in receiving):
                 await asyncio.wait([sending], timeout=_NOTICE_S)  # most notice it themselves, and say more
                 if not sending.done():
-                    self.sender.release(plan)
-                    await asyncio.wait([sending], timeout=_NOTICE_S)
+                    await self._senders.release(request)
                 return
 
-    async def _send_ahead(
-        self, trainer: Trainer, lane: Lane, replicas: dict[int, Generator], turns: list[list[int]], policy_version: int
-    ) -> list[SyncReceipt]:
+    async def _send_ahead(self, turns: Sequence[Sequence[int]], policy_version: int) -> list[SyncReceipt]:
         """Send once while every replica serves on; then they take the version in turns.
 
         Raises:
-            WeightSyncError: the sender failed; every replica serves what it served before.
+            WeightSyncError: the senders failed; every replica serves what it served before.
         """
-        plan = self._make_plan(trainer, list(replicas), policy_version)
+        manifest = await self._senders.manifest(self.route.payload)
+        request = await self._request(manifest, [replica for turn in turns for replica in turn], policy_version)
         receipts: list[SyncReceipt] = []
         try:
             try:
-                offer = self._offer(plan)
-                await self._send(plan, trainer, lane)
+                offers = await self._senders.offer(request)
+                await self._send(request)
             except Exception as error:
+                if self._senders.is_lost:
+                    raise
                 raise WeightSyncError(
                     f"weight sync of policy version {policy_version}: the sender failed before a replica began: {error}"
                 ) from error
             for turn in turns:
-                with self._loading(turn):
-                    dead = await self._begin(plan, [(index, replicas[index]) for index in turn])
+                with self._receivers.loading(turn):
+                    dead = await self._begin(request, turn)
                     receipts += dead
                     gone = {receipt.replica for receipt in dead}
-                    start = time.perf_counter()
-                    receiving = [
-                        self._receive(plan, [offer], index, replicas[index], start)
-                        for index in turn
-                        if index not in gone
-                    ]
-                    receipts += await asyncio.gather(*receiving)
+                    begun = [replica for replica in turn if replica not in gone]
+                    receipts += await asyncio.gather(*(self._receive(replica, request, offers) for replica in begun))
         finally:
-            self.sender.release(plan)
+            await self._senders.release(request)
         return receipts
 
-    async def _send(self, plan: SyncPlan, trainer: Trainer, lane: Lane) -> None:
-        limit = plan.timeout_s + _GRACE_S
-        await lane.run(
-            "send weights", self.sender.send, plan, trainer, timeout_s=limit, setting="weight_sync.timeout_s"
-        )
-        self.planner.sent(plan)
+    async def _send(self, request: SyncRequest) -> None:
+        await self._senders.send(request)
+        self.planner.sent(request)
 
-    async def _sender_failed(self, plan: SyncPlan, replicas: Replicas, failure: BaseException) -> list[SyncReceipt]:
+    async def _receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        return self._confirmed(request, await self._receivers.receive(replica, request, offers))
+
+    async def _sender_failed(
+        self, request: SyncRequest, replicas: Sequence[int], failure: BaseException
+    ) -> list[SyncReceipt]:
         reason = f"the sender failed: {failure}"
-        for _, replica in replicas:
-            await replica.loader.fail(reason)
-        return [self._confirmed(plan, SyncReceipt(i, plan.policy_version, "dead", error=reason)) for i, _ in replicas]
+        await self._receivers.fail(replicas, reason)
+        if self._senders.is_lost:
+            raise failure
+        return [
+            self._confirmed(request, SyncReceipt(replica, request.policy_version, "dead", error=reason))
+            for replica in replicas
+        ]
 
-    async def _receive(
-        self, plan: SyncPlan, offers: Sequence[SyncOffer], index: int, replica: Generator, start: float
-    ) -> SyncReceipt:
-        try:
-            async with asyncio.timeout(plan.timeout_s + _GRACE_S):
-                received = await self.receivers[index].receive(plan, offers, replica.loader)
-                num_bytes = checked_num_bytes(received, self._transport)
-                version = await replica.loader.finish()
-        except (Exception, SystemExit) as error:  # which would end the event loop
-            reason = str(error) or f"no answer within {plan.timeout_s:g} s (weight_sync.timeout_s)"
-            await replica.loader.fail(reason)
-            text = f"{type(error).__name__}: {reason}"
-            return self._confirmed(plan, SyncReceipt(index, plan.policy_version, "dead", error=text))
-        if version != plan.policy_version:
-            reason = f"it confirmed version {version} where {plan.policy_version} was sent"
-            await replica.loader.fail(reason)
-            return self._confirmed(plan, SyncReceipt(index, version, "dead", error=reason))
-        seconds = time.perf_counter() - start
-        receipt = SyncReceipt(index, version, "serving", num_bytes, seconds, weight_bytes=plan.manifest.num_bytes)
-        return self._confirmed(plan, receipt)
-
-    def _confirmed(self, plan: SyncPlan, receipt: SyncReceipt) -> SyncReceipt:
-        self.planner.confirm(plan, self._receiver_endpoints[receipt.replica], receipt)
+    def _confirmed(self, request: SyncRequest, receipt: SyncReceipt) -> SyncReceipt:
+        for endpoint in request.receivers:
+            if endpoint.replica == receipt.replica:
+                self.planner.confirm(request, endpoint, receipt)
         return receipt
 
     def close(self) -> None:
-        """Close both ends."""
-        self.sender.close()
-        for receiver in self.receivers:
-            receiver.close()
+        """Close what this process holds of both ends. Twice is fine."""
+        self._senders.close()
+        self._receivers.close()
 
 
-def _endpoint(role: str, replica: int) -> Endpoint:
-    return Endpoint(role, replica, 0, socket.gethostname(), "local", os.getpid())
+def _dead(replica: int, policy_version: int, error: BaseException) -> SyncReceipt:
+    return SyncReceipt(replica, policy_version, "dead", error=f"{type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
 """Data that crosses the borders between backends, algorithms and executor: plain slots dataclasses."""
 
 from chatlearn_core.types.batch import TrainBatch, cumulative_lengths, pack_samples
+from chatlearn_core.types.boxes import Box, BoxCover, full_box
 from chatlearn_core.types.completion import (
     RAW_BASIS,
     Completion,
@@ -12,28 +13,42 @@ from chatlearn_core.types.completion import (
     VersionSpan,
     continued_spans,
 )
+from chatlearn_core.types.derived import Derived
+from chatlearn_core.types.example import Answer, Demonstration, Example, ExampleDraw, Preference, evaluation_draw
+from chatlearn_core.types.failure import RunFailure
+from chatlearn_core.types.file_facts import FileFacts
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
-from chatlearn_core.types.outputs import SEQUENCE_OUTPUTS, OutputName, OutputRequest, Outputs
-from chatlearn_core.types.prompt import Demonstration, Example, Prompt, TokenIds
-from chatlearn_core.types.sample import (
-    UNGRADED,
-    RewardResult,
-    Sample,
-    generator_logprobs_name,
-    sample_from_completion,
-)
-from chatlearn_core.types.stored import (
+from chatlearn_core.types.outputs import OutputRequest, Outputs
+from chatlearn_core.types.prompt import Media, Prompt, TokenIds
+from chatlearn_core.types.remote import (
     Block,
+    Fill,
+    RemoteArray,
+    RemoteCompletion,
+    RemoteTensor,
+    RemoteText,
     Rows,
-    StoredArray,
-    StoredCompletion,
-    StoredTensor,
-    StoredText,
     joined,
     per_sequence,
 )
+from chatlearn_core.types.sample import (
+    NOT_SAMPLED,
+    UNGRADED,
+    RemoteTurn,
+    RewardResult,
+    Rollout,
+    RolloutStatus,
+    Sample,
+    Turn,
+    generator_logprobs_name,
+    policy_versions,
+    sample_from_completion,
+    sample_from_tokens,
+    sample_with_tokens,
+    sample_with_turn,
+)
+from chatlearn_core.types.scored_batch import scored_batch
 from chatlearn_core.types.weights import (
-    Box,
     Endpoint,
     FleetRule,
     GroupRendezvous,
@@ -41,8 +56,8 @@ from chatlearn_core.types.weights import (
     Payload,
     ReplicaState,
     SyncOffer,
-    SyncPlan,
     SyncReceipt,
+    SyncRequest,
     TensorPlace,
     TensorSpec,
     WeightManifest,
@@ -50,55 +65,74 @@ from chatlearn_core.types.weights import (
 )
 
 __all__ = [
+    "NOT_SAMPLED",
     "RAW_BASIS",
-    "SEQUENCE_OUTPUTS",
     "UNGRADED",
+    "Answer",
     "Block",
     "Box",
+    "BoxCover",
     "Completion",
     "Demonstration",
+    "Derived",
     "Endpoint",
     "Example",
+    "ExampleDraw",
+    "FileFacts",
+    "Fill",
     "FinishReason",
     "FleetRule",
     "Floats",
     "GenerateRequest",
     "GroupRendezvous",
     "LogprobBasis",
+    "Media",
     "MemoryHandle",
     "Metric",
     "Metrics",
-    "OutputName",
     "OutputRequest",
     "Outputs",
     "Payload",
+    "Preference",
     "Prompt",
     "Reducer",
+    "RemoteArray",
+    "RemoteCompletion",
+    "RemoteTensor",
+    "RemoteText",
+    "RemoteTurn",
     "ReplicaState",
     "RewardResult",
+    "Rollout",
+    "RolloutStatus",
     "Rows",
+    "RunFailure",
     "Sample",
     "SamplingParams",
-    "StoredArray",
-    "StoredCompletion",
-    "StoredTensor",
-    "StoredText",
     "SyncOffer",
-    "SyncPlan",
     "SyncReceipt",
+    "SyncRequest",
     "TensorPlace",
     "TensorSpec",
     "TokenIds",
     "TrainBatch",
+    "Turn",
     "VersionSpan",
     "WeightManifest",
     "WeightShard",
     "continued_spans",
     "cumulative_lengths",
+    "evaluation_draw",
+    "full_box",
     "generator_logprobs_name",
     "joined",
     "merge_metrics",
     "pack_samples",
     "per_sequence",
+    "policy_versions",
     "sample_from_completion",
+    "sample_from_tokens",
+    "sample_with_tokens",
+    "sample_with_turn",
+    "scored_batch",
 ]

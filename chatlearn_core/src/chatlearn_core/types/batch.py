@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types.remote import RemoteArray, RemoteTensor
 from chatlearn_core.types.sample import Sample
-from chatlearn_core.types.stored import StoredArray, StoredTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +34,20 @@ class TrainBatch:
     unit_index: Tensor
     """[S] int64, host"""
     group_index: Tensor
-    """[S] int64, host; sequences sampled from the same prompt share it."""
+    """[S] int64, host; sequences sampled from the same draw of an example share it."""
     token_data: dict[str, Tensor] = field(default_factory=dict)
     """name -> [T, ...]"""
     sequence_data: dict[str, Tensor] = field(default_factory=dict)
     """name -> [S, ...]"""
+    num_prompt_tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """[S] int64, host; where the first turn of each sequence begins. By default 0."""
+    example_ids: tuple[str, ...] = ()
+    """S ids of the examples that the sequences were made of: the same in every epoch. By default ``sample_ids``."""
+
+    def __post_init__(self) -> None:
+        if len(self.num_prompt_tokens) != self.num_sequences:
+            self.num_prompt_tokens = torch.zeros(self.num_sequences, dtype=torch.int64)
+        self.example_ids = self.example_ids or self.sample_ids
 
     @property
     def num_sequences(self) -> int:
@@ -72,7 +81,7 @@ class TrainBatch:
         spans = [(bounds[i], bounds[i + 1]) for i in indices]
 
         def tokens(values: Tensor) -> Tensor:
-            if isinstance(values, StoredTensor):
+            if isinstance(values, RemoteTensor):
                 return values.select_sequences(indices)
             return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
 
@@ -84,6 +93,8 @@ class TrainBatch:
             loss_mask=tokens(self.loss_mask),
             unit_index=self.unit_index[rows],
             group_index=self.group_index[rows],
+            num_prompt_tokens=self.num_prompt_tokens[rows],
+            example_ids=tuple(self.example_ids[i] for i in indices),
             token_data={name: tokens(values) for name, values in self.token_data.items()},
             sequence_data={name: values[rows.to(values.device)] for name, values in self.sequence_data.items()},
         )
@@ -99,6 +110,8 @@ class TrainBatch:
             self.group_index,
             {name: values.to(device) for name, values in self.token_data.items()},
             {name: values.to(device) for name, values in self.sequence_data.items()},
+            self.num_prompt_tokens,
+            self.example_ids,
         )
 
 
@@ -107,35 +120,34 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
     return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
 
 
-def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = None) -> TrainBatch:
+def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = None) -> TrainBatch:
     """Lay samples end to end.
 
     Every sample carries the same ``token_data`` and ``sequence_data``. Arrays that are kept elsewhere are not fetched:
-    they become a ``StoredTensor``.
+    they become a ``RemoteTensor``.
 
     Args:
         samples: in the order the batch shall have.
-        units: sample id -> unit; without it every sequence is its own unit.
+        units: what no split tears apart, one name or number a sample; by default each sample's ``unit_id``.
 
     Raises:
-        BackendError: a sample lacks data that another one has, or has an array of another length than its tokens;
-            names both.
+        BackendError: a sample lacks data that another one has, or has an array of another length than its tokens, or
+            with rows of another shape or type than another sample's; names both.
     """
-    groups: dict[str, int] = {}
-    group_index = [groups.setdefault(sample.group_id, len(groups)) for sample in samples]
     token_names = _names_of_all(samples, "token_data")
     sequence_names = _names_of_all(samples, "sequence_data")
     for sample in samples:
         for name, values in sample.token_data.items():
-            if len(values) != len(sample.token_ids):
+            problem = _shape_problem(values, sample, samples[0].token_data[name])
+            if problem is not None:
                 raise BackendError(
-                    f"sample {sample.id!r}: token_data {name!r} has {len(values)} entries for {len(sample.token_ids)} "
-                    "tokens; per-token data has one entry for each token of prompt and completion"
+                    f"sample {sample.id!r}: token_data {name!r} has {problem}; per-token data has one entry for each "
+                    "token of prompt and completion, of one shape and type in all samples"
                 )
 
     def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        if any(isinstance(array, StoredArray) for array in arrays):
-            return StoredTensor(arrays)
+        if any(isinstance(array, RemoteArray) for array in arrays):
+            return RemoteTensor(arrays)
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0, dtype=dtype)
 
     return TrainBatch(
@@ -143,11 +155,28 @@ def pack_samples(samples: Sequence[Sample], units: Mapping[str, int] | None = No
         token_ids=joined([s.token_ids for s in samples], torch.int64),
         cu_seqlens=cumulative_lengths([len(s.token_ids) for s in samples]),
         loss_mask=joined([s.loss_mask for s in samples], torch.bool),
-        unit_index=torch.as_tensor([units[s.id] for s in samples] if units else list(range(len(samples)))).long(),
-        group_index=torch.as_tensor(group_index, dtype=torch.int64),
+        unit_index=_numbered([s.unit_id for s in samples] if units is None else units),
+        group_index=_numbered([s.group_id for s in samples]),
+        num_prompt_tokens=torch.as_tensor([s.num_prompt_tokens for s in samples], dtype=torch.int64),
+        example_ids=tuple(s.example_id for s in samples),
         token_data={name: joined([s.token_data[name] for s in samples], torch.float32) for name in sorted(token_names)},
         sequence_data={name: torch.tensor([s.sequence_data[name] for s in samples]) for name in sorted(sequence_names)},
     )
+
+
+def _numbered(names: Sequence[Hashable]) -> Tensor:
+    """[S] int64: names by number, in the order of their first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.as_tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+
+
+def _shape_problem(values: np.ndarray, sample: Sample, first: np.ndarray) -> str | None:
+    if len(values) != len(sample.token_ids):
+        return f"{len(values)} entries for {len(sample.token_ids)} tokens"
+    if values.shape[1:] != first.shape[1:] or values.dtype != first.dtype:
+        rows, expected = (f"{array.dtype} rows of shape {array.shape[1:]}" for array in (values, first))
+        return f"{rows}, and that of the first sample {expected}"
+    return None
 
 
 def _names_of_all(samples: Sequence[Sample], kind: Literal["token_data", "sequence_data"]) -> list[str]:
@@ -160,6 +189,6 @@ def _names_of_all(samples: Sequence[Sample], kind: Literal["token_data", "sequen
         raise BackendError(
             f"sample {lacking!r} has no {kind} {name!r}, but sample {having[0]!r} has ({len(having)} of {len(samples)} "
             "samples of this batch do): what a loss or a trainer may read, every sample must have. Let what writes it "
-            "(a generator, an algorithm's prepare_samples) write it for every sample, or exclude those without it"
+            "(a generator, an algorithm's advantages) write it for every sample, or exclude those without it"
         )
     return sorted(everywhere)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chatlearn_core.types.pickling import pickled_by_position
-from chatlearn_core.types.prompt import TokenIds
+from chatlearn_core.types.prompt import Media, TokenIds
 
 FinishReason = Literal["stop", "length", "abort"]
 Floats = npt.NDArray[np.float32]
@@ -85,7 +85,7 @@ class SamplingParams:
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class VersionSpan:
-    """Completion tokens [start, stop) were sampled from policy ``version``."""
+    """Sampled tokens [start, stop) of a completion, or of a turn, are of policy ``version``."""
 
     start: int
     stop: int
@@ -109,6 +109,11 @@ class GenerateRequest:
     """Requests of one group share a prompt; a replica may share their prefix."""
     resume_from: Completion | None = None
     timeout_s: float | None = None
+    media: tuple[Media, ...] = ()
+    """What the prompt's tokens refer to. An engine that expands them says so in ``Completion.prompt_ids``."""
+    forced_ids: TokenIds | None = None
+    """[C] to be scored instead of sampled: the completion has these tokens, with their logprobs, and the finish reason
+    ``stop``. Only generators that declare it (``GeneratorSpec.scores``) take such a request."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -132,6 +137,10 @@ class Completion:
     """Prompt tokens whose KV cache was shared instead of computed."""
     token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """name -> [C, ...], for example routed experts."""
+    prompt_ids: TokenIds | None = None
+    """[P] the prompt as the engine computed it, if that is not what was asked for: after it expanded media."""
+    prompt_token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    """name -> [P, ...] the same data of the prompt's tokens, for names that are in ``token_data``."""
 
 
 def continued_spans(prior: Completion | None, sampled: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:

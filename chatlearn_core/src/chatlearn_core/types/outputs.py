@@ -1,32 +1,26 @@
-"""What a trainer can compute for each token or sequence, and how a loss or a flow asks for it."""
+"""What a trainer computes for each token or sequence, and how a loss or a flow asks for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-OutputName = Literal["logprobs", "entropy", "values", "scores", "topk", "hidden_states", "full_kl"]
-
 Outputs = dict[str, Tensor]
-"""Output name -> tensor, aligned with the batch.
+"""Output name -> tensor, aligned with the batch: one row a token, [T, ...], or one a sequence, [S, ...].
 
-Per token [T], where ``batch.loss_mask`` is True and 0 elsewhere (no head is applied to prompt tokens): ``logprobs``
-(entry t: logprob of token t given those before it), ``entropy`` (entry t: entropy, nats, of the distribution token t
-was drawn from) and ``values`` (entry t: value of the state in which token t was chosen, so that it lines up with the
-advantage of token t). ``hidden_states`` [T, H] is whole. Per sequence [S]: ``scores`` (the head's output at the last
-token)."""
-
-SEQUENCE_OUTPUTS: frozenset[OutputName] = frozenset({"scores"})
-"""Outputs with one row a sequence; all others have one a token."""
+Every output has a record (``plugins.records.OutputSpec``, hook ``chatlearn_outputs``) with the shape and type of its
+rows. Entry t of a per-token output is about token t given those before it: for 7 tokens of which the first 4 are the
+prompt, ``logprobs`` is ``[0, 0, 0, 0, a, b, c]``, and ``a`` is the logprob of token 4."""
 
 
 @dataclass(slots=True, frozen=True)
 class OutputRequest:
     """The outputs that are needed, all computed from logits divided by ``temperature``."""
 
-    names: frozenset[OutputName]
+    names: frozenset[str]
     temperature: float = 1.0
-    top_k: int = 0
-    """k of ``topk``."""
+    arguments: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    """What some outputs need beside the batch: ``{"k": 8}`` for ``topk_ids`` and ``topk_logprobs``; ``{"ids":
+    "teacher_topk_ids"}`` for ``logprobs_at``, the name of the token data that holds the ids."""

@@ -1,4 +1,4 @@
-"""What a dataset row becomes before anything runs: a prompt, and for supervised data its completion."""
+"""A prompt: one problem, tokenised once, with what a reward needs to judge an answer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ TokenIds = npt.NDArray[np.int64]
 
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
-class Prompt:
-    """One problem, tokenised once, with what a reward needs to judge an answer.
+class Media:
+    """An image, a video or a sound that a prompt refers to. The core carries it and never looks inside.
 
-    ``id`` is unique over all datasets of a run and stable between runs of the same data; it keys the random numbers
-    of every sample drawn for this prompt.
+    Example: ``Media("image", b"\\x89PNG...")``
+    """
+
+    kind: str
+    """As generator and trainer plugins name it: ``image``, ``video``, ``audio``."""
+    content: Any
+    """Bytes, an array, or a path or URL that every worker can read."""
+
+
+@pickled_by_position
+@dataclass(slots=True, frozen=True, eq=False)
+class Prompt:
+    """One problem. The simplest kind of ``Example``: it is its own prompt.
+
+    ``id`` is unique over all datasets of a run and stable between runs of the same data.
     """
 
     id: str
@@ -36,18 +49,19 @@ class Prompt:
     """The chat messages, empty if the dataset held a plain string."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row, by name (``extra_info`` included)."""
+    media: tuple[Media, ...] = ()
+    """What the tokens refer to, in their order."""
 
+    @property
+    def prompt(self) -> Prompt:
+        """See ``Example``."""
+        return self
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Demonstration:
-    """A prompt and what follows it, to imitate (supervised fine-tuning)."""
+    @property
+    def num_tokens(self) -> int:
+        """See ``Example``."""
+        return len(self.token_ids)
 
-    prompt: Prompt
-    completion_ids: TokenIds
-    """[C] what follows the prompt, with the tokens that end the turns that are imitated."""
-    loss_mask: npt.NDArray[np.bool_] | None = None
-    """[C] True where the token is imitated; None: everywhere."""
-
-
-Example = Prompt | Demonstration
-"""What a dataset yields. An algorithm says which of them it takes."""
+    def content(self) -> tuple[bytes, ...]:
+        """See ``Example``."""
+        return ()

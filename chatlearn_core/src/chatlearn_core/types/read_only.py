@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from chatlearn_core.types.completion import Completion
-from chatlearn_core.types.prompt import Prompt
+from chatlearn_core.types.prompt import Media, Prompt
+from chatlearn_core.types.remote import RemoteArray
 from chatlearn_core.types.sample import RewardResult, Sample
-from chatlearn_core.types.stored import StoredArray
 
-T = TypeVar("T")
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
 
 
@@ -30,17 +28,15 @@ def read_only_samples(samples: Sequence[Sample]) -> list[Sample]:
         if prompt is None:
             prompt = prompts[id(sample.prompt)] = _prompt(sample.prompt)
         copies.append(
-            Sample(
-                id=sample.id,
-                group_id=sample.group_id,
+            replace(
+                sample,
                 prompt=prompt,
                 token_ids=read_only(sample.token_ids),
                 loss_mask=read_only(sample.loss_mask),
-                completion=None if sample.completion is None else _completion(sample.completion),
                 reward=None if sample.reward is None else _reward(sample.reward),
                 token_data=_arrays(sample.token_data),
                 sequence_data=dict(sample.sequence_data),
-                exclusion=sample.exclusion,
+                media=_media(sample.media),
             )
         )
     return copies
@@ -56,14 +52,14 @@ def plain_copy(value: Any) -> Any:
         return [plain_copy(entry) for entry in value]
     if type(value) is tuple:
         return tuple(plain_copy(entry) for entry in value)
-    if isinstance(value, np.ndarray | StoredArray):
+    if isinstance(value, np.ndarray | RemoteArray):
         return read_only(value)
     return copy.deepcopy(value)
 
 
 def read_only(array: Any) -> Any:
     """A view that cannot be written to; an array that is kept elsewhere stays there."""
-    if isinstance(array, StoredArray):
+    if isinstance(array, RemoteArray):
         return array.read_only()
     view = array.view()
     view.flags.writeable = False
@@ -81,20 +77,12 @@ def _prompt(prompt: Prompt) -> Prompt:
         ground_truth=plain_copy(prompt.ground_truth),
         messages=plain_copy(prompt.messages),
         columns=plain_copy(prompt.columns),
+        media=_media(prompt.media),
     )
 
 
-def _completion(completion: Completion) -> Completion:
-    raw = completion.raw_logprobs
-    arrays = {
-        "token_ids": read_only(completion.token_ids),
-        "logprobs": read_only(completion.logprobs),
-        "raw_logprobs": None if raw is None else read_only(raw),
-        "token_data": _arrays(completion.token_data),
-    }
-    if type(completion) is Completion:
-        return replace(completion, **arrays)
-    return _with(completion, **arrays)
+def _media(media: tuple[Media, ...]) -> tuple[Media, ...]:
+    return tuple(Media(one.kind, plain_copy(one.content)) for one in media)
 
 
 def _reward(reward: RewardResult) -> RewardResult:
@@ -102,13 +90,3 @@ def _reward(reward: RewardResult) -> RewardResult:
     return RewardResult(
         reward.value, dict(reward.components), None if tokens is None else read_only(tokens), reward.error
     )
-
-
-def _with(value: T, **changes: Any) -> T:
-    """A shallow copy of a frozen dataclass with other values: unlike ``dataclasses.replace`` it fetches no text that is
-    kept elsewhere.
-    """
-    made = copy.copy(value)
-    for name, change in changes.items():
-        object.__setattr__(made, name, change)
-    return made

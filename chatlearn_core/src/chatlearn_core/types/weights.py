@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from chatlearn_core.plugins.records import Channel
+from chatlearn_core.types.boxes import Box, full_box
 
-Box = tuple[tuple[int, int], ...]
-"""Half-open interval [start, stop) in each dimension of the global tensor."""
+if TYPE_CHECKING:
+    from chatlearn_core.plugins.records import Channel, Export
 
 Payload = Literal["full", "delta", "adapter"]
 FleetRule = Literal["barrier", "rolling"]
@@ -92,7 +91,7 @@ class WeightShard:
 
     @property
     def is_whole(self) -> bool:
-        return tuple((0, n) for n in self.global_shape) == self.box
+        return full_box(self.global_shape) == self.box
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,7 +121,8 @@ class GroupRendezvous:
     """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender.
 
     The sender holds the TCP store at ``address``; keys are those of a ``torch.distributed`` group of that name, so that
-    ``hosting.engine_side.groups.join`` meets it; without a secret, an engine's own ``init_custom_process_group`` does.
+    ``chatlearn_hosting.engine_side.groups.join`` meets it; without a secret, an engine's own
+    ``init_custom_process_group`` does.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Endpoint:
 
 
 @dataclass(slots=True, frozen=True)
-class SyncPlan:
+class SyncRequest:
     """One weight sync, the same on both sides."""
 
     sync_id: str
@@ -165,6 +165,8 @@ class SyncPlan:
     payload: Payload
     channel: Channel
     """How receivers hand the weights to the generators: of the transport's channels the first that these declare."""
+    export: Export
+    """How senders stream the weights: whole tensors, or on every rank the boxes that it holds."""
     manifest: WeightManifest
     senders: tuple[Endpoint, ...]
     receivers: tuple[Endpoint, ...]

@@ -40,7 +40,7 @@ def plugins(registry: PluginRegistry, monkeypatch: pytest.MonkeyPatch) -> Plugin
     monkeypatch.setattr(sys.modules[OPTIONS_MODULE], "Correcting", Correcting, raising=False)
     code = {"factory": "acme.code:Thing", "options": f"{OPTIONS_MODULE}:Empty"}
     roles = (("trainer", "trainer"), ("generator", "generator"), ("reward", "reward"))
-    able = GeneratorSpec(name="able", resumable=True, pause_modes=frozenset({"keep", "wait"}), **code)
+    able = GeneratorSpec(name="able", resumable=True, kv_after_sync="kept", **code)
     correcting = AlgorithmSpec(
         name="correcting", roles=roles, factory="acme.code:Thing", options=f"{OPTIONS_MODULE}:Correcting"
     )
@@ -69,6 +69,11 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    sampling.max_tokens = 512 (default)",
         ),
         (["rollout.round_tokens=9"], "rollout.round_tokens: says how long a round of 'resume' is (got 9)"),
+        (
+            [*RESUME, "rollout.max_staleness=2"],
+            "rollout.max_staleness: a completion of 4 steps has tokens that are 3 policy versions old (got 2)\n"
+            "    rollout.max_rounds = 4 (default)\n    raise it to 3, remove it, or lower rollout.max_rounds",
+        ),
         (["rollout.in_flight_prompts=9"], "rollout.in_flight_prompts: without partial rollouts a step has the prompts"),
         (
             ["rollout.partial=keep", "rollout.in_flight_prompts=4"],
@@ -86,7 +91,8 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["rollout.partial=keep", "roles.generator.backend=transformers"],
-            "rollout.partial: generator 'transformers' does not keep requests over a pause; its pause modes: wait",
+            "rollout.partial: generator 'transformers' ends unfinished requests at a weight sync (kv_after_sync:"
+            " dropped)",
         ),
     ],
     "stale_tokens_are_corrected": [
@@ -96,6 +102,10 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "current policy's (got 'resume')\n    algorithm.options.importance_correction = 'none' (default)\n"
             "    algorithm.options.recompute_old_logprobs = True (default)\n"
             "    set one of the two",
+        ),
+        (
+            ["rollout.max_staleness=1", "algorithm.name=correcting"],
+            "rollout.max_staleness: trains on tokens that older weights sampled, which this algorithm would take for",
         ),
     ],
 }

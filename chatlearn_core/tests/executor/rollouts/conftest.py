@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import BackendError, ReplicaLostError
-from chatlearn_core.executor.environment import make_slots
+from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import Slot
-from chatlearn_core.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, VersionSpan
+from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.protocols import OnTokens
+from chatlearn_core.types import (
+    Completion,
+    ExampleDraw,
+    FinishReason,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    VersionSpan,
+)
 
 
 class Requests:
@@ -59,8 +68,11 @@ class HeldFleet:
         self.requests: dict[str, GenerateRequest] = {}
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
 
-    async def generate(self, request: GenerateRequest, replica: int | None = None) -> Completion:
+    async def generate(
+        self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
+    ) -> Completion:
         assert replica is not None, "the manager chooses"
+        self.on_tokens = on_tokens
         self.started.append((replica, request.id))
         self.requests[request.id] = request
         future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
@@ -72,8 +84,8 @@ class HeldFleet:
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         self.calls.append(f"abort {request_ids}")
 
-    async def pause(self, mode: str) -> None:
-        self.calls.append(f"pause {mode}")
+    async def pause(self) -> None:
+        self.calls.append("pause")
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -145,27 +157,31 @@ class Play:
         self.pending: tuple[Group, ...] = ()
         self.metrics: dict[str, float] = {}
 
-    def slots(self, prompt: Prompt, step: int) -> list[Slot]:
-        return make_slots([prompt], step, self.group_size, SamplingParams(self.max_tokens), seed=0)
+    def requests(self, prompt: Prompt, step: int) -> list[RolloutRequest]:
+        return self.requests_of(ExampleDraw(prompt, step, f"{prompt.id}@{step}"))
+
+    def requests_of(self, draw: ExampleDraw) -> list[RolloutRequest]:
+        return make_requests([draw], self.group_size, SamplingParams(self.max_tokens), seed=0)
 
     async def step(self, step: int, prompts: Sequence[Prompt]) -> dict[str, Completion | BackendError]:
         """By sample id, those that the step trains or excludes."""
-        new = [slot for prompt in prompts for slot in self.slots(prompt, step)]
-        turn = self.partial.begin(self.pending, new, step)
-        playing = asyncio.create_task(self.partial.play(turn))
+        new = [request for prompt in prompts for request in self.requests(prompt, step)]
+        rollout_step = self.partial.begin(self.pending, new)
+        playing = asyncio.create_task(self.partial.play(rollout_step))
         answers = await asyncio.gather(
-            *(turn.completion("generator", slot) for slot in turn.slots), return_exceptions=True
+            *(rollout_step.completion("generator", request) for request in rollout_step.requests),
+            return_exceptions=True,
         )
         await playing
         ended: dict[str, Completion | BackendError] = {}
-        for slot, answer in zip(turn.slots, answers, strict=True):
+        for request, answer in zip(rollout_step.requests, answers, strict=True):
             if isinstance(answer, BaseException) and (
                 isinstance(answer, ReplicaLostError) or not isinstance(answer, BackendError)
             ):
                 raise answer
             if answer is not None:
-                ended[slot.sample_id] = answer
-        self.pending, metrics = self.partial.finish(turn)
+                ended[request.sample_id] = answer
+        self.pending, metrics = self.partial.finish(rollout_step)
         self.metrics = {name: metric.value for name, metric in metrics.items()}
         return ended
 

@@ -9,7 +9,7 @@ import pytest
 
 from chatlearn_core.exceptions import BackendError, ReplicaLostError
 from chatlearn_core.executor.rollouts.in_flight import PromptsInFlight
-from chatlearn_core.executor.rollouts.turn import RolloutTurn
+from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
 
 
 class FailingRollouts(PromptsInFlight):
@@ -22,7 +22,7 @@ class FailingRollouts(PromptsInFlight):
         super().__init__(generate, max_rounds=1, in_flight_prompts=3)
         self.error = error
 
-    async def _sample(self, turn: RolloutTurn) -> None:
+    async def _sample(self, rollout_step: PartialRolloutStep) -> None:
         raise self.error
 
 
@@ -30,18 +30,18 @@ def test_prompts_fill_the_places_that_are_free(play: Any, prompts: Any) -> None:
     partial = FailingRollouts(BackendError(""))
     assert partial.num_prompts(()) == 3
     steps = play(partial, max_tokens=4)
-    groups = partial.begin((), steps.slots(prompts[0], 1) + steps.slots(prompts[1], 1), 1).groups
+    groups = partial.begin((), steps.requests(prompts[0], 1) + steps.requests(prompts[1], 1)).groups
     assert partial.num_prompts(groups) == 1
     assert partial.num_prompts(groups * 3) == 0, "a lower setting than before lets them run dry first"
 
 
 def test_a_step_works_on_a_copy_of_what_is_pending(play: Any, prompts: Any) -> None:
     partial = FailingRollouts(BackendError(""))
-    pending = partial.begin((), play(partial, max_tokens=4).slots(prompts[0], 1), 1).groups
-    [copy] = partial.begin(pending, [], 2).groups
+    pending = partial.begin((), play(partial, max_tokens=4).requests(prompts[0], 1)).groups
+    [copy] = partial.begin(pending, []).groups
     assert copy.progress == pending[0].progress
     assert copy.progress is not pending[0].progress
-    assert all(new is not old for new, old in zip(copy.slots, pending[0].slots, strict=True))
+    assert all(new is not old for new, old in zip(copy.requests, pending[0].requests, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,11 @@ async def test_whoever_waits_for_a_completion_hears_of_an_error(
     error: Exception, heard: type[Exception], play: Any, prompts: Any
 ) -> None:
     partial = FailingRollouts(error)
-    slots = play(partial, max_tokens=4).slots(prompts[0], 1)
-    turn = partial.begin((), slots, 1)
-    playing = asyncio.create_task(partial.play(turn))
-    outcomes = await asyncio.gather(*(turn.completion("generator", slot) for slot in slots), return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [heard] * len(slots)
+    requests = play(partial, max_tokens=4).requests(prompts[0], 1)
+    rollout_step = partial.begin((), requests)
+    playing = asyncio.create_task(partial.play(rollout_step))
+    outcomes = await asyncio.gather(
+        *(rollout_step.completion("generator", request) for request in requests), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [heard] * len(requests)
     await playing

@@ -12,9 +12,9 @@ import pytest
 from chatlearn_core.config.models import RolloutConfig
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, ReplicaLostError
 from chatlearn_core.executor.rollouts.manager import RolloutManager, Rollouts
-from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.runtime.boundary import Origin
-from chatlearn_core.types import Prompt
+from chatlearn_core.types import ExampleDraw, Prompt
 
 
 def manager_for(fleet: Any, **settings: Any) -> RolloutManager:
@@ -188,8 +188,8 @@ async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_
     rollouts = Rollouts(runtime, RolloutConfig())  # type: ignore[arg-type]  # the part that is used
     rollouts.begin()
     request = requests.make("r")
-    slot = Slot("r", "r", Prompt("p", request.prompt_ids, "?"), request)
-    task = asyncio.create_task(rollouts.completion("two", slot))
+    request = RolloutRequest("r", ExampleDraw(Prompt("p", request.prompt_ids, "?"), 0, "r"), request)
+    task = asyncio.create_task(rollouts.completion("two", request))
     await fleets["two"].end("r")
     assert (await task).request_id == "r"
     assert fleets["one"].started == []
@@ -304,7 +304,7 @@ async def test_a_completion_that_breaks_the_contract_is_refused_and_not_asked_fo
     class Fleet:
         num_replicas, accepting, asked = 1, frozenset({0}), 0
 
-        async def generate(self, request: Any, replica: int | None = None) -> Any:
+        async def generate(self, request: Any, replica: int | None = None, on_tokens: Any = None) -> Any:
             self.asked += 1
             good = requests.complete(request)
             return replace(good, logprobs=good.logprobs[1:], raw_logprobs=None)
@@ -314,3 +314,21 @@ async def test_a_completion_that_breaks_the_contract_is_refused_and_not_asked_fo
     with pytest.raises(ContractError, match=r"role 'sampler', generator 'acme': the completion of sample 'r' breaks"):
         await manager.generate(requests.make("r", tokens=4))
     assert fleet.asked == 1
+
+
+async def test_tokens_are_counted_as_they_come_where_it_is_asked_for(requests: Any) -> None:
+    counted: list[int] = []
+
+    class Fleet:
+        num_replicas, accepting = 1, frozenset({0})
+
+        async def generate(self, request: Any, replica: int | None = None, on_tokens: Any = None) -> Any:
+            for start, count in ((0, 3), (3, 1)):
+                if on_tokens is not None:
+                    on_tokens(start, [7] * count)
+            return requests.complete(request)
+
+    for count_tokens in (counted.append, None):
+        manager = RolloutManager(lambda: Fleet(), RolloutConfig(), count_tokens=count_tokens)  # type: ignore[arg-type,return-value]  # the part that is used
+        await manager.generate(requests.make("r", tokens=4))
+    assert counted == [3, 1]

@@ -16,15 +16,17 @@ from chatlearn_core.executor.rollouts.manager import RolloutManager
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_core.runtime.fleet import LocalFleet
-from chatlearn_core.runtime.lane import Lane
-from chatlearn_core.runtime.plan import WeightSyncPlan
+from chatlearn_core.runtime.local_trainer import LocalTrainer
+from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
+from chatlearn_core.runtime.plan import WeightRoute
+from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.runtime.weight_transfer import WeightTransfer
-from chatlearn_core.testing.fakes.bigram import build_bigram_model
-from chatlearn_core.testing.fakes.generator import FakeGenerator
-from chatlearn_core.testing.fakes.options import FakeGeneratorOptions, FakeOptions, FakeTrainerOptions
-from chatlearn_core.testing.fakes.queue_sync import FakeReceiver, FakeSender
-from chatlearn_core.testing.fakes.trainer import FakeTrainer
 from chatlearn_core.types import Completion, GenerateRequest, SamplingParams
+from chatlearn_testing.fakes.bigram import build_bigram_model
+from chatlearn_testing.fakes.generator import FakeGenerator
+from chatlearn_testing.fakes.options import FakeGeneratorOptions, FakeOptions, FakeTrainerOptions
+from chatlearn_testing.fakes.queue_sync import FakeReceiver, FakeSender
+from chatlearn_testing.fakes.trainer import FakeTrainer
 
 NUM_REPLICAS = 3
 
@@ -50,14 +52,14 @@ class Stand:
         self.given: list[tuple[int, str, tuple[str, ...], int]] = []
         """(replica, request, state of every replica then, its version then)"""
         source = ModelSource(str(model), str(model))
-        self.lane = Lane("trainer", 30.0)
+        self.executor = SerialExecutor("trainer", 30.0)
         self.trainer = FakeTrainer(FakeTrainerOptions(), RoleContext("trainer", source))
         self.trainer.setup()
         self.fleet = LocalFleet(
             "generator",
             lambda index: WatchedGenerator(RoleContext("generator", source, replica=index), self.given),
             NUM_REPLICAS,
-            self.lane,
+            self.executor,
             max_restarts=0,
         )
         ends = {"sender": FakeSender, "receiver": FakeReceiver}
@@ -65,26 +67,31 @@ class Stand:
             load_factory=lambda record, attribute: ends[attribute], origin=lambda record: "acme 1.0"
         )
         record = WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O")
-        plan = WeightSyncPlan(
+        plan = WeightRoute(
             "trainer", "generator", record, FakeOptions(), "test", fleet_rule, 1 << 20, 30.0, max_loading=max_loading
         )
-        self.transfer = WeightTransfer(plan, registry, tmp_path, NUM_REPLICAS, self.fleet.loading)
+        self.connect = lambda: WeightTransfer(
+            plan,
+            tmp_path,
+            LocalSenders(plan, registry, LocalTrainer("trainer", self.trainer, self.executor)),
+            LocalReceivers(plan, registry, self.fleet),
+        )
 
     async def start(self) -> None:
         await self.fleet.start()
+        self.transfer = self.connect()
         for replica in self.fleet.replicas:
             assert isinstance(replica, WatchedGenerator)
             replica.all = self.fleet.replicas  # type: ignore[assignment]  # all are such generators
 
     async def sync(self, version: int) -> None:
-        replicas = list(enumerate(self.fleet.replicas))
-        receipts = await self.transfer.sync(self.trainer, self.lane, replicas, version)
+        receipts = await self.transfer.sync(range(NUM_REPLICAS), version)
         assert [receipt.state for receipt in receipts] == ["serving"] * NUM_REPLICAS
 
     def close(self) -> None:
         self.fleet.close()
         self.trainer.close()
-        self.lane.stop()
+        self.executor.stop()
 
 
 @pytest.fixture

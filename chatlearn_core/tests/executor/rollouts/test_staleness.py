@@ -1,11 +1,13 @@
-"""Staleness: counted by token, against the newest weights of the step."""
+"""Staleness: counted by token, against the policy's version."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from chatlearn_core.executor.rollouts.staleness import fresh_mask, newest_version, staleness_metrics
+from chatlearn_core.executor.rollouts.staleness import fresh_mask, oldest_version, staleness_metrics
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -40,21 +42,26 @@ def sample_of(*spans: tuple[int, int], exclusion: str | None = None) -> Sample:
 
 def test_staleness_is_the_mean_and_maximum_over_tokens() -> None:
     samples = [sample_of((3, 2), (5, 4)), sample_of((5, 3)), sample_of((4, 1)), sample_of((0, 99), exclusion="failed")]
-    metrics = {name: metric.value for name, metric in staleness_metrics(samples).items()}
+    metrics = {name: metric.value for name, metric in staleness_metrics(samples, 5).items()}
     assert metrics == pytest.approx(
         {"rollout/staleness_mean": 5 / 10, "rollout/staleness_max": 2, "rollout/stale_tokens": 3 / 10}
     )
 
 
 def test_a_generator_that_is_never_synchronised_is_not_stale() -> None:
-    metrics = staleness_metrics([sample_of((0, 4)), sample_of((0, 2))])
-    assert metrics["rollout/staleness_max"].value == 0
+    rival, own = sample_of((0, 4)), sample_of((6, 2))
+    rival.turns = (replace(rival.turns[0], generator="rival"),)
+    own.turns = (replace(own.turns[0], generator="generator"),)
+    serving = frozenset({"generator"})
+    assert staleness_metrics([rival, own], 7, serving)["rollout/staleness_max"].value == 1
+    assert staleness_metrics([rival], 7, serving) == {}
+    assert (oldest_version([rival, own], serving), oldest_version([rival, own])) == (6, 0)
 
 
 def test_nothing_is_said_of_samples_without_versions() -> None:
     demonstration = Sample("d", "g", Prompt("p", np.array([1]), "?"), np.array([1, 2]), np.array([False, True]))
-    assert staleness_metrics([demonstration, sample_of()]) == {}
-    assert newest_version([demonstration]) is None
+    assert staleness_metrics([demonstration, sample_of()], 3) == {}
+    assert oldest_version([demonstration]) is None
 
 
 def test_the_fresh_mask_keeps_tokens_of_one_version() -> None:

@@ -1,4 +1,4 @@
-"""What runs in SGLang's interpreter: standard library, torch and SGLang; of ours only ``hosting.engine_side``.
+"""Runs in SGLang's interpreter: standard library, torch and SGLang; of ours only ``chatlearn_hosting.engine_side``.
 
 It is imported in every process of the engine before SGLang is, since the engine spawns its processes and these first
 import what their parent ran. On a CPU that is where the stand-ins for GPU packages are put in place.
@@ -16,7 +16,7 @@ if os.environ.get(CPU_VARIABLE) == "1":
 
 
 def in_spawned_process() -> None:
-    """Called by ``hosting`` in the processes that the engine spawns."""
+    """Called by ``chatlearn_hosting`` in the processes that the engine spawns."""
     from . import hooks
 
     hooks.register()

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError, check_names
-from chatlearn_core.hosting.engine_side.local_groups import gloo_on_loopback
+from chatlearn_hosting.engine_side.argument_names import UnknownArgumentsError, check_names
+from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback
 
 from . import adapter, hooks, memory
 from .arguments import compose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatlearn_core.hosting.engine_side.local_groups import keep_local_stores_local
+from chatlearn_hosting.engine_side.local_groups import keep_local_stores_local
 
 from . import adapter, bucketed_load, memory, seeds
 

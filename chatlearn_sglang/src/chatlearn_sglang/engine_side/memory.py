@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from chatlearn_core.hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
+from chatlearn_hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """The parts, by SGLang's names."""

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
-from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
-from chatlearn_core.hosting.engine_side.groups import JoinedGroups
+from chatlearn_hosting.engine_side.blocks import MappedBlocks
+from chatlearn_hosting.engine_side.cuda_blocks import open_cuda_block
+from chatlearn_hosting.engine_side.groups import JoinedGroups
 
 from . import adapter
 from .bucketed_load import BucketedLoad

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from chatlearn_core.hosting.engine_side.argument_names import check_names
+from chatlearn_hosting.engine_side.argument_names import check_names
 
 
 def engine_args(arguments: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """A thread that drives one engine: takes requests as they come, steps while there is work, does what it is told between
 steps.
 
-It is used by the adapter in the same process, or over ``chatlearn_core.hosting`` from another one: every argument and
+It is used by the adapter in the same process, or over ``chatlearn_hosting`` from another one: every argument and
 result is made of plain builtins, and whatever can block returns a future or is a coroutine there.
 """
 
@@ -45,6 +45,11 @@ class EngineDriver:
         self._version = 0
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine failed or ended; None while it can be called."""
+        return self._dead
 
     # What the adapter calls
 

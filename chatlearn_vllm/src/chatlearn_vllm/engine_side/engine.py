@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chatlearn_core.hosting.engine_side.argument_names import UnknownArgumentsError
-from chatlearn_core.hosting.engine_side.local_groups import gloo_on_loopback, keep_local_stores_local
+from chatlearn_hosting.engine_side.argument_names import UnknownArgumentsError
+from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback, keep_local_stores_local
 
 from .arguments import engine_args
 from .process_groups import make_way_for_groups
@@ -147,7 +147,7 @@ class Engine:
         return bool(self._keys)
 
     def add(self, request: Mapping[str, Any]) -> None:
-        """Take a request: see ``chatlearn_vllm.requests.Ticket.wire``.
+        """Take a request: see ``chatlearn_vllm.requests.PendingRequest.wire``.
 
         Raises:
             ValueError: vLLM refuses it.

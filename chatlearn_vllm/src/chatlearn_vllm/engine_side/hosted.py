@@ -1,4 +1,4 @@
-"""The driver as ``chatlearn_core.hosting`` calls it from another process."""
+"""The driver as ``chatlearn_hosting`` calls it from another process."""
 
 from __future__ import annotations
 

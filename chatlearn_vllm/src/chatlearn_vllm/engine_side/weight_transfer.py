@@ -26,10 +26,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from chatlearn_core.hosting.engine_side.blocks import MappedBlocks
-from chatlearn_core.hosting.engine_side.cuda_blocks import open_cuda_block
-from chatlearn_core.hosting.engine_side.groups import JoinedGroups
-from chatlearn_core.hosting.engine_side.local_groups import keep_local_stores_local
+from chatlearn_hosting.engine_side.blocks import MappedBlocks
+from chatlearn_hosting.engine_side.cuda_blocks import open_cuda_block
+from chatlearn_hosting.engine_side.groups import JoinedGroups
+from chatlearn_hosting.engine_side.local_groups import keep_local_stores_local
 
 from .cpu_collectives import add_missing_collectives
 from .pipeline_stages import make_stage_inputs
@@ -64,11 +64,11 @@ class GroupRequest(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is unt
 class WeightUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """One bucket."""
 
-    source: Literal["tensors", "checkpoint", "block", "cuda_ipc", "broadcast"]
+    source: Literal["tensors", "checkpoint", "block", "cuda_block", "broadcast"]
     content: Any
-    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: safetensors files and
-    [(name there, name to load)].
-    ``block``: what ``chatlearn_core.hosting.handle_content`` makes. ``cuda_ipc``: see ``open_cuda_block``.
+    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: under ``files``, safetensors
+    files and [(name there, name to load)]. ``block``: what ``chatlearn_hosting.handle_content`` makes.
+    ``cuda_block``: see ``open_cuda_block``.
     ``broadcast``: see ``JoinedGroups.receive``.
     """
     copies: Mapping[str, list[str]]
@@ -137,8 +137,8 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
         if update.source == "tensors":
             yield content
         elif update.source == "checkpoint":
-            yield _read_files(content)
-        elif update.source == "cuda_ipc":
+            yield _read_files(content["files"])
+        elif update.source == "cuda_block":
             yield open_cuda_block(content, torch.cuda.current_device())
         elif update.source == "block":
             with self._blocks.read(content) as tensors:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chatlearn_core.hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
+from chatlearn_hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
 
 from .packed_linear import UnpackedLinear, is_packed, packed_bytes, packed_tensors
 

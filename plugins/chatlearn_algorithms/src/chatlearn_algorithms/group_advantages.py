@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from chatlearn_algorithms.grpo_options import AdvantageStd
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import Metric, Metrics, Sample
+from chatlearn_core.types import Derived, Metric, Metrics, TrainBatch
 
-EMPTY_COMPLETION = "empty_completion"
 GROUP_TOO_SMALL = "group_too_small"
 ZERO_SPREAD = "zero_spread_group"
 MIN_GROUP = 2
@@ -40,58 +41,61 @@ def group_advantages(
     return centred / (float(rewards.std(ddof=0 if std == "population" else 1)) + epsilon)
 
 
-def assign_group_advantages(
-    samples: Sequence[Sample], *, std: AdvantageStd, epsilon: float, drop_zero_spread: bool
-) -> Metrics:
-    """Write every admitted sample's advantage, in place, and exclude what a group cannot teach.
+def derive_group_advantages(batch: TrainBatch, *, std: AdvantageStd, epsilon: float, drop_zero_spread: bool) -> Derived:
+    """The advantages of a batch of whole groups, and what a group cannot teach.
 
-    Adds ``token_data["advantages"]`` ([T] float32, the sample's advantage on the loss mask and 0 elsewhere) and
-    ``sequence_data["advantage"]``. Excludes completions without a token (``empty_completion``), the rest of a group of
-    which fewer than 2 were scored (``group_too_small``), and, if ``drop_zero_spread``, groups with equal rewards
-    (``zero_spread_group``). Samples that are excluded already are no part of their group's statistics.
+    Args:
+        batch: with ``sequence_data["reward"]`` [S] and, where single tokens have rewards,
+            ``token_data["token_rewards"]`` [T], which add to their sequence's. Sequences of equal ``group_index`` are
+            one group.
 
     Returns:
+        ``token_data["advantages"]`` ([T] float32, a sequence's advantage on its loss mask and 0 elsewhere) and
+        ``sequence_data["advantage"]`` [S]. Excluded are the rest of a group of which fewer than 2 were scored
+        (``group_too_small``), and, if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``). Metrics:
         ``reward`` (mean), ``reward_std`` (mean over groups of the population standard deviation), ``reward_min``,
-        ``reward_max`` and ``zero_spread_groups`` (share of groups), over the scored samples.
+        ``reward_max`` and ``zero_spread_groups`` (share of groups).
 
     Raises:
-        FlowError: an admitted sample has no reward.
+        FlowError: the batch has no rewards.
     """
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        if sample.exclusion is None and not sample.loss_mask.any():
-            sample.exclusion = EMPTY_COMPLETION
-        if sample.exclusion is None:
-            groups.setdefault(sample.group_id, []).append(sample)
-
+    rewards = _outcomes(batch)
+    advantages = np.zeros(batch.num_sequences)
+    exclusions: dict[str, str] = {}
     scored: list[npt.NDArray[np.float64]] = []
-    for members in groups.values():
-        rewards = np.array([_outcome(sample) for sample in members])
-        scored.append(rewards)
-        spread = bool(np.ptp(rewards) > 0.0)
+    members_of: dict[int, list[int]] = {}
+    for index, group in enumerate(batch.group_index.tolist()):
+        members_of.setdefault(group, []).append(index)
+    for members in members_of.values():
+        of_group = rewards[members]
+        scored.append(of_group)
         if len(members) < MIN_GROUP:
-            members[0].exclusion = GROUP_TOO_SMALL
-            continue
-        if drop_zero_spread and not spread:
-            for sample in members:
-                sample.exclusion = ZERO_SPREAD
-            continue
-        for sample, advantage in zip(members, group_advantages(rewards, std, epsilon), strict=True):
-            sample.token_data["advantages"] = np.where(sample.loss_mask, advantage, 0.0).astype(np.float32)
-            sample.sequence_data["advantage"] = float(advantage)
-    return _reward_metrics(scored)
+            exclusions[batch.sample_ids[members[0]]] = GROUP_TOO_SMALL
+        elif drop_zero_spread and not np.ptp(of_group) > 0.0:
+            exclusions |= dict.fromkeys((batch.sample_ids[index] for index in members), ZERO_SPREAD)
+        else:
+            advantages[members] = group_advantages(of_group, std, epsilon)
+    of_sequence = torch.from_numpy(advantages)
+    of_token = torch.where(batch.loss_mask, of_sequence[batch.sequence_index], 0.0).float()
+    return Derived({"advantages": of_token}, {"advantage": of_sequence}, exclusions, _reward_metrics(scored))
 
 
-def _outcome(sample: Sample) -> float:
-    """The undiscounted return: the verdict plus the rewards of single tokens, where there are any."""
-    reward = sample.reward
-    if reward is None or reward.value is None:
-        cause = "none was joined" if reward is None else f"the reward failed: {reward.error}"
+def _outcomes(batch: TrainBatch) -> npt.NDArray[np.float64]:
+    """[S] undiscounted returns: the verdict plus the rewards of single tokens, where there are any."""
+    if not batch.num_sequences:
+        return np.zeros(0)
+    rewards = batch.sequence_data.get("reward")
+    if rewards is None:
         raise FlowError(
-            f"Sample {sample.id} has no reward ({cause}) and was not excluded. Group advantages need a reward for "
-            f"every admitted sample: join m.reward.score(samples) in the flow."
+            f"samples {batch.sample_ids[0]} ... {batch.sample_ids[-1]} have no rewards. Group advantages need one for "
+            "every sample that is not excluded: join m.reward.score(samples) in the flow"
         )
-    return reward.value + (float(reward.token_values.sum()) if reward.token_values is not None else 0.0)
+    values: npt.NDArray[np.float64] = rewards.double().numpy().copy()
+    of_tokens = batch.token_data.get("token_rewards")
+    if of_tokens is not None:
+        bounds = batch.cu_seqlens.tolist()
+        values += [float(of_tokens[start:stop].sum()) for start, stop in pairwise(bounds)]
+    return values
 
 
 def _reward_metrics(groups: Sequence[npt.NDArray[np.float64]]) -> Metrics:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# The names repeat those of chatlearn_core.losses, which imports torch; a test holds the two lists together.
-Aggregation = Literal[
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
-]
+from chatlearn_algorithms.role_names import RolloutRoles
+
+# The names repeat those of chatlearn_losses, which imports torch; a test holds the two lists together.
 KLName = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 KLWeightName = Literal["none", "ratio", "generator_ratio", "score"]
 KLClampName = Literal["k3", "all", "none"]
@@ -35,7 +34,10 @@ class GRPOOptions(BaseModel):
     dual_clip: float | None = Field(
         None, gt=1, description="For negative advantages the loss is at most -advantage * dual_clip; off by default."
     )
-    aggregation: Aggregation = Field("seq_mean_token_mean", description="How token losses become one number.")
+    aggregation: str = Field("seq_mean_token_mean", description="How token losses become one number.")
+    aggregation_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of an aggregation that a plugin adds."
+    )
     constant_length: int | None = Field(
         None,
         ge=1,
@@ -72,8 +74,12 @@ class GRPOOptions(BaseModel):
         None, ge=0, description="Lower bound; by default none to truncate, and 1/importance_threshold to mask."
     )
 
+    roles: RolloutRoles = Field(RolloutRoles(), description="What the roles are called, if not as by default.")
+
     @model_validator(mode="after")
     def _settings_agree(self) -> GRPOOptions:
+        if self.roles.reward is None and self.roles.environment is None:
+            raise ValueError("roles.reward=null needs an environment that gives rewards: set roles.environment")
         if self.constant_length is not None and self.aggregation != "seq_mean_token_sum_norm":
             raise ValueError(
                 f"constant_length={self.constant_length} has no meaning for aggregation={self.aggregation}: remove it, "
@@ -110,6 +116,15 @@ class GRPOOptions(BaseModel):
         return self
 
     @property
+    def required_roles(self) -> tuple[tuple[str, str], ...]:
+        """(name, kind) of the roles that a configuration must define. The reference has a message of its own."""
+        roles = self.roles
+        needed = [(roles.generator, "generator"), (roles.policy, "trainer")]
+        needed += [(roles.reward, "reward")] if roles.reward is not None else []
+        needed += [(roles.environment, "environment")] if roles.environment is not None else []
+        return tuple(needed)
+
+    @property
     def stale_tokens(self) -> tuple[tuple[str, ...], str] | None:
         """Partial rollouts: why tokens of older weights would be taken for the current policy's; None: corrected."""
         if self.importance_correction != "none" or not self.recompute_old_logprobs:
@@ -137,4 +152,4 @@ class DrGRPOOptions(GRPOOptions):
     advantage_std: AdvantageStd = Field(
         "none", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
     )
-    aggregation: Aggregation = Field("seq_mean_token_sum_norm", description="How token losses become one number.")
+    aggregation: str = Field("seq_mean_token_sum_norm", description="How token losses become one number.")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.losses import (
+from chatlearn_core.metrics.mismatch import mismatch_metrics
+from chatlearn_core.protocols.aggregation import Aggregation
+from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, TrainBatch
+from chatlearn_losses import (
     AggregationMode,
     CorrectionLevel,
     CorrectionMode,
@@ -23,17 +26,12 @@ from chatlearn_core.losses import (
     kl_estimate,
     masked_difference,
     masked_log_ratio,
-    mismatch_metrics,
 )
-from chatlearn_core.protocols.loss import LossOutput, Unit
-from chatlearn_core.types import Metric, Metrics, OutputName, OutputRequest, Outputs, TrainBatch
-
-OldLogprobs = Literal["trainer_logprobs", "generator_logprobs"]
 
 
 @dataclass(slots=True, frozen=True)
 class ImportanceCorrection:
-    """Settings of ``chatlearn_core.losses.importance_weights``."""
+    """Settings of ``chatlearn_losses.importance_weights``."""
 
     mode: CorrectionMode
     level: CorrectionLevel
@@ -47,15 +45,17 @@ class PolicyLoss:
 
     w are the aggregation weights of the global mini-batch, ρ = exp(π − old), f the detached importance weights
     exp(old − generator), limited (1 without a correction), v the weight of the KL (``KLWeight``), H the entropy. Reads
-    ``token_data``: ``advantages``, the old logprobs, and ``reference_logprobs`` and ``generator_logprobs`` where KL and
-    correction need them.
+    ``token_data``: ``advantages``, the old logprobs, and those of reference and generator where KL and correction need
+    them.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    aggregation: AggregationMode = "seq_mean_token_mean"
+    aggregation: AggregationMode | Aggregation = "seq_mean_token_mean"
+    """One of ``chatlearn_losses`` by name, or one that a plugin registers."""
     constant_length: int | None = None
+    """Of ``seq_mean_token_sum_norm``, where it is given by name."""
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_weight: KLWeight = "none"
@@ -63,13 +63,17 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     log_entropy: bool = True
     correction: ImportanceCorrection | None = None
-    old_logprobs: OldLogprobs = "trainer_logprobs"
+    old_logprobs: str = "trainer_logprobs"
+    """``token_data`` that the ratio's denominator is read from; ``generator_logprobs``: what the tokens were sampled
+    with."""
+    reference_logprobs: str = "reference_logprobs"
+    """``token_data`` of the reference."""
     temperature: float = 1.0
     """Of the distribution whose logprobs are compared: the sampling temperature."""
 
     @property
     def needs(self) -> OutputRequest:
-        names: set[OutputName] = {"logprobs"}
+        names: set[str] = {"logprobs"}
         if self._wants_entropy:
             names.add("entropy")
         return OutputRequest(frozenset(names), self.temperature)
@@ -77,7 +81,14 @@ class PolicyLoss:
     @property
     def unit(self) -> Unit:
         """A group for ``prompt_mean``, whose denominator counts the tokens of all completions of a prompt."""
+        if isinstance(self.aggregation, Aggregation):
+            return self.aggregation.loss_unit
         return "group" if self.aggregation == "prompt_mean" else "sequence"
+
+    def _weights(self, batch: TrainBatch) -> Tensor:
+        if isinstance(self.aggregation, Aggregation):
+            return self.aggregation(batch)
+        return aggregation_weights(batch, self.aggregation, constant_length=self.constant_length)
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``, [T].
@@ -91,7 +102,7 @@ class PolicyLoss:
         token_data = dict(batch.token_data)
         if batch.num_sequences:
             self._check_complete(batch)
-        token_data["loss_weight"] = aggregation_weights(batch, self.aggregation, constant_length=self.constant_length)
+        token_data["loss_weight"] = self._weights(batch)
         return replace(batch, token_data=token_data)
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
@@ -111,10 +122,10 @@ class PolicyLoss:
             dual_clip=self.dual_clip,
         )
         per_token = clip.per_token
-        means: dict[str, Tensor] = {"actor/pg_clipfrac": clip.clipped}
-        differences = {"actor/ppo_kl": masked_difference(old, logprobs.detach(), mask)}
+        means: dict[str, Tensor] = {"pg_clipfrac": clip.clipped}
+        differences = {"ppo_kl": masked_difference(old, logprobs.detach(), mask)}
         if self.dual_clip is not None:
-            means["actor/pg_clipfrac_lower"] = clip.dual_clipped
+            means["pg_clipfrac_lower"] = clip.dual_clipped
         if self.correction is not None:
             corrected = importance_weights(
                 old,
@@ -126,41 +137,39 @@ class PolicyLoss:
                 minimum=self.correction.minimum,
             )
             per_token = per_token * corrected.weights
-            means["actor/importance_weight"] = corrected.weights
-            means["actor/importance_clipfrac"] = corrected.limited
+            means["importance_weight"] = corrected.weights
+            means["importance_clipfrac"] = corrected.limited
         total = pg_loss = (weight * per_token).sum()
 
         if self.kl_coef:
             zero = logprobs.new_zeros(())
             policy, reference = (
-                torch.where(mask, values, zero) for values in (logprobs, batch.token_data["reference_logprobs"])
+                torch.where(mask, values, zero) for values in (logprobs, batch.token_data[self.reference_logprobs])
             )
             kl = kl_estimate(
                 policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=self._kl_weights(logprobs, batch)
             )
             total = total + self.kl_coef * (weight * kl).sum()
-            means["actor/kl_loss"] = kl
-            differences["actor/reference_kl_k1"] = policy.detach() - reference
-            differences["actor/reference_kl"] = kl_estimate(
-                policy.detach().double(), reference.double(), "k3", clamp="none"
-            )
+            means["kl_loss"] = kl
+            differences["reference_kl_k1"] = policy.detach() - reference
+            differences["reference_kl"] = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
         if self._wants_entropy:
             entropy = outputs["entropy"]
             if self.entropy_coef:
                 bonus = torch.where(mask, entropy, entropy.new_zeros(()))
                 total = total - self.entropy_coef * (weight * bonus).sum()
-            means["actor/entropy"] = entropy
+            means["entropy"] = entropy
 
         # Distances are shown as they are, not cut as the loss cuts them. One token of probability 0 would leave nothing
         # of their means, so such tokens are counted apart.
         finite = torch.stack([values.isfinite() for values in differences.values()]).all(0)
-        means["actor/infinite_kl"] = ~finite
+        means["infinite_kl"] = ~finite
         # One transfer to the host for all of them.
         sums = [torch.where(mask, values.detach(), 0).sum(dtype=torch.float64) for values in means.values()]
         sums += [torch.where(mask & finite, values, 0).sum(dtype=torch.float64) for values in differences.values()]
         counts = [mask.sum(dtype=torch.float64), (mask & finite).sum(dtype=torch.float64)]
         pg_total, count, num_finite, *totals = torch.stack([pg_loss.detach().double(), *counts, *sums]).tolist()
-        metrics: Metrics = {"actor/pg_loss": Metric(pg_total, reducer="sum")}
+        metrics: Metrics = {"pg_loss": Metric(pg_total, reducer="sum")}
         num_tokens = [count] * len(means) + [num_finite] * len(differences)
         names = (*means, *differences)
         metrics |= {name: Metric(*parts) for name, *parts in zip(names, totals, num_tokens, strict=True)}
@@ -186,7 +195,7 @@ class PolicyLoss:
     def _check_complete(self, batch: TrainBatch) -> None:
         needed = {"advantages", self.old_logprobs}
         if self.kl_coef:
-            needed.add("reference_logprobs")
+            needed.add(self.reference_logprobs)
         if self.correction is not None or (self.kl_coef and self.kl_weight == "generator_ratio"):
             needed.add("generator_logprobs")
         missing = sorted(needed - batch.token_data.keys())

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from chatlearn_algorithms.group_advantages import EMPTY_COMPLETION
 from chatlearn_algorithms.sft_options import SFTOptions
-from chatlearn_core.losses import AggregationMode, aggregation_weights
-from chatlearn_core.protocols.algorithm import AlgorithmContext, InputKind
-from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
-from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, Sample, TrainBatch
+from chatlearn_core.protocols import Aggregation, Algorithm, AlgorithmContext, RoleUpdate
+from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.types import Derived, Metric, Metrics, OutputRequest, Outputs, TrainBatch
+from chatlearn_losses import AggregationMode, aggregation_weights
 
 
 @dataclass(slots=True, frozen=True)
 class SFTLoss:
     """−Σ w·π over the masked tokens: cross-entropy, at temperature 1."""
 
-    aggregation: AggregationMode = "token_mean"
+    aggregation: AggregationMode | Aggregation = "token_mean"
 
     @property
     def needs(self) -> OutputRequest:
@@ -28,54 +27,60 @@ class SFTLoss:
 
     @property
     def unit(self) -> Unit:
-        return "sequence"
+        return self.aggregation.loss_unit if isinstance(self.aggregation, Aggregation) else "sequence"
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``."""
-        weights = aggregation_weights(batch, self.aggregation)
+        if isinstance(self.aggregation, Aggregation):
+            weights = self.aggregation(batch)
+        else:
+            weights = aggregation_weights(batch, self.aggregation)
         return replace(batch, token_data=batch.token_data | {"loss_weight": weights})
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
-        """The loss of one micro-batch; ``sft/loss`` is the mean over tokens, nats, in every aggregation mode."""
+        """The loss of one micro-batch; ``nll`` is the mean over tokens, nats, in every aggregation mode."""
         logprobs, mask = outputs["logprobs"], batch.loss_mask
         if not batch.num_sequences:
             return LossOutput(logprobs.sum())
         negative = -torch.where(mask, logprobs, logprobs.new_zeros(()))
         mean = Metric(negative.detach().sum(dtype=torch.float64).item(), int(mask.sum()))
-        return LossOutput((batch.token_data["loss_weight"] * negative).sum(), {"sft/loss": mean})
+        return LossOutput((batch.token_data["loss_weight"] * negative).sum(), {"nll": mean})
 
 
-class SFT:
-    """Trains the role ``trainer`` on demonstrations."""
+class SFT(Algorithm):
+    """Imitates demonstrations, and measures on held-out ones how likely it finds them.
+
+    Where a generator and a reward are configured, evaluation samples and scores prompts instead.
+    """
+
+    input = "demonstrations"
 
     def __init__(self, options: SFTOptions, context: AlgorithmContext) -> None:
         self.options = options
         self.context = context
-
-    @property
-    def input(self) -> InputKind:
-        return "demonstrations"
-
-    @property
-    def group_size(self) -> int:
-        return 1
-
-    @property
-    def policy(self) -> str:
-        return "trainer"
+        self.policy = options.roles.policy
+        self.aggregation = context.aggregation(options.aggregation, options.aggregation_options)
+        samples = {"generator", "reward"} <= set(context.roles.values())
+        self.evaluation_input = None if samples else self.input
 
     def flow(self, demonstrations: Any, m: Any) -> Any:
         """Demonstrations are training samples as they are."""
         return demonstrations
 
-    def prepare_samples(self, samples: Sequence[Sample]) -> Metrics:
-        """Exclude demonstrations without a token to learn; count the tokens of the others."""
-        for sample in samples:
-            if sample.exclusion is None and not sample.loss_mask.any():
-                sample.exclusion = EMPTY_COMPLETION
-        num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples if sample.exclusion is None)
-        return {"sft/tokens": Metric(num_tokens, reducer="sum")}
+    def advantages(self, batch: TrainBatch, step: int) -> Derived:
+        """Nothing but a count of the tokens to learn."""
+        return Derived(metrics={"sft/tokens": Metric(float(batch.loss_mask.sum()), reducer="sum")})
 
-    def losses(self) -> Mapping[str, Loss]:
-        """Cross-entropy, for the role ``trainer``."""
-        return {"trainer": SFTLoss(self.options.aggregation)}
+    def updates(self, step: int) -> Sequence[RoleUpdate]:
+        """Cross-entropy, for the policy."""
+        return [RoleUpdate(self.options.roles.policy, SFTLoss(self.aggregation))]
+
+    def evaluation(self, demonstrations: Any, m: Any) -> Any:
+        """The logprobs of held-out demonstrations."""
+        return m.join(demonstrations, getattr(m, self.options.roles.policy).logprobs(demonstrations))
+
+    def evaluation_metrics(self, batch: TrainBatch) -> Metrics:
+        """``nll``: mean negative logprob of a token, nats."""
+        logprobs = batch.token_data[f"{self.options.roles.policy}_logprobs"]
+        total = torch.where(batch.loss_mask, logprobs, 0.0).sum(dtype=torch.float64)
+        return {"nll": Metric(-float(total), float(batch.loss_mask.sum()))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Options(BaseModel):
@@ -29,6 +29,19 @@ class MessagesOptions(_Options):
     turns: Literal["all", "last"] = Field(
         "all", description="Imitate all turns of the assistant, or the last one only; one with weight: 0 never."
     )
+
+
+class PreferenceOptions(_Options):
+    """Where a preference says by how much."""
+
+    chosen_score: str | None = Field(None, description="Column with the score of the chosen completion.")
+    rejected_score: str | None = Field(None, description="Column with the score of the rejected completion.")
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> PreferenceOptions:
+        if (self.chosen_score is None) != (self.rejected_score is None):
+            raise ValueError("chosen_score and rejected_score go together: name both columns, or neither")
+        return self
 
 
 class KeysOptions(AnswerOptions):

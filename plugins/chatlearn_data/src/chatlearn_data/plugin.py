@@ -51,6 +51,26 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
             columns=frozenset({"messages"}),
         ),
         DatasetSpec(
+            name="preference",
+            summary="chosen and rejected completions of a prompt.",
+            factory=_FORMATS + "preference:PreferenceFormat",
+            options=_OPTIONS + "PreferenceOptions",
+            columns=frozenset({"chosen", "rejected"}),
+        ),
+        DatasetSpec(
+            name="ranked",
+            summary="prompt with a list of completions and their scores, ranks or labels.",
+            factory=_FORMATS + "preference:RankedFormat",
+            options=_OPTIONS + "NoOptions",
+            columns=frozenset({"prompt", "completions"}),
+        ),
+        DatasetSpec(
+            name="labelled",
+            summary="prompt with a completion and a label, true for a good one; only by name.",
+            factory=_FORMATS + "preference:LabelledFormat",
+            options=_OPTIONS + "NoOptions",
+        ),
+        DatasetSpec(
             name="gsm8k",
             summary="GSM8K as published: question, answer ending in `#### NUMBER`.",
             factory=_FORMATS + "gsm8k:Gsm8kFormat",

@@ -10,13 +10,13 @@ from typing import Any
 
 from chatlearn_core.data.format import DatasetFormat, RawExample, parse_row
 from chatlearn_core.data.reader import LocatedRow, read_rows
-from chatlearn_core.data.render import PromptRenderer
 from chatlearn_core.data.report import control_tokens_text
 from chatlearn_core.data.selection import detect_format, row_readers, select_format
 from chatlearn_core.exceptions import ConfigError, DataError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
+from chatlearn_core.protocols.prompt_renderer import PromptRenderer
 
 _CONTROL_TOKENS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]")
 """How control tokens are spelled by the models that are used most."""
@@ -58,7 +58,7 @@ def described_rows(path: str, num: int, format: str, split: str | None, model: s
             ("data_source", raw.data_source),
             *_turns(raw.prompt),
             ("ground truth", raw.ground_truth),
-            *_completion(raw.completion),
+            *(_compared(raw) or _completion(raw.completion)),
             ("tools", ", ".join(map(_tool_name, raw.tools)) or None),
             ("columns", ", ".join(raw.columns)),
         ]:
@@ -67,11 +67,22 @@ def described_rows(path: str, num: int, format: str, split: str | None, model: s
         yield ""
     if renderer is not None:
         others = (_parsed_or_none(located, row_format) for located in rows)
-        found = [renderer.spelled_control_tokens(one.prompt, one.completion) for one in chain(shown, others) if one]
+        found = [
+            renderer.spelled_control_tokens(one.prompt, one.completion, one.completions)
+            for one in chain(shown, others)
+            if one
+        ]
         yield from _told(found)
     else:
-        found = [tuple(dict.fromkeys(_CONTROL_TOKENS.findall(f"{raw.prompt}{raw.completion}"))) for raw in shown]
+        found = [
+            tuple(dict.fromkeys(_CONTROL_TOKENS.findall(f"{raw.prompt}{raw.completion}{raw.completions}")))
+            for raw in shown
+        ]
         yield from _told(found, "; --model PATH counts those of its tokenizer in all rows")
+
+
+def _texts(raw: RawExample) -> tuple[Any, ...]:
+    return raw.prompt, raw.completion, list(raw.completions)
 
 
 def _told(found: list[tuple[str, ...]], more: str = "") -> Iterator[str]:
@@ -113,6 +124,17 @@ def _completion(completion: Any) -> list[tuple[str, Any]]:
     return [(f"completion ({role})", content) for role, content in _turns(completion)]
 
 
+def _compared(raw: RawExample) -> list[tuple[str, Any]]:
+    """What is compared as titled lines."""
+    lines: list[tuple[str, Any]] = []
+    for index, completion in enumerate(raw.completions):
+        verdict = f"rank {raw.ranks[index]:g}" if index < len(raw.ranks) else "label missing"
+        if index < len(raw.labels):
+            verdict = f"label {raw.labels[index]}"
+        lines += [(f"{title}, {verdict}", content) for title, content in _completion(completion)]
+    return lines
+
+
 def _tool_name(tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, dict) else tool
     return str(function.get("name", function) if isinstance(function, dict) else function)
@@ -132,4 +154,5 @@ def _renderer(plugins: PluginRegistry, model: str) -> PromptRenderer:
         )
     record = plugins.select("model_family", general[0].name, "--model")
     family = plugins.load_factory(record)(plugins.load_options(record)())
-    return PromptRenderer(family.load_tokenizer(ModelSource(path=model, tokenizer_path=model)))
+    renderer: PromptRenderer = family.renderer(family.load_tokenizer(ModelSource(path=model, tokenizer_path=model)))
+    return renderer

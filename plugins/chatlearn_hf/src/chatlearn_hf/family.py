@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts
+from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy
 from chatlearn_hf.model_directory import check_model_directory, check_tokenizer_fits, load_config, load_tokenizer
 from chatlearn_hf.model_directory import max_length as config_max_length
 from chatlearn_hf.options import TransformersFamilyOptions
@@ -28,6 +30,24 @@ class TransformersFamily:
         config = load_config(source.path, trust_remote_code=source.trust_remote_code)
         check_tokenizer_fits(tokenizer, config, source.path)
         return tokenizer
+
+    def renderer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        apply_chat_template: bool = True,
+        system_prompt: str | None = None,
+        control_tokens: ControlTokenPolicy = "text",
+        max_tokens: int | None = None,
+    ) -> ChatTemplateRenderer:
+        """Through the tokenizer's chat template."""
+        return ChatTemplateRenderer(
+            tokenizer,  # type: ignore[arg-type]  # its keyword arguments are wider
+            apply_chat_template,
+            system_prompt,
+            control_tokens=control_tokens,
+            max_tokens=max_tokens,
+        )
 
     def facts(self, source: ModelSource) -> ModelFacts:
         """Type, longest sequence and vocabulary size.

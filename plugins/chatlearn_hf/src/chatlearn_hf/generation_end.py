@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from chatlearn_core.data import PromptRenderer
+from chatlearn_chat import ChatTemplateRenderer
 
 _FILE = "generation_config.json"
 
@@ -17,7 +17,7 @@ def stop_at_end_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> 
     stops. A base model that has learned the template would otherwise go on after its answer wherever it is served.
     """
     file = directory / _FILE
-    end = PromptRenderer(tokenizer).end_of_turn_id  # type: ignore[arg-type]  # its keyword arguments are wider
+    end = ChatTemplateRenderer(tokenizer).end_of_turn_id  # type: ignore[arg-type]  # its keyword arguments are wider
     if end is None or not file.is_file():
         return
     settings = json.loads(file.read_text(encoding="utf-8"))

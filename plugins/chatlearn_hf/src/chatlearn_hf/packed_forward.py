@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import BackendError, ModelError
-from chatlearn_core.losses import prediction_rows, token_logprobs_from_hidden
 from chatlearn_core.protocols import Head
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
 from chatlearn_hf.own_head import own_head, trunk_of
 from chatlearn_hf.sequence_rope import give_each_sequence_its_rope
 from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
+from chatlearn_losses import prediction_rows, token_logprobs_from_hidden
 
 HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
-    "lm": frozenset({"logprobs", "entropy", "hidden_states"}),
+    "lm": frozenset({"logprobs", "entropy", "topk_ids", "topk_logprobs", "logprobs_at", "hidden_states"}),
     "value": frozenset({"values", "hidden_states"}),
     "reward": frozenset({"scores", "hidden_states"}),
 }
@@ -115,6 +115,9 @@ class PackedModel(nn.Module):
         names: Collection[str],
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
+        *,
+        top_k: int = 0,
+        selected_ids: Tensor | None = None,
     ) -> Outputs:
         """Outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
@@ -129,9 +132,12 @@ class PackedModel(nn.Module):
             temperature: divides the logits.
             loss_mask: [T] bool; per-token outputs of other tokens are 0, and the head is spared them. None: of every
                 token but a sequence's first.
+            top_k: k of ``topk_ids`` and ``topk_logprobs``.
+            selected_ids: [T, k] int64, the ids of ``logprobs_at``.
 
         Raises:
-            BackendError: the head does not provide an output.
+            BackendError: the head does not provide an output, ``top_k`` is more than the vocabulary, or an id is
+                outside it.
         """
         unknown = set(names) - HEAD_OUTPUTS[self.head]
         if unknown:
@@ -139,11 +145,37 @@ class PackedModel(nn.Module):
                 f"a model with head {self.head!r} cannot compute {', '.join(sorted(unknown))};"
                 f" it provides {', '.join(sorted(HEAD_OUTPUTS[self.head]))}"
             )
+        if self.head == "lm" and not {"topk_ids", "topk_logprobs", "logprobs_at"}.isdisjoint(names):
+            self._check_ids(names, top_k, selected_ids, loss_mask)
         if token_ids.shape[0]:
-            return self._outputs(token_ids, layout, names, temperature, loss_mask)
+            return self._outputs(token_ids, layout, names, temperature, loss_mask, top_k, selected_ids)
         layout = PackedLayout([2], token_ids.device, layout.ulysses)
-        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None)
+        if selected_ids is not None:
+            selected_ids = selected_ids.new_zeros(2, *selected_ids.shape[1:])
+        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None, top_k, selected_ids)
         return {name: tensor[:0].clone() for name, tensor in outputs.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def _check_ids(
+        self, names: Collection[str], top_k: int, selected_ids: Tensor | None, loss_mask: Tensor | None
+    ) -> None:
+        """What ``forward`` raises on tokens of the vocabulary."""
+        if not {"topk_ids", "topk_logprobs"}.isdisjoint(names) and not 1 <= top_k <= self.vocab_size:
+            raise BackendError(f"k is {top_k}; the vocabulary has {self.vocab_size} tokens, so k is 1 to that many")
+        if "logprobs_at" in names:
+            if selected_ids is None:
+                raise BackendError("logprobs_at was asked for without the ids whose logprobs are meant")
+            ids = selected_ids if loss_mask is None else selected_ids[loss_mask]
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+                wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+                raise BackendError(
+                    f"logprobs_at was asked for token {int(wrong[0])}; the vocabulary has {self.vocab_size} tokens. "
+                    "Ids of a teacher with another vocabulary mean other tokens"
+                )
 
     def alone(self, token_ids: Tensor, last: int) -> Tensor:
         """What the model's own forward makes of one sequence [L]: [last, V] logits after its last tokens, or [last]
@@ -169,6 +201,8 @@ class PackedModel(nn.Module):
         names: Collection[str],
         temperature: float,
         loss_mask: Tensor | None,
+        top_k: int,
+        selected_ids: Tensor | None,
     ) -> Outputs:
         hidden = self._trunk(token_ids, layout)
         ulysses, num_tokens = layout.ulysses, layout.num_tokens
@@ -181,7 +215,7 @@ class PackedModel(nn.Module):
                 outputs["scores"] = self._score(hidden[layout.rows_of(last)])
             else:
                 outputs["scores"] = ulysses.gather(self._score(hidden), num_tokens)[last]
-        if not {"logprobs", "entropy", "values"} & set(names):
+        if not set(names) - {"hidden_states", "scores"}:
             return outputs
         # Shifted before any split: the label of a rank's last row may be another rank's first token.
         rows, targets = prediction_rows(layout.cu_seqlens, loss_mask)
@@ -192,19 +226,20 @@ class PackedModel(nn.Module):
             own_rows, own_targets = rows[held] - first, targets[held]
 
         def aligned(values: Tensor) -> Tensor:
-            """[T] from the values of this rank's rows."""
+            """[T, ...] from the values of this rank's rows."""
             if ulysses is not None:
-                part = values.new_zeros(hidden.shape[0]).index_copy(0, own_rows, values)
+                part = values.new_zeros(hidden.shape[0], *values.shape[1:]).index_copy(0, own_rows, values)
                 values = ulysses.gather(part, num_tokens).index_select(0, rows)
-            return values.new_zeros(num_tokens).index_copy(0, targets, values)
+            return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, targets, values)
 
         before = hidden.index_select(0, own_rows)
         if "values" in names:
             outputs["values"] = aligned(self._score(before))
             return outputs
         lm_head = own_head(self.model)
-        num_rows, vocab_size = before.shape[0], int(self.model.config.get_text_config().vocab_size)
-        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // vocab_size)
+        num_rows = before.shape[0]
+        chunk = self.logits_chunk_tokens or max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
+        wants_top = not {"topk_ids", "topk_logprobs"}.isdisjoint(names)
         scored = token_logprobs_from_hidden(
             before,
             lm_head,
@@ -213,11 +248,19 @@ class PackedModel(nn.Module):
             chunk_tokens=min(chunk, max(num_rows, 1)),
             with_entropy="entropy" in names,
             recompute=num_rows > chunk,
+            top_k=top_k if wants_top else 0,
+            selected_ids=None if selected_ids is None else selected_ids.index_select(0, own_targets),
         )
-        if "logprobs" in names:
-            outputs["logprobs"] = aligned(scored.logprobs)
-        if scored.entropy is not None:
-            outputs["entropy"] = aligned(scored.entropy)
+        found = {
+            "logprobs": scored.logprobs,
+            "entropy": scored.entropy,
+            "topk_ids": scored.topk_ids,
+            "topk_logprobs": scored.topk_logprobs,
+            "logprobs_at": scored.selected,
+        }
+        for name, values in found.items():
+            if name in names and values is not None:
+                outputs[name] = aligned(values)
         return outputs
 
 
@@ -237,11 +280,37 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise ModelError(f"{type(model).__name__} has no list of its {count} decoder layers, so it cannot be sharded")
 
 
+def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayout, request: OutputRequest) -> Outputs:
+    """What is asked of a batch, with its arguments and the token data that they name.
+
+    Raises:
+        BackendError: as ``PackedModel.forward``, or the batch lacks the token data.
+    """
+    selected_ids: Tensor | None = None
+    if "logprobs_at" in request.names:
+        name = str(request.arguments.get("ids"))
+        if name not in batch.token_data:
+            raise BackendError(
+                f"logprobs_at reads the token data {name!r}, which the batch does not have; it has "
+                f"{', '.join(sorted(batch.token_data)) or 'none'}"
+            )
+        selected_ids = batch.token_data[name]
+    outputs: Outputs = model(
+        batch.token_ids,
+        layout,
+        request.names,
+        request.temperature,
+        batch.loss_mask,
+        top_k=int(request.arguments.get("k", 0)),
+        selected_ids=selected_ids,
+    )
+    return outputs
+
+
 def packed_outputs(model: PackedModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
     """The requested outputs of a whole batch in one forward pass, on the batch's device."""
     layout = PackedLayout(batch.lengths, batch.token_ids.device)
-    outputs: Outputs = model(batch.token_ids, layout, request.names, request.temperature, batch.loss_mask)
-    return outputs
+    return requested_outputs(model, batch, layout, request)
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: TrainBatch) -> Tensor:

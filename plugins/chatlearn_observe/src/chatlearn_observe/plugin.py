@@ -1,11 +1,20 @@
-"""What chatlearn-observe registers: loggers and ``chatlearn report``."""
+"""What chatlearn-observe registers and observes: loggers, commands, and the files it adds to a run's directory.
+
+Modules are imported where they are needed, since this one is read by every command.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import CliCommandSpec, LoggerSpec
+
+if TYPE_CHECKING:
+    from chatlearn_core.flow import Graph
+    from chatlearn_core.types import RunFailure
 
 
 @hookimpl
@@ -31,11 +40,39 @@ def chatlearn_loggers() -> Iterable[LoggerSpec]:
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """``chatlearn report``."""
+    """What shows runs, flows, plugins and configurations to people."""
     return [
         CliCommandSpec(
             name="report",
             app="chatlearn_observe.cli:report",
             help="Write a run directory's report: one HTML file with curves, times and rollouts.",
-        )
+        ),
+        CliCommandSpec(
+            name="plugins matrix",
+            app="chatlearn_observe.matrix_command:matrix",
+            help="Show which trainer, generator and weight sync fit together.",
+        ),
+        CliCommandSpec(
+            name="flow",
+            app="chatlearn_observe.flow_command:flow",
+            help="Show an algorithm's data flow as text, Mermaid or SVG.",
+        ),
     ]
+
+
+@hookimpl
+def chatlearn_run_start(run_dir: Path, graph: Graph) -> None:
+    """Write ``flow.svg``."""
+    from chatlearn_core.metrics.run_directory import write_text
+    from chatlearn_observe.flow_pictures import to_svg
+
+    write_text(run_dir / "flow.svg", to_svg(graph))
+
+
+@hookimpl
+def chatlearn_error(error: BaseException, failure: RunFailure) -> None:
+    """Write ``failure.md``."""
+    from chatlearn_core.metrics.run_directory import FAILURE_PAGE, write_text
+    from chatlearn_observe.failure_page import failure_page
+
+    write_text(failure.run_dir / FAILURE_PAGE, failure_page(error, failure))

@@ -127,8 +127,8 @@ def press(selector: str, *keys: str) -> str:
 
 
 def test_a_curve_is_read_with_the_keyboard(report: Path, chromium: Browse) -> None:
-    script = press('[data-metric="actor/grad_norm"] svg', *["ArrowRight"] * 5)
-    script += "return page.querySelector('[data-metric=\"actor/grad_norm\"] .readout').textContent"
+    script = press('[data-metric="policy/grad_norm"] svg', *["ArrowRight"] * 5)
+    script += "return page.querySelector('[data-metric=\"policy/grad_norm\"] .readout').textContent"
     assert act(report, chromium, script) == "step 5: nan"
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
-from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightSyncPlan
-from chatlearn_ray.options import RayRuntimeOptions, SeatOptions
-from chatlearn_ray.seating import SeatedRole, Seating
+from chatlearn_core.plugins.records import Dimension, GeneratorSpec
+from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightRoute
+from chatlearn_ray.options import PlacementOptions, RayRuntimeOptions
+from chatlearn_ray.placement import PlacedRole, PlacementPlan
+
+IN_EVERY_LAYER: tuple[Dimension, ...] = ("tp", "cp", "sp", "ep")
+"""Dimensions whose ranks exchange activations in every layer."""
 
 
-def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gpus: bool) -> SeatedRole:
+def placed_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gpus: bool) -> PlacedRole:
     """What of a role matters for its place.
 
     Args:
@@ -33,7 +35,7 @@ def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
             )
     together, together_why = ranks_together(role)
     near, near_why = next_to(role, plan, options)
-    return SeatedRole(
+    return PlacedRole(
         role.name,
         role.kind,
         device,
@@ -48,10 +50,10 @@ def seated_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
 
 
 def _is_given_gpus(role: str, options: RayRuntimeOptions) -> bool:
-    seat = options.roles.get(role, SeatOptions())
-    if seat.gpus is not None:
-        return seat.gpus > 0
-    return seat.pool in options.pools and options.pools[seat.pool].gpus > 0
+    placement = options.roles.get(role, PlacementOptions())
+    if placement.gpus is not None:
+        return placement.gpus > 0
+    return placement.pool in options.pools and options.pools[placement.pool].gpus > 0
 
 
 def engine_devices(role: RolePlan) -> int | None:
@@ -87,12 +89,11 @@ def ranks_together(role: RolePlan) -> tuple[int, str]:
     """How many consecutive ranks of a trainer belong on one node, and why."""
     if role.kind != "trainer":
         return 1, ""
-    record = role.backend.record
-    assert isinstance(record, TrainerSpec)
-    options: Mapping[str, Any] = role.backend.options.model_dump()
-    sizes = {name: options[name] for name in record.node_options if isinstance(options.get(name), int)}
-    reason = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return math.prod(sizes.values()), reason
+    sizes = role.parallel
+    near = {dimension: sizes[dimension] for dimension in IN_EVERY_LAYER if dimension in sizes}
+    reason = ", ".join(f"{dimension} {size}" for dimension, size in near.items())
+    # Ranks of an expert group lie among those of the other dimensions and of data parallelism.
+    return max(math.prod(size for dimension, size in near.items() if dimension != "ep"), near.get("ep", 1)), reason
 
 
 def next_to(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions) -> tuple[str | None, str]:
@@ -100,18 +101,18 @@ def next_to(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions) -> tuple[
     if options.cluster_address is None:
         return None, ""
     for sync in plan.weight_syncs:
-        if sync.generator == role.name and sync.record.channels != ("checkpoint",):
+        if sync.generator == role.name and "checkpoint" not in sync.record.channels:
             return sync.trainer, f"{sync.record.name!r} moves weights between them, which is faster within a node"
     return None, ""
 
 
-def check_reach(sync: WeightSyncPlan, seating: Seating, options: RayRuntimeOptions) -> None:
+def check_reach(sync: WeightRoute, placement_plan: PlacementPlan, options: RayRuntimeOptions) -> None:
     """Raises ConfigError: a transport that reaches one host only, between roles that may be on several."""
     if sync.record.reach != "host" or options.cluster_address is None:
         return
-    if seating.on_one_node(sync.trainer, sync.generator):
+    if placement_plan.on_one_node(sync.trainer, sync.generator):
         return
-    if sync.record.within_hosts and seating.beside(sync.generator, sync.trainer):
+    if sync.record.within_hosts and placement_plan.beside(sync.generator, sync.trainer):
         return
     beside = ", or let every replica of the generator sit in a slot with ranks of the trainer"
     raise ConfigError(

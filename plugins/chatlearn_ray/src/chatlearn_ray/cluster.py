@@ -21,12 +21,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, RuntimeLostError
-from chatlearn_ray.amounts import Amounts, amounts_text
+from chatlearn_core.metrics.run_directory import FAILURE_PAGE
+from chatlearn_ray.capacity import shortage
 from chatlearn_ray.cluster_token import observe_token, use_token
 from chatlearn_ray.gpus import NodeGpus, gpus_of_slot
 from chatlearn_ray.options import RayRuntimeOptions
-from chatlearn_ray.room import shortage
-from chatlearn_ray.seating import Seat, Seating
+from chatlearn_ray.placement import PlacementPlan, WorkerPlacement
+from chatlearn_ray.resources import ResourceAmounts, amounts_text
 from chatlearn_ray.watch import RayWatch, owned_processes
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ _SAY_EVERY_S = 30.0
 _LOOK_EVERY_S = 1.0
 _SHUTDOWN_S = 30.0
 """How long the leaving of a Ray that is lost may take."""
-FAILURE_PAGE = "failure.md"
 
 
 class Cluster:
@@ -52,7 +52,7 @@ class Cluster:
         self.lost: asyncio.Future[str] | None = None
         """Done, with a sentence, when what the workers stand on is gone."""
 
-    def require_room(self, seating: Seating) -> None:
+    def require_room(self, placement_plan: PlacementPlan) -> None:
         """Check a run against a Ray that would be started here; a cluster that is joined may still grow.
 
         Raises:
@@ -60,11 +60,11 @@ class Cluster:
         """
         if self.options.cluster_address is not None or ray.is_initialized():
             return
-        missing = shortage(seating, {"this machine": this_machine(self.options, seating)})
+        missing = shortage(placement_plan, {"this machine": this_machine(self.options, placement_plan)})
         if missing is not None:
             raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
 
-    def join(self, seating: Seating, run_dir: Path) -> None:
+    def join(self, placement_plan: PlacementPlan, run_dir: Path) -> None:
         """Start Ray on this machine, or connect to the cluster that ``address`` names, and watch it from then on.
         Blocks for seconds.
 
@@ -75,7 +75,7 @@ class Cluster:
             BackendError: Ray does not start, or there is no cluster at that address.
         """
         if not ray.is_initialized():
-            self._connect(seating)
+            self._connect(placement_plan)
         loop = asyncio.get_running_loop()
         lost = self.lost = loop.create_future()
 
@@ -118,13 +118,13 @@ class Cluster:
         if self.lost is not None and self.lost.done():
             raise RuntimeLostError(self.lost.result())
 
-    def _connect(self, seating: Seating) -> None:
+    def _connect(self, placement_plan: PlacementPlan) -> None:
         options = self.options
         arguments: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if options.working_dir is not None:
             arguments["runtime_env"] = {"working_dir": options.working_dir}
         if options.cluster_address is None:
-            here = this_machine(options, seating)
+            here = this_machine(options, placement_plan)
             arguments |= {
                 "address": "local",
                 "num_cpus": int(here["CPU"]),
@@ -154,7 +154,7 @@ class Cluster:
             raise BackendError(f"Ray did not start {where}: {type(error).__name__}: {error}") from error
         self._owns = True
 
-    async def reserve(self, seating: Seating) -> None:
+    async def reserve(self, placement_plan: PlacementPlan) -> None:
         """Reserve every group of bundles; waits while the cluster is too small or busy, and says what is missing.
 
         Raises:
@@ -162,7 +162,7 @@ class Cluster:
         """
         start = time.monotonic()
         said = 0.0
-        while (missing := shortage(seating, nodes())) is not None:
+        while (missing := shortage(placement_plan, nodes())) is not None:
             self.check()
             waited = time.monotonic() - start
             if waited >= self.options.resource_wait_s or self.options.cluster_address is None:
@@ -171,7 +171,7 @@ class Cluster:
                 logger.warning("waiting for resources since %.0f s; missing:\n%s", waited, missing)
                 said = waited + _SAY_EVERY_S
             await asyncio.sleep(_LOOK_EVERY_S)
-        for group in seating.groups:
+        for group in placement_plan.groups:
             self._groups[group.name] = placement_group([dict(b) for b in group.bundles], strategy=group.strategy)
         for name, reserved in self._groups.items():
             while not await asyncio.to_thread(reserved.wait, _LOOK_EVERY_S):
@@ -188,25 +188,25 @@ class Cluster:
                     logger.warning("%s", state)
                     said = waited + _SAY_EVERY_S
 
-    def actor_options(self, seat: Seat) -> dict[str, Any]:
-        """How to ask Ray for an actor on a seat."""
-        amounts = dict(seat.amounts)
+    def actor_options(self, placement: WorkerPlacement) -> dict[str, Any]:
+        """How to ask Ray for an actor on a placement."""
+        amounts = dict(placement.amounts)
         return {
             "num_cpus": amounts.pop("CPU", 0),
             "num_gpus": amounts.pop("GPU", 0),
             "resources": amounts,
-            "scheduling_strategy": self._in_slot(seat),
+            "scheduling_strategy": self._in_slot(placement),
         }
 
-    def _in_slot(self, seat: Seat) -> PlacementGroupSchedulingStrategy:
+    def _in_slot(self, placement: WorkerPlacement) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(
-            self._groups[seat.group],
-            placement_group_bundle_index=seat.bundle,
+            self._groups[placement.group],
+            placement_group_bundle_index=placement.bundle,
             placement_group_capture_child_tasks=False,
         )
 
-    async def gpus_of(self, seat: Seat) -> NodeGpus | None:
-        """Which GPUs a seat's share of its slot is; None where Ray divides the slot.
+    async def gpus_of(self, placement: WorkerPlacement) -> NodeGpus | None:
+        """Which GPUs a placement's share of its slot is; None where Ray divides the slot.
 
         The slot's reservation holds its GPUs, and nobody asks Ray for one of them except this, for a moment. Asked anew
         for each worker that is launched: a slot whose node was lost has others.
@@ -215,24 +215,26 @@ class Cluster:
             BackendTimeoutError: the slot has no node within ``start_timeout_s``.
             BackendError: its node was lost meanwhile.
         """
-        if not seat.gpus:
+        if not placement.gpus:
             return None
-        of_slot = self._groups[seat.group].bundle_specs[seat.bundle]["GPU"]
+        of_slot = self._groups[placement.group].bundle_specs[placement.bundle]["GPU"]
         ask: Any = ray.remote(num_cpus=0, num_gpus=of_slot)(gpus_of_slot)
-        async with self._asking.setdefault(seat.slot, asyncio.Lock()):
-            reference = ask.options(scheduling_strategy=self._in_slot(seat)).remote()
+        async with self._asking.setdefault(placement.slot, asyncio.Lock()):
+            reference = ask.options(scheduling_strategy=self._in_slot(placement)).remote()
             try:
                 async with asyncio.timeout(self.options.start_timeout_s):
                     found: NodeGpus = await reference
             except TimeoutError:
                 ray.cancel(reference, force=True)
                 raise BackendTimeoutError(
-                    f"{seat.slot} (role {seat.role!r}) got no node with {of_slot:g} GPUs within "
+                    f"{placement.slot} (role {placement.role!r}) got no node with {of_slot:g} GPUs within "
                     f"{self.options.start_timeout_s:g} s (runtime.options.start_timeout_s). Add one, or raise it"
                 ) from None
             except RayError as error:
-                raise BackendError(f"{seat.slot} (role {seat.role!r}): its GPUs cannot be had: {error}") from error
-        return found.some(seat.gpus)
+                raise BackendError(
+                    f"{placement.slot} (role {placement.role!r}): its GPUs cannot be had: {error}"
+                ) from error
+        return found.some(placement.gpus)
 
     def leave(self) -> None:
         """Give reservations back, and stop a Ray that was started here. Twice is fine."""
@@ -277,18 +279,18 @@ _NO_TOKEN = (
 _REMEDY = "Add nodes, or lower roles.*.ranks and replicas, or what they take (runtime.options.roles, pools)"
 
 
-def this_machine(options: RayRuntimeOptions, seating: Seating) -> Amounts:
+def this_machine(options: RayRuntimeOptions, placement_plan: PlacementPlan) -> ResourceAmounts:
     """What a Ray started here offers: real GPUs; CPUs and custom resources are names, so as many as are asked for."""
     import torch
 
-    need = seating.total
+    need = placement_plan.total
     cpus = options.num_cpus or max(os.cpu_count() or 1, -int(-need.get("CPU", 0.0) // 1))
     gpus = torch.cuda.device_count() if options.num_gpus is None else options.num_gpus
     custom = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
     return {"CPU": float(cpus), "GPU": float(gpus), **custom}
 
 
-def nodes() -> Mapping[str, Amounts]:
+def nodes() -> Mapping[str, ResourceAmounts]:
     """Nodes that are alive and their total resources."""
     listed = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
     return {

@@ -6,28 +6,22 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
+
+from chatlearn_workers.options import Count, Section, WorkersOptions
 
 if TYPE_CHECKING:
     from chatlearn_core.plugins.compatibility import RoleSize
     from chatlearn_core.plugins.records import Placement
 
 Amount = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 
 NOBODY = "nobody"
 """As ``near``: let Ray choose."""
 
 
-class Part(BaseModel):
-    """Base of every section."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PoolOptions(Part):
+class PoolOptions(Section):
     """A named pool: equal slots, reserved together, that one or several roles sit in."""
 
     slots: Positive = Field(description="How many places; a slot lies on one node.")
@@ -43,7 +37,7 @@ class PoolOptions(Part):
     )
 
 
-class SeatOptions(Part):
+class PlacementOptions(Section):
     """Where one role sits, and what each of its workers takes."""
 
     pool: str | None = Field(None, description="A pool of runtime.options.pools; by default places of its own.")
@@ -69,7 +63,7 @@ class SeatOptions(Part):
     )
 
 
-class RayRuntimeOptions(Part):
+class RayRuntimeOptions(WorkersOptions):
     """Options of the runtime ``ray``."""
 
     address: str | None = Field(
@@ -100,49 +94,33 @@ class RayRuntimeOptions(Part):
         True,
         description="Send the Python files of the current directory to workers on machines that do not have them.",
     )
-    environment: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of every worker; secrets as ${oc.env:NAME}."
-    )
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None,
-        description="Threads of torch's CPU operations in every worker; OMP_NUM_THREADS or a worker's CPUs if null.",
-    )
     pools: dict[str, PoolOptions] = Field(default_factory=dict, description="Named resource pools.")
-    roles: dict[str, SeatOptions] = Field(default_factory=dict, description="Where roles sit, by role name.")
+    roles: dict[str, PlacementOptions] = Field(default_factory=dict, description="Where roles sit, by role name.")
     resource_wait_s: Annotated[float, Field(ge=0)] = Field(
         300.0,
         description="How long to wait for a cluster's resources; what cannot fit a Ray started here fails at once.",
     )
-    start_timeout_s: Seconds = Field(600.0, description="Longest time until a worker's process is up.")
-    heartbeat_timeout_s: Seconds = Field(
-        60.0,
-        description="How long a worker's process may not answer until it is killed and treated as dead. It answers "
-        "while it computes, unless C code holds Python's lock.",
-    )
-    max_generator_restarts: Count = Field(2, description="How often in a run each dead generator replica is rebuilt.")
-    max_reward_restarts: Count = Field(2, description="How often in a run each dead reward worker is rebuilt.")
-    max_trainer_restarts: Count = Field(
-        1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
-    )
 
     @field_validator("roles")
     @classmethod
-    def _name_what_is_there(cls, seats: dict[str, SeatOptions], info: ValidationInfo) -> dict[str, SeatOptions]:
+    def _name_what_is_there(
+        cls, placements: dict[str, PlacementOptions], info: ValidationInfo
+    ) -> dict[str, PlacementOptions]:
         pools = info.data.get("pools", {})
         known = (info.context or {}).get("roles")
-        for name, seat in seats.items():
-            if seat.pool is not None and seat.pool not in pools:
+        for name, placement in placements.items():
+            if placement.pool is not None and placement.pool not in pools:
                 raise ValueError(
-                    f"{name}.pool is {seat.pool!r}, but runtime.options.pools has {_listed(pools)}; define it there, or"
-                    " remove the setting"
+                    f"{name}.pool is {placement.pool!r}, but runtime.options.pools has {_listed(pools)}; define it "
+                    "there, or remove the setting"
                 )
             if known is not None and name not in known:
                 raise ValueError(
                     f"{name!r} is no role of the configuration, which has {_listed(known)}; rename or remove it"
                 )
-            if known is not None and seat.near not in (None, NOBODY, *known):
-                raise ValueError(f"{name}.near is {seat.near!r}; it must be {NOBODY!r} or one of {_listed(known)}")
-        return seats
+            if known is not None and placement.near not in (None, NOBODY, *known):
+                raise ValueError(f"{name}.near is {placement.near!r}; it must be {NOBODY!r} or one of {_listed(known)}")
+        return placements
 
     @property
     def cluster_address(self) -> str | None:
@@ -155,7 +133,7 @@ class RayRuntimeOptions(Part):
         node that all roles with a setting share. (A role that takes part in a weight sync and sits elsewhere is refused
         by the runtime.)
         """
-        pools = {seat.pool for seat in self.roles.values()}
+        pools = {placement.pool for placement in self.roles.values()}
         name = pools.pop() if len(self.roles) > 1 and len(pools) == 1 else None
         pool = self.pools.get(name) if name is not None else None
         one_node = pool is not None and (pool.slots == 1 or pool.strategy == "one_node")
@@ -163,10 +141,10 @@ class RayRuntimeOptions(Part):
 
     def placement_between(self, trainer: RoleSize, generator: RoleSize) -> Placement:
         """How far apart these two may be: roles that share a pool's slots have each other on every node of it."""
-        pools = {self.roles.get(name, SeatOptions()).pool for name in (trainer.name, generator.name)}
+        pools = {self.roles.get(name, PlacementOptions()).pool for name in (trainer.name, generator.name)}
         if self.placement == "host" or len(pools) > 1 or None in pools:
             return self.placement
-        from chatlearn_ray.seating import placement_between  # not needed to list plugins, and less light
+        from chatlearn_ray.placement import placement_between  # not needed to list plugins, and less light
 
         return placement_between(trainer, generator, self)
 

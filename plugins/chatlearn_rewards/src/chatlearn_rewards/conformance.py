@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatlearn_core.testing.suites import RewardCase
+from chatlearn_testing.suites import RewardCase
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

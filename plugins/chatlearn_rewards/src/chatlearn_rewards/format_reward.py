@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.options import FormatOptions
-from chatlearn_rewards.pooled_reward import PooledReward, completion_text
+from chatlearn_rewards.pooled_reward import PooledReward
 from chatlearn_rewards.process_pool import Outcome, Task
 
 
@@ -21,7 +21,7 @@ class FormatReward(PooledReward):
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Component ``format`` is 1 or 0."""
-        return [self._result(outcome) for outcome in await self._pool.run([completion_text(s) for s in samples])]
+        return [self._result(outcome) for outcome in await self._pool.run([s.text for s in samples])]
 
     def _result(self, outcome: Outcome) -> RewardResult:
         if outcome.exhausted and self._options.ungraded == "wrong":

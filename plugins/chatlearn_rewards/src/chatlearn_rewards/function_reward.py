@@ -9,7 +9,7 @@ from typing import Any
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.options import FunctionOptions
-from chatlearn_rewards.pooled_reward import PooledReward, completion_text, result_from_outcome
+from chatlearn_rewards.pooled_reward import PooledReward, result_from_outcome
 from chatlearn_rewards.process_pool import Outcome, Task
 
 
@@ -52,11 +52,11 @@ def _row(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     return {
         "data_source": prompt.data_source,
-        "solution_str": completion_text(sample),
+        "solution_str": sample.text,
         "ground_truth": prompt.ground_truth,
         "extra_info": prompt.columns.get("extra_info"),
         "prompt": prompt.text,
         "messages": [dict(message) for message in prompt.messages],
         "columns": dict(prompt.columns),
-        "completion_ids": sample.completion.token_ids.tolist() if sample.completion is not None else [],
+        "completion_ids": sample.completion_ids.tolist(),
     }

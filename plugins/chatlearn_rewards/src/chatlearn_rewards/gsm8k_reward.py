@@ -11,7 +11,6 @@ from typing import Any
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_rewards.options import Gsm8kOptions
-from chatlearn_rewards.pooled_reward import completion_text
 
 MARKER = "####"
 NUMBER = re.compile(
@@ -76,7 +75,7 @@ class Gsm8kReward:
                 f"{sample.prompt.id!r} holds no number; it must be a number or end in '#### NUMBER'"
             )
             return RewardResult(None, error=text)
-        right = answered_number(completion_text(sample), strict=self._options.strict) == truth
+        right = answered_number(sample.text, strict=self._options.strict) == truth
         return RewardResult(
             self._options.correct if right else self._options.incorrect, {"accuracy": 1.0 if right else 0.0}
         )

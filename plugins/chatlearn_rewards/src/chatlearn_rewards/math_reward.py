@@ -8,7 +8,7 @@ from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample
 from chatlearn_rewards.ground_truths import math_problem
 from chatlearn_rewards.options import MathOptions
-from chatlearn_rewards.pooled_reward import PooledReward, completion_text
+from chatlearn_rewards.pooled_reward import PooledReward
 from chatlearn_rewards.process_pool import Outcome, Task
 
 
@@ -32,7 +32,7 @@ class MathReward(PooledReward):
             problem = math_problem(self._options, truth)
             if problem is None:
                 judged.append(index)
-                payloads.append((completion_text(sample), str(truth).strip()))
+                payloads.append((sample.text, str(truth).strip()))
             where = f"reward 'math' of role {self._role!r}: prompt {sample.prompt.id!r}"
             results.append(RewardResult(None, error=f"{where} {problem}"))
         for index, outcome in zip(judged, await self._pool.run(payloads), strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from chatlearn_core.protocols import MemoryPart, RoleContext
-from chatlearn_core.types import RewardResult, Sample
+from chatlearn_core.types import RewardResult
 from chatlearn_rewards.options import PoolOptions
 from chatlearn_rewards.process_pool import Outcome, ProcessPool, Task
 
@@ -43,11 +43,6 @@ class PooledReward:
 
     def close(self) -> None:
         self._pool.close()
-
-
-def completion_text(sample: Sample) -> str:
-    """The decoded completion; empty for a sample without one."""
-    return sample.completion.text if sample.completion is not None else ""
 
 
 def result_from_outcome(outcome: Outcome) -> RewardResult:

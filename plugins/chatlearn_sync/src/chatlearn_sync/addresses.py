@@ -6,10 +6,10 @@ import contextlib
 import socket
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_core.types import Endpoint, SyncRequest
 
 
-def listening_host(plan: SyncPlan, sender: Endpoint, configured: str | None) -> str | None:
+def listening_host(plan: SyncRequest, sender: Endpoint, configured: str | None) -> str | None:
     """Where a sender listens: None (a Unix socket) if every receiver is on its host, else an address they reach.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chatlearn_core.hosting.engine_side.groups import SenderGroup
+from chatlearn_hosting.engine_side.groups import SenderGroup
 
 GLANCE_S = 0.0005
 """How often to look at a broadcast that does not say when it is over (NCCL's)."""

@@ -20,11 +20,11 @@ from typing import Literal
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.hosting.engine_side.checksums import checksum
-from chatlearn_core.hosting.engine_side.groups import SenderGroup
-from chatlearn_core.hosting.engine_side.private_store import LOOPBACK, PrivateStore, open_store
 from chatlearn_core.protocols import Trainer
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
+from chatlearn_hosting.engine_side.checksums import checksum
+from chatlearn_hosting.engine_side.groups import SenderGroup
+from chatlearn_hosting.engine_side.private_store import LOOPBACK, PrivateStore, open_store
 from chatlearn_sync.addresses import listening_host
 from chatlearn_sync.arrival import GLANCE_S, Arrival
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit, pack, wider_first
@@ -33,13 +33,13 @@ from chatlearn_sync.hub import Hub
 from chatlearn_sync.messages import Message, store_secret
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import BroadcastOptions
+from chatlearn_sync.shard_spec import ShardSpec
 from chatlearn_sync.stream import (
     Bucket,
     StreamCheck,
     buckets,
     describe,
     describe_endpoint,
-    dtype_name,
     num_bytes,
     stream,
 )
@@ -81,7 +81,7 @@ class BroadcastSender:
         self._said: str | None = None
         """Why it is not NCCL, once that was said."""
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Listen for the receivers.
 
         Raises:
@@ -90,7 +90,7 @@ class BroadcastSender:
         host = listening_host(plan, self._endpoint, self._options.host)
         return self._hubs.open(plan, host, collective=True)
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
         hub = self._hubs.of(plan)
         running: Running = {}
@@ -105,7 +105,7 @@ class BroadcastSender:
             self._leave()  # how far the others are is unknown
             raise
 
-    def _send(self, plan: SyncPlan, trainer: Trainer, hub: Hub, running: Running) -> int:
+    def _send(self, plan: SyncRequest, trainer: Trainer, hub: Hub, running: Running) -> int:
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
         limit = flat_limit(plan, self._options.slot_mb << 20)
@@ -115,8 +115,9 @@ class BroadcastSender:
         if self._buffers is None or not self._buffers.fits(limit, device):
             self._buffers = FlatBuffers(limit, device)
         number = sent = 0
-        tensors = stream(plan, trainer)
-        for bucket in buckets(tensors, self._endpoint.rank, check, limit, alone_bytes=ALONE_BYTES):
+        boxes = plan.export == "boxes"
+        shards = stream(plan, trainer)
+        for bucket in buckets(shards, self._endpoint.rank, check, limit, boxes=boxes, alone_bytes=ALONE_BYTES):
             hub.check()
             if number == 0:
                 self._form(plan, hub, backend, where)
@@ -134,7 +135,7 @@ class BroadcastSender:
         hub.end(number)
         return sent
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Close the control path; a receiver or a send that is still at it raises. The group stays."""
         self._hubs.release(plan)
 
@@ -144,7 +145,7 @@ class BroadcastSender:
         self._leave()
         self._buffers = None
 
-    def _backend(self, plan: SyncPlan, hub: Hub, where: str) -> Backend:
+    def _backend(self, plan: SyncRequest, hub: Hub, where: str) -> Backend:
         """As ``backend_of`` says, unless two ends are on one GPU.
 
         Raises:
@@ -182,7 +183,7 @@ class BroadcastSender:
         announcement: Message = {
             "bucket": number,
             "num_bytes": flat.numel(),
-            "tensors": [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in ordered],
+            "tensors": [ShardSpec.of(shard).to_json() for shard in ordered],
             "checksums": checksums,
         }
         hub.say(announcement)
@@ -201,7 +202,7 @@ class BroadcastSender:
                 f"{hub.behind(number)}"
             ) from error
 
-    def _form(self, plan: SyncPlan, hub: Hub, backend: Backend, where: str) -> None:
+    def _form(self, plan: SyncRequest, hub: Hub, backend: Backend, where: str) -> None:
         """Have a group of exactly the plan's receivers."""
         terms = (plan.channel, backend)
         peers = hub.live
@@ -261,7 +262,7 @@ def _let_finish(arrivals: Sequence[Arrival]) -> None:
         time.sleep(GLANCE_S)
 
 
-def backend_of(plan: SyncPlan, options: BroadcastOptions) -> Backend:
+def backend_of(plan: SyncRequest, options: BroadcastOptions) -> Backend:
     """``nccl`` where every end is on a GPU, unless the options say otherwise."""
     if options.backend != "auto":
         return options.backend

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_core.protocols import ProcessGroupLoader, WeightLoader
-from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncPlan, TensorSpec
+from chatlearn_core.types import Endpoint, GroupRendezvous, SyncOffer, SyncRequest
+from chatlearn_hosting.engine_side.groups import SenderGroup, join, tensors_in
 from chatlearn_sync.arrival import Arrival
 from chatlearn_sync.broadcast import NAME
 from chatlearn_sync.checksum import load_and_verify
+from chatlearn_sync.delivery import Delivery
 from chatlearn_sync.flat_buffers import FlatBuffers, flat_limit
 from chatlearn_sync.gpus import visible_gpus
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.messages import ControlOffer, Message, error_text, store_secret
 from chatlearn_sync.options import BroadcastOptions
+from chatlearn_sync.shard_spec import ShardSpec
 from chatlearn_sync.stream import describe_endpoint
 
 
@@ -37,7 +39,7 @@ class BroadcastReceiver:
         self._engine: ProcessGroupLoader | None = None
         self._buffers: dict[int, FlatBuffers] = {}
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket from every sender; the event loop stays free while waiting."""
         contents = offers_of(offers, plan, NAME)
         if plan.channel == "process_group":
@@ -51,7 +53,7 @@ class BroadcastReceiver:
             raise
 
     async def _let_engine_receive(
-        self, plan: SyncPlan, offers: Sequence[ControlOffer], loader: ProcessGroupLoader
+        self, plan: SyncRequest, offers: Sequence[ControlOffer], loader: ProcessGroupLoader
     ) -> int:
         if self._engine is not loader:
             self._engine, self._joined = loader, {}  # another engine: it is in no group
@@ -85,7 +87,7 @@ class _FlatIntake(Intake):
 
     def __init__(
         self,
-        plan: SyncPlan,
+        plan: SyncRequest,
         endpoint: Endpoint,
         loader: WeightLoader,
         options: BroadcastOptions,
@@ -93,7 +95,7 @@ class _FlatIntake(Intake):
         buffers: dict[int, FlatBuffers],
     ) -> None:
         super().__init__(plan, NAME, endpoint)
-        self._loader = loader
+        self._delivery = Delivery(plan, loader, self.awaited)
         self._limit = flat_limit(plan, options.slot_mb << 20)
         self._groups = groups
         self._buffers = buffers
@@ -101,7 +103,6 @@ class _FlatIntake(Intake):
         """(sender rank, buffer) -> what still reads the buffer."""
         self._turns: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By sender rank: a later bucket that arrives first waits for its turn."""
-        self._loading = asyncio.Lock()
         self._failure: Exception | None = None
 
     def hello(self) -> Message:
@@ -134,6 +135,9 @@ class _FlatIntake(Intake):
         arrival = Arrival(group, buffers.get(slot, size), told.tell)
         self._loads[rank, slot] = asyncio.create_task(self._load(source, message, arrival, told))
 
+    async def ended(self, source: Source) -> None:
+        await self._delivery.sender_ended()
+
     async def settle(self) -> None:
         await asyncio.gather(*self._loads.values())
         if self._failure is not None:
@@ -163,8 +167,7 @@ class _FlatIntake(Intake):
             if self._failure is not None:
                 return
             try:
-                async with self._loading:
-                    await self._load_arrived(source, message, arrival.tensor)
+                await self._load_arrived(source, message, arrival.tensor)
                 self.num_bytes += arrival.tensor.numel()
             except Exception as error:
                 self._failure = self._failure or error
@@ -172,12 +175,14 @@ class _FlatIntake(Intake):
                     one.say({"failed": error_text(error)})
 
     async def _load_arrived(self, source: Source, message: Message, flat: Tensor) -> None:
-        named = tensors_in(flat, [(name, dtype, shape) for name, dtype, shape in message["tensors"]])
-        for name, tensor in named:
-            self.check.admit(name, tensor)
-        where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
-        load = self._loader.load_tensors(iter(named))
-        await load_and_verify(load, named, message["checksums"], where)
+        rank = source.sender.rank
+        specs = [ShardSpec.from_json(described) for described in message["tensors"]]
+        named = tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in specs])
+        for spec in specs:
+            self.check.admit_spec(spec)
+        where = f"{self.where}, bucket {message['bucket']} of sender rank {rank}"
+        shards = [spec.shard(tensor, rank) for spec, (_, tensor) in zip(specs, named, strict=True)]
+        await load_and_verify(self._delivery.load(iter(shards), rank), named, message["checksums"], where)
 
     async def _arrived(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
         """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up.
@@ -220,7 +225,9 @@ class _Told:
 class _EngineIntake(Intake):
     """The engine's processes are in the groups; this one tells them what comes."""
 
-    def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: ProcessGroupLoader, joined: dict[int, str]) -> None:
+    def __init__(
+        self, plan: SyncRequest, endpoint: Endpoint, loader: ProcessGroupLoader, joined: dict[int, str]
+    ) -> None:
         super().__init__(plan, NAME, endpoint)
         self._loader = loader
         self._joined = joined
@@ -247,11 +254,12 @@ class _EngineIntake(Intake):
             await self._loader.join_group(rendezvous)
             self._joined[rank] = rendezvous.name
             return
-        specs = [TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in message["tensors"]]
+        specs = [ShardSpec.from_json(described) for described in message["tensors"]]
         for spec in specs:
             self.check.admit_spec(spec)
+        tensors = [spec.spec for spec in specs]
         try:
-            await self._loader.load_broadcast(self._joined[rank], specs, message["checksums"])
+            await self._loader.load_broadcast(self._joined[rank], tensors, message["checksums"])
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"{self.where}, bucket {message['bucket']} of sender {describe_endpoint(source.sender)}: {error}"

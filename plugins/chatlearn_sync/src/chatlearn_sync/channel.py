@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_core.types import Endpoint, SyncRequest
 from chatlearn_sync.stream import Bucket, describe, describe_endpoint
 
 ReceiverKey = tuple[str, int, int]
@@ -39,7 +39,7 @@ class Channel:
     itself. The sender fails when none is left. A failing sender fails all receivers at once.
     """
 
-    def __init__(self, plan: SyncPlan, sender: Endpoint) -> None:
+    def __init__(self, plan: SyncRequest, sender: Endpoint) -> None:
         self.sender = sender
         self.sync_id = plan.sync_id
         self._where = describe(plan, "direct")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest, full_box
 from chatlearn_sync.options import CheckpointOptions
+from chatlearn_sync.shard_spec import ShardSpec
 from chatlearn_sync.stream import (
     StreamCheck,
     bucket_limit,
@@ -20,11 +21,14 @@ from chatlearn_sync.stream import (
     stream,
 )
 from chatlearn_sync.version_directory import VersionDirectory
+from chatlearn_sync.version_reader import boxes_of, tensors_of
 from chatlearn_sync.weight_files import (
     INDEX_NAME,
+    BoxEntry,
     FileEntry,
     TensorEntry,
     WeightIndex,
+    stored_parts,
     verify_files,
     write_hugging_face_index,
     write_shard,
@@ -40,7 +44,7 @@ class CheckpointSender:
         self._options = options
         self._endpoint = endpoint
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Say where the weights will be, and clear what an interrupted run left under the same names.
 
         Raises:
@@ -48,18 +52,21 @@ class CheckpointSender:
         """
         return VersionDirectory(plan, NAME, self._endpoint).open()
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Write and flush this rank's files; the lead returns when the version is whole."""
         version = VersionDirectory(plan, NAME, self._endpoint)
 
         def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
+            if plan.export == "boxes":
+                _require_covered(plan, index)
+                return index
             require_streamed(plan.manifest, index.tensors, describe(plan, NAME), " by any rank")
             write_hugging_face_index(version.staging, index)
             return index
 
         return version.publish(lambda: self._write(plan, version, trainer), finish).num_bytes
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Remove what is unfinished, and whole versions of this role beyond the newest ``keep_versions``.
 
         Raises:
@@ -71,31 +78,38 @@ class CheckpointSender:
     def close(self) -> None:
         """Nothing is held between syncs; the newest versions stay for replicas that come back."""
 
-    def _write(self, plan: SyncPlan, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
+    def _write(self, plan: SyncRequest, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
         limit = min(bucket_limit(plan), self._options.max_shard_mb << 20)
         rank = self._endpoint.rank
         files: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
-        for number, bucket in enumerate(buckets(stream(plan, trainer), rank, check, limit)):
+        boxes: dict[str, BoxEntry] = {}
+        shards = stream(plan, trainer)
+        for number, bucket in enumerate(buckets(shards, rank, check, limit, boxes=plan.export == "boxes")):
             path = version.staging / f"model-rank{rank:05d}-{number:05d}.safetensors"
-            files[path.name], entries = write_shard(path, bucket)
+            parts, parts_of = stored_parts(bucket)
+            files[path.name], entries = write_shard(path, parts)
             tensors.update(entries)
+            boxes.update(parts_of)
+            del bucket, parts
         return WeightIndex(
-            plan.sync_id, plan.policy_version, self._endpoint.role, files, tensors, plan.manifest.aliases
+            plan.sync_id, plan.policy_version, self._endpoint.role, files, tensors, plan.manifest.aliases, boxes=boxes
         )
 
 
 class CheckpointReceiver:
-    """Waits for a whole version, verifies it and lets the generator read it."""
+    """Waits for a whole version, verifies it and lets the generator read it; of boxes, which no engine reads, it reads
+    them itself.
+    """
 
     def __init__(self, options: CheckpointOptions, endpoint: Endpoint) -> None:
         self._options = options
         self._endpoint = endpoint
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load the version with ``loader.load_checkpoint``. Without offers (a replay) the plan says where it is."""
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+        """Load the version by the plan's channel. Without offers (a replay) the plan says where it is."""
         version = VersionDirectory(plan, NAME, self._endpoint)
         version.require_offers(offers)
         index = await version.arrival()
@@ -106,8 +120,33 @@ class CheckpointReceiver:
                 f"{name_list(differences)}"
             )
         await asyncio.to_thread(verify_files, version.final, index, checksums=self._options.verify_checksums)
-        await loader.load_checkpoint(version.final)
+        if plan.channel == "checkpoint":
+            await loader.load_checkpoint(version.final)
+        elif plan.channel == "boxes":
+            for shards in boxes_of(version.final, index, bucket_limit(plan)):
+                await loader.load_boxes(iter(shards))
+        else:
+            for tensors in tensors_of(version.final, index, bucket_limit(plan)):
+                await loader.load_tensors(iter(tensors))
         return index.num_bytes
 
     def close(self) -> None:
         """Nothing is held between syncs."""
+
+
+def _require_covered(plan: SyncRequest, index: WeightIndex) -> None:
+    """The ranks' boxes are together all tensors of the manifest, no element twice.
+
+    Raises:
+        WeightSyncError: they are not; names the tensor and the elements.
+    """
+    check = StreamCheck(plan.manifest, describe(plan, NAME))
+    for stored, entry in index.tensors.items():
+        box = index.boxes.get(stored)
+        shape = entry.shape if box is None else box.global_shape
+        check.admit_spec(
+            ShardSpec(stored, entry.dtype, shape, full_box(shape))
+            if box is None
+            else ShardSpec(box.name, entry.dtype, shape, box.box)
+        )
+    check.complete()

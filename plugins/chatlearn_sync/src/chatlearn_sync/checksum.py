@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.engine_side.checksums import CorruptedTensorError, checksum, require_intact
+from chatlearn_hosting.engine_side.checksums import CorruptedTensorError, checksum, require_intact
 
 PIECE_BYTES = 1 << 20
 """Fits into the second-level cache of any processor that this is worth running on."""

@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.shared_block import ALIGNMENT
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
-from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncRequest, TensorPlace
+from chatlearn_hosting.shared_block import ALIGNMENT
 from chatlearn_sync.flat_buffers import IN_FLIGHT, spec_of
 from chatlearn_sync.hub import Hub
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.messages import Message
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import CudaIpcOptions
-from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint, step_through, stream
+from chatlearn_sync.shard_spec import ShardSpec
+from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint, owned, step_through, stream
 from chatlearn_sync.within_hosts import offers_here, on_host_of
 
 NAME = "cuda_ipc"
@@ -84,7 +85,7 @@ class CudaIpcSender:
         self._blocks: list[Block] = []
         self._hubs = OpenHubs(NAME, endpoint)
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Listen for the receivers.
 
         Raises:
@@ -92,7 +93,7 @@ class CudaIpcSender:
         """
         return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Stream every tensor into this GPU's blocks; returns after every receiver loaded all of them.
 
         Raises:
@@ -103,7 +104,7 @@ class CudaIpcSender:
         check = StreamCheck(plan.manifest, where)
         with hub.sending():
             if hub.is_alone:
-                return step_through((shard.name, shard.tensor) for shard in stream(plan, trainer))
+                return step_through(stream(plan, trainer))
             hub.wait_connected()
             number = sent = 0
             for block in self._filled(plan, trainer, check, hub):
@@ -117,7 +118,7 @@ class CudaIpcSender:
             hub.end(number)
         return sent
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Close the control path; a receiver or a send that is still at it raises."""
         self._hubs.release(plan)
 
@@ -126,19 +127,16 @@ class CudaIpcSender:
         self._hubs.close()
         self._blocks = []
 
-    def _filled(self, plan: SyncPlan, trainer: Trainer, check: StreamCheck, hub: Hub) -> Iterator[Block]:
+    def _filled(self, plan: SyncRequest, trainer: Trainer, check: StreamCheck, hub: Hub) -> Iterator[Block]:
         """Blocks as they get full; which tensors share one depends on the plan alone, so that all ranks agree."""
         turn, size = 0, self._block_bytes(plan)
         for block in self._blocks:
             block.bucket = -1
             block.clear()
         blocks: list[Block] = []
-        for shard in stream(plan, trainer):
+        for shard in owned(stream(plan, trainer), {end.rank for end in plan.senders}, check):
             hub.check()
-            if not shard.is_whole:
-                raise WeightSyncError(f"{check.where}: the trainer streamed the box {shard.box} of {shard.name!r}")
-            check.admit(shard.name, shard.tensor)
-            tensor = shard.tensor.detach()
+            tensor = shard.tensor
             if not blocks:
                 blocks = self._blocks_on(tensor.device, size)
             if not blocks[turn].add(shard.name, tensor):
@@ -159,7 +157,7 @@ class CudaIpcSender:
             self._blocks = [Block(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
         return self._blocks
 
-    def _block_bytes(self, plan: SyncPlan) -> int:
+    def _block_bytes(self, plan: SyncRequest) -> int:
         """What ``bucket_bytes`` has room for, and the largest tensor at least."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
         return max(largest, min(self._options.block_mb << 20, plan.bucket_bytes // IN_FLIGHT), 1)
@@ -177,7 +175,8 @@ class CudaIpcSender:
             "bucket": number,
             "block": block.exported,
             "num_bytes": block.memory.numel(),
-            "tensors": [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.offset] for p in block.places],
+            "tensors": [[p.spec.name, p.spec.dtype, list(p.spec.shape)] for p in block.places],
+            "offsets": [p.offset for p in block.places],
         }
 
 
@@ -187,7 +186,7 @@ class CudaIpcReceiver:
     def __init__(self, options: CudaIpcOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket; the event loop stays free while waiting."""
         assert isinstance(loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
         contents = offers_here(offers_of(offers, plan, NAME), self._endpoint)
@@ -208,7 +207,7 @@ class Meeting:
 
 
 class _HandleIntake(Intake):
-    def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: MemoryHandleLoader, num_senders: int) -> None:
+    def __init__(self, plan: SyncRequest, endpoint: Endpoint, loader: MemoryHandleLoader, num_senders: int) -> None:
         super().__init__(plan, NAME, endpoint)
         self._loader = loader
         self._num_senders = num_senders
@@ -231,11 +230,10 @@ class _HandleIntake(Intake):
         if meeting.num_announced < self._num_senders:
             await meeting.loaded.wait()
             return
-        places = [
-            TensorPlace(TensorSpec(name, tuple(shape), dtype), offset) for name, dtype, shape, offset in meeting.tensors
-        ]
-        for place in places:
-            self.check.admit_spec(place.spec)
+        specs = [ShardSpec.from_json(described) for described in meeting.tensors]
+        for spec in specs:
+            self.check.admit_spec(spec)
+        places = [TensorPlace(spec.spec, offset) for spec, offset in zip(specs, message["offsets"], strict=True)]
         await self._loader.load_handles(
             MemoryHandle("cuda_ipc", meeting.blocks, int(message["num_bytes"]), tuple(places))
         )

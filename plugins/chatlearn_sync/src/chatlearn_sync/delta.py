@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.engine_side.checksums import checksum
 from chatlearn_core.protocols import Trainer
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest, WeightShard
+from chatlearn_hosting.engine_side.checksums import checksum
 from chatlearn_sync.changes import changes
 from chatlearn_sync.options import DeltaOptions
 from chatlearn_sync.stream import (
@@ -53,7 +53,7 @@ class DeltaSender:
         self._endpoint = endpoint
         self._held = Held()
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Say where the version will be, and clear what an interrupted run left under the same names.
 
         Raises:
@@ -61,7 +61,7 @@ class DeltaSender:
         """
         return VersionDirectory(plan, NAME, self._endpoint).open()
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Write and flush what changed; the lead returns when the version is whole. Counts the bytes written."""
         version = VersionDirectory(plan, NAME, self._endpoint)
         held = self._held
@@ -80,7 +80,7 @@ class DeltaSender:
         held.version, held.age = plan.policy_version, 0 if builds_on is None else held.age + 1
         return part.num_bytes
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Remove what is unfinished, and versions that the newest one does not build on.
 
         Raises:
@@ -92,7 +92,7 @@ class DeltaSender:
         """Give the copy back; the newest chain stays on the disk for replicas that come back."""
         self._held = Held()
 
-    def _write(self, plan: SyncPlan, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
+    def _write(self, plan: SyncRequest, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         rank, limit = self._endpoint.rank, bucket_limit(plan)
         files: dict[str, FileEntry] = {}
@@ -124,11 +124,11 @@ class DeltaSender:
             results=results,
         )
 
-    def _changed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor], int]]:
+    def _changed(self, shards: Iterator[WeightShard]) -> Iterator[tuple[str, dict[str, Tensor], int]]:
         """(name, what to store, checksum of all of it) of each tensor that changed; ``held`` follows."""
         held = self._held.tensors
-        for name, streamed in tensors:
-            new = streamed.to("cpu").contiguous()
+        for shard in shards:
+            name, new = shard.name, shard.tensor.to("cpu").contiguous()
             old = held.get(name)
             if old is None or old.shape != new.shape or old.dtype != new.dtype:
                 held[name] = old = new.clone()
@@ -139,7 +139,7 @@ class DeltaSender:
                 old.copy_(new)
                 yield name, parts, checksum(old)
 
-    def _base(self, plan: SyncPlan, version: VersionDirectory) -> str:
+    def _base(self, plan: SyncRequest, version: VersionDirectory) -> str:
         for directory, index in version.versions():
             if index.policy_version == plan.base_version:
                 return directory.name

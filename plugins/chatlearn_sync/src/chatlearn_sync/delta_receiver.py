@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.hosting.engine_side.checksums import checksum
-from chatlearn_core.hosting.shared_block import ALIGNMENT, SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, WeightLoader
-from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, WeightManifest
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncRequest, TensorPlace, WeightManifest
+from chatlearn_hosting.engine_side.checksums import checksum
+from chatlearn_hosting.shared_block import ALIGNMENT, SharedBlock
 from chatlearn_sync.changes import apply, tensor_of
 from chatlearn_sync.delta import NAME
 from chatlearn_sync.options import DeltaOptions
@@ -56,7 +56,7 @@ class DeltaReceiver:
         self._endpoint = endpoint
         self._copy: Copy | None = None
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load the version. Without offers (a replay) the plan says where it is. Counts the bytes read."""
         version = VersionDirectory(plan, NAME, self._endpoint)
         version.require_offers(offers)
@@ -77,14 +77,14 @@ class DeltaReceiver:
         if copy is not None:
             copy.close()
 
-    def _copy_for(self, plan: SyncPlan) -> Copy:
+    def _copy_for(self, plan: SyncRequest) -> Copy:
         if self._copy is None or self._copy.manifest != plan.manifest:
             self.close()
             self._copy = Copy(plan.manifest)
         return self._copy
 
     def _missing(
-        self, plan: SyncPlan, directory: Path, index: WeightIndex, copy: Copy
+        self, plan: SyncRequest, directory: Path, index: WeightIndex, copy: Copy
     ) -> list[tuple[Path, WeightIndex]]:
         """The versions that lead from the copy to the plan's, oldest first; from a full one if none leads from here.
 
@@ -102,14 +102,14 @@ class DeltaReceiver:
             chain.append((before, read_index(before)))
         return chain[::-1]
 
-    def _update(self, plan: SyncPlan, copy: Copy, missing: Sequence[tuple[Path, WeightIndex]]) -> None:
+    def _update(self, plan: SyncRequest, copy: Copy, missing: Sequence[tuple[Path, WeightIndex]]) -> None:
         copy.sync_id = None  # a failure leaves it between two versions
         for directory, index in missing:
             verify_files(directory, index, checksums=self._options.verify_checksums)
             self._apply(plan, copy, directory, index)
         copy.sync_id = plan.sync_id
 
-    def _apply(self, plan: SyncPlan, copy: Copy, directory: Path, index: WeightIndex) -> None:
+    def _apply(self, plan: SyncRequest, copy: Copy, directory: Path, index: WeightIndex) -> None:
         if index.base is None and (absent := sorted(set(copy.tensors) - set(index.results))):
             raise WeightSyncError(f"{self._where(plan)}: {directory} is a full version without {name_list(absent)}")
         for file in index.files:
@@ -130,5 +130,5 @@ class DeltaReceiver:
                         "otherwise than the sender has it; the copy it was applied to is not the version before"
                     )
 
-    def _where(self, plan: SyncPlan) -> str:
+    def _where(self, plan: SyncRequest) -> str:
         return f"{describe(plan, NAME)}, receiver {describe_endpoint(self._endpoint)}"

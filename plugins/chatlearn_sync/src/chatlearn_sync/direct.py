@@ -11,7 +11,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
 from chatlearn_core.protocols import Trainer, WeightLoader
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
 from chatlearn_sync.channel import Channel
 from chatlearn_sync.options import DirectOptions
 from chatlearn_sync.stream import (
@@ -46,7 +46,7 @@ class DirectSender:
         self._endpoint = endpoint
         self._channels: dict[str, Channel] = {}
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Open the channel.
 
         Raises:
@@ -63,7 +63,7 @@ class DirectSender:
         self._channels[plan.sync_id] = channel
         return SyncOffer(self._endpoint.rank, DirectOffer(self._endpoint, channel))
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Stream this rank's tensors; returns after every receiver loaded all of them. Bytes are counted once."""
         channel = self._channels.get(plan.sync_id)
         if channel is None:
@@ -73,7 +73,7 @@ class DirectSender:
         sent = 0
         try:
             for bucket in buckets(stream(plan, trainer), self._endpoint.rank, check, bucket_limit(plan)):
-                for device in {tensor.device for _, tensor in bucket if tensor.is_cuda}:
+                for device in {shard.tensor.device for shard in bucket if shard.tensor.is_cuda}:
                     torch.cuda.synchronize(device)  # the engine may read on a stream of its own
                 channel.put(bucket)
                 sent += num_bytes(bucket)
@@ -85,7 +85,7 @@ class DirectSender:
             raise
         return sent
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Close the channel; a receiver or a send that is still at it raises."""
         channel = self._channels.pop(plan.sync_id, None)
         if channel is not None:
@@ -104,7 +104,7 @@ class DirectReceiver:
     def __init__(self, options: DirectOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every bucket with ``loader.load_tensors``; the event loop stays free while waiting."""
         open_channels = [self._channel(plan, offer) for offer in offers]
         where = f"{describe(plan, 'direct')}, receiver {describe_endpoint(self._endpoint)}"
@@ -151,7 +151,7 @@ class DirectReceiver:
     def close(self) -> None:
         """Nothing is held between syncs."""
 
-    def _channel(self, plan: SyncPlan, offer: SyncOffer) -> Channel:
+    def _channel(self, plan: SyncRequest, offer: SyncOffer) -> Channel:
         content = offer.content
         if not isinstance(content, DirectOffer):
             raise WeightSyncError(
@@ -169,7 +169,7 @@ class DirectReceiver:
             )
         return content.channel
 
-    async def _wait(self, news: asyncio.Event, channels: list[Channel], plan: SyncPlan, where: str) -> None:
+    async def _wait(self, news: asyncio.Event, channels: list[Channel], plan: SyncRequest, where: str) -> None:
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the result.
             async with asyncio.timeout(plan.timeout_s):
@@ -184,7 +184,7 @@ class DirectReceiver:
 
 async def _load(bucket: Bucket, check: StreamCheck, loader: WeightLoader) -> int:
     """A function of its own, so that no local variable outlives the acknowledgement."""
-    for name, tensor in bucket:
-        check.admit(name, tensor)
-    await loader.load_tensors(iter(bucket))
+    for shard in bucket:
+        check.admit(shard)
+    await loader.load_tensors((shard.name, shard.tensor) for shard in bucket)
     return num_bytes(bucket)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chatlearn_core.types import SyncPlan, TensorSpec
+from chatlearn_core.types import SyncRequest, TensorSpec, WeightShard
 from chatlearn_sync.checksum import copy_with_checksum
+from chatlearn_sync.shard_spec import dtype_name
 
 IN_FLIGHT = 4
 """Two flat buffers, the tensors being gathered for the next, and the tensor that the stream has just yielded."""
 
 
-def flat_limit(plan: SyncPlan, least_bytes: int) -> int:
+def flat_limit(plan: SyncRequest, least_bytes: int) -> int:
     """Bytes of one flat buffer: as large as the largest tensor, at least ``least_bytes``, so that the buffers overlap
     whatever travels; and never more than ``plan.bucket_bytes`` has room for.
     """
@@ -40,11 +41,11 @@ class FlatBuffers:
         """Which buffer bucket ``number`` uses; both ends count alike."""
         return 2 if num_bytes > self._limit else number % 2
 
-    def as_it_lies(self, bucket: list[tuple[str, Tensor]]) -> Tensor | None:
+    def as_it_lies(self, bucket: list[WeightShard]) -> Tensor | None:
         """[num_bytes] uint8, the memory of a bucket of one tensor that can travel out of it; else None."""
         if len(bucket) != 1:
             return None
-        [(_, tensor)] = bucket
+        tensor = bucket[0].tensor
         if not tensor.is_contiguous() or tensor.device != torch.device(self._device) or tensor.storage_offset() % 8:
             return None
         return tensor.reshape(-1).view(torch.uint8)
@@ -59,12 +60,12 @@ class FlatBuffers:
         return buffer[:num_bytes]
 
 
-def wider_first(bucket: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def wider_first(bucket: list[WeightShard]) -> list[WeightShard]:
     """The order in which tensors lie in a flat buffer without gaps, each aligned to its element type."""
-    return sorted(bucket, key=lambda item: -item[1].element_size())
+    return sorted(bucket, key=lambda shard: -shard.tensor.element_size())
 
 
-def pack(bucket: list[tuple[str, Tensor]], flat: Tensor, *, with_checksums: bool) -> list[int] | None:
+def pack(bucket: list[WeightShard], flat: Tensor, *, with_checksums: bool) -> list[int] | None:
     """Copy tensors, ``wider_first``, one behind the other into ``flat``, from whatever device.
 
     Returns:
@@ -72,7 +73,8 @@ def pack(bucket: list[tuple[str, Tensor]], flat: Tensor, *, with_checksums: bool
     """
     offset = 0
     checksums: list[int] = []
-    for _, tensor in bucket:
+    for shard in bucket:
+        tensor = shard.tensor
         target = flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if with_checksums:
             checksums.append(copy_with_checksum(tensor, target))
@@ -84,4 +86,4 @@ def pack(bucket: list[tuple[str, Tensor]], flat: Tensor, *, with_checksums: bool
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """A tensor's description."""
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return TensorSpec(name, tuple(tensor.shape), dtype_name(tensor))

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.hosting.engine_side.greeting import GREETING_BYTES, Doorkeeper
-from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_core.types import Endpoint, SyncRequest
+from chatlearn_hosting.engine_side.greeting import GREETING_BYTES, Doorkeeper
 from chatlearn_sync.addresses import bound_socket
 from chatlearn_sync.messages import READ_BYTES, Address, Decoder, Message, encode, error_text, key_of
 from chatlearn_sync.stream import describe, describe_endpoint
@@ -69,7 +69,7 @@ class Hub:
     """
 
     def __init__(
-        self, plan: SyncPlan, transport: str, sender: Endpoint, host: str | None = None, *, collective: bool = False
+        self, plan: SyncRequest, transport: str, sender: Endpoint, host: str | None = None, *, collective: bool = False
     ) -> None:
         self.sender = sender
         self._where = f"{describe(plan, transport)}, sender {describe_endpoint(sender)}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.hosting.engine_side.greeting import ANSWER_BYTES, Caller
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
+from chatlearn_hosting.engine_side.greeting import ANSWER_BYTES, Caller
 from chatlearn_sync.messages import READ_BYTES, ControlOffer, Decoder, Message, encode, error_text, hello_of
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
 
@@ -56,7 +56,7 @@ class Intake(ABC):
     acknowledges_later: ClassVar[bool] = False
     """``take`` returns before the bucket is there; who waits for it acknowledges it."""
 
-    def __init__(self, plan: SyncPlan, transport: str, endpoint: Endpoint) -> None:
+    def __init__(self, plan: SyncRequest, transport: str, endpoint: Endpoint) -> None:
         self.plan = plan
         self.endpoint = endpoint
         self.where = f"{describe(plan, transport)}, receiver {describe_endpoint(endpoint)}"
@@ -67,6 +67,9 @@ class Intake(ABC):
     @abstractmethod
     async def take(self, source: Source, message: Message) -> None:
         """One bucket, or another message of the transport's own that is answered like one."""
+
+    async def ended(self, source: Source) -> None:  # noqa: B027  # most transports need not know
+        """A sender has sent everything."""
 
     async def settle(self) -> None:  # noqa: B027  # most transports leave nothing running
         """All senders have ended: finish what ``take`` left running."""
@@ -128,6 +131,7 @@ class Intake(ABC):
             if "end" in message:
                 source.ended = True
                 source.waiting.append(message)
+                await self.ended(source)
                 return
             try:
                 await self.take(source, message)
@@ -147,7 +151,7 @@ class Intake(ABC):
             except TimeoutError as error:
                 raise BackendTimeoutError(
                     f"{self.where}: waited {self.plan.timeout_s:g} s (weight_sync.timeout_s) for sender ranks "
-                    f"{self._waited_for()} of role {source.sender.role!r}, which sent nothing"
+                    f"{sorted(self.awaited())} of role {source.sender.role!r}, which sent nothing"
                 ) from error
             except (OSError, asyncio.IncompleteReadError):
                 data = b""
@@ -179,8 +183,9 @@ class Intake(ABC):
             f"{self.where}: sender {describe_endpoint(source.sender)} failed: {message['failed']}"
         ) from error
 
-    def _waited_for(self) -> list[int]:
-        return sorted(source.sender.rank for source in self.sources if not source.ended)
+    def awaited(self) -> frozenset[int]:
+        """Ranks of the senders that may send more."""
+        return frozenset(source.sender.rank for source in self.sources if not source.ended)
 
 
 async def first_error(work: Sequence[Any]) -> None:
@@ -197,7 +202,7 @@ async def first_error(work: Sequence[Any]) -> None:
             task.result()
 
 
-def offers_of(offers: Sequence[SyncOffer], plan: SyncPlan, transport: str) -> list[ControlOffer]:
+def offers_of(offers: Sequence[SyncOffer], plan: SyncRequest, transport: str) -> list[ControlOffer]:
     """The offers of this transport.
 
     Raises:

@@ -18,7 +18,7 @@ MOST_TEXT = 20_000
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """Where a sender listens, and the secret by which the ends know each other (``hosting.engine_side.greeting``)."""
+    """Where a sender listens, and the secret of both ends (``chatlearn_hosting.engine_side.greeting``)."""
 
     family: Literal["unix", "tcp"]
     host: str

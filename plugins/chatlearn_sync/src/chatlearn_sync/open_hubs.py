@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
 from chatlearn_sync.hub import Hub
 from chatlearn_sync.messages import ControlOffer
 from chatlearn_sync.stream import describe
@@ -20,13 +20,13 @@ class OpenHubs:
         self._sender = sender
         self._hubs: dict[str, Hub] = {}
 
-    def open(self, plan: SyncPlan, host: str | None = None, *, collective: bool = False) -> SyncOffer:
+    def open(self, plan: SyncRequest, host: str | None = None, *, collective: bool = False) -> SyncOffer:
         """Listen for the receivers of a sync, anew if it was open: see ``Hub``."""
         self.release(plan)
         hub = self._hubs[plan.sync_id] = Hub(plan, self._transport, self._sender, host, collective=collective)
         return SyncOffer(self._sender.rank, ControlOffer(self._transport, self._sender, hub.address))
 
-    def of(self, plan: SyncPlan) -> Hub:
+    def of(self, plan: SyncRequest) -> Hub:
         """The hub of an open sync.
 
         Raises:
@@ -37,7 +37,7 @@ class OpenHubs:
             raise WeightSyncError(f"{describe(plan, self._transport)}: send was called without an open offer")
         return hub
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Close the control path of a sync; a receiver or a send that is still at it raises."""
         hub = self._hubs.pop(plan.sync_id, None)
         if hub is not None:

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import ChatLearnError, WeightSyncError
-from chatlearn_core.hosting.shared_block import SharedBlock
 from chatlearn_core.protocols import MemoryHandleLoader, Trainer, WeightLoader
-from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncPlan, TensorPlace, TensorSpec
+from chatlearn_core.types import Endpoint, MemoryHandle, SyncOffer, SyncRequest, TensorPlace, WeightShard
+from chatlearn_hosting.shared_block import SharedBlock
 from chatlearn_sync.checksum import copy_with_checksum, load_and_verify
+from chatlearn_sync.delivery import Delivery
 from chatlearn_sync.hub import Hub
 from chatlearn_sync.intake import Intake, Source, offers_of
 from chatlearn_sync.messages import Message
 from chatlearn_sync.open_hubs import OpenHubs
 from chatlearn_sync.options import SharedMemoryOptions
+from chatlearn_sync.shard_spec import ShardSpec
 from chatlearn_sync.stream import StreamCheck, bucket_limit, describe, describe_endpoint, owned, step_through, stream
 from chatlearn_sync.within_hosts import offers_here, on_host_of, ranks_sent_by
 
@@ -53,11 +55,14 @@ class Slot:
     bucket: int = -1
     """The bucket it was last sent with."""
     held_bytes: int = 0
+    specs: list[ShardSpec] = field(default_factory=list)
+    """What is in it."""
     checksums: list[int] = field(default_factory=list)
     """Of the tensors in it; empty where they are not compared."""
 
-    def add(self, name: str, tensor: Tensor, *, with_checksum: bool) -> bool:
+    def add(self, shard: WeightShard, *, with_checksum: bool) -> bool:
         """Copy a tensor into the block; False if that is full."""
+        name, tensor = shard.name, shard.tensor
         if self.held_bytes and self.held_bytes + tensor.nbytes > self.fill_bytes:
             return False
         if with_checksum:
@@ -67,13 +72,14 @@ class Slot:
             self.checksums.append(copy_with_checksum(tensor, target))
         elif not self.block.add(name, tensor):
             return False
+        self.specs.append(ShardSpec.of(shard))
         self.held_bytes += tensor.nbytes
         return True
 
     def clear(self) -> None:
         """Make room."""
         self.block.clear()
-        self.held_bytes, self.checksums = 0, []
+        self.held_bytes, self.specs, self.checksums = 0, [], []
 
 
 class Mapping:
@@ -105,7 +111,7 @@ class SharedMemorySender:
         slots = [*self._slots, *([self._large] if self._large else [])]
         return sum(slot.block.num_bytes for slot in slots)
 
-    def offer(self, plan: SyncPlan) -> SyncOffer:
+    def offer(self, plan: SyncRequest) -> SyncOffer:
         """Listen for the receivers.
 
         Raises:
@@ -113,7 +119,7 @@ class SharedMemorySender:
         """
         return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
-    def send(self, plan: SyncPlan, trainer: Trainer) -> int:
+    def send(self, plan: SyncRequest, trainer: Trainer) -> int:
         """Stream this rank's tensors; returns after every receiver on its host loaded all of them. Bytes are counted
         once.
         """
@@ -121,30 +127,31 @@ class SharedMemorySender:
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
         with hub.sending():
             try:
-                tensors = owned(stream(plan, trainer), ranks_sent_by(self._endpoint, plan), check)
+                boxes = plan.export == "boxes"
+                shards = owned(stream(plan, trainer), ranks_sent_by(self._endpoint, plan), check, boxes=boxes)
                 if hub.is_alone:
-                    return step_through(tensors)
-                sent = self._send(plan, tensors, hub)
+                    return step_through(shards)
+                sent = self._send(plan, shards, hub)
             except Exception:
                 with contextlib.suppress(ChatLearnError):
                     hub.wait_connected()  # ends that are still connecting learn why nothing comes
                 raise
         return sent
 
-    def _send(self, plan: SyncPlan, tensors: Iterator[tuple[str, Tensor]], hub: Hub) -> int:
+    def _send(self, plan: SyncRequest, shards: Iterator[WeightShard], hub: Hub) -> int:
         number = sent = 0
-        for slot in self._filled(plan, tensors, hub):
+        for slot in self._filled(plan, shards, hub):
             if number == 0:
                 hub.wait_connected()  # the first is filled while the receivers get ready
             hub.say(self._announcement(slot, number))
             slot.bucket = number
             number += 1
-            sent += sum(place.spec.num_bytes for place in slot.block.handle().tensors)
+            sent += sum(spec.num_bytes for spec in slot.specs)
         hub.wait_connected()  # also by those who own nothing
         hub.end(number)
         return sent
 
-    def release(self, plan: SyncPlan) -> None:
+    def release(self, plan: SyncRequest) -> None:
         """Close the control path; a receiver or a send that is still at it raises. Blocks stay for the next sync."""
         self._hubs.release(plan)
 
@@ -155,7 +162,7 @@ class SharedMemorySender:
             slot.block.close()
         self._slots, self._large = [], None
 
-    def _filled(self, plan: SyncPlan, tensors: Iterator[tuple[str, Tensor]], hub: Hub) -> Iterator[Slot]:
+    def _filled(self, plan: SyncRequest, shards: Iterator[WeightShard], hub: Hub) -> Iterator[Slot]:
         """Slots as they get full. A slot is filled again once every receiver acknowledged what it held."""
         size = self._slot_bytes(plan)
         if any(slot.block.num_bytes != size for slot in self._slots):
@@ -169,20 +176,20 @@ class SharedMemorySender:
         turn, checks = 0, self._options.verify_checksums
         most, fill_bytes = self._fill_bytes(plan), FIRST_FILL_BYTES
         current = self._emptied(self._slots[turn], hub, min(most, fill_bytes))
-        for name, tensor in tensors:
+        for shard in shards:
             hub.check()
-            if tensor.nbytes > size:
+            if (num_bytes := shard.tensor.nbytes) > size:
                 if self._large is None:
-                    self._large = Slot(SharedBlock(_whole_pages(tensor.nbytes)))
-                self._emptied(self._large, hub, tensor.nbytes).add(name, tensor, with_checksum=checks)
+                    self._large = Slot(SharedBlock(_whole_pages(num_bytes)))
+                self._emptied(self._large, hub, num_bytes).add(shard, with_checksum=checks)
                 yield self._large
-            elif not current.add(name, tensor, with_checksum=checks):
+            elif not current.add(shard, with_checksum=checks):
                 yield current
                 turn, fill_bytes = 1 - turn, fill_bytes * 2
                 current = self._emptied(self._slots[turn], hub, min(most, fill_bytes))
-                current.add(name, tensor, with_checksum=checks)
-            del tensor  # it may have been gathered for this stream
-        if current.block.handle().tensors:
+                current.add(shard, with_checksum=checks)
+            del shard  # its tensor may have been gathered for this stream
+        if current.specs:
             yield current
 
     def _emptied(self, slot: Slot, hub: Hub, fill_bytes: int) -> Slot:
@@ -192,12 +199,12 @@ class SharedMemorySender:
         slot.fill_bytes = fill_bytes
         return slot
 
-    def _fill_bytes(self, plan: SyncPlan) -> int:
+    def _fill_bytes(self, plan: SyncRequest) -> int:
         """Of a part, once they have grown."""
         most = self._options.slot_mb << 20
         return min(most, max(plan.manifest.num_bytes // PARTS, LEAST_FILL_BYTES))
 
-    def _slot_bytes(self, plan: SyncPlan) -> int:
+    def _slot_bytes(self, plan: SyncRequest) -> int:
         """As large as the largest tensor, so that those overlap, too; never above the limit."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
         wanted = max(largest, self._fill_bytes(plan))
@@ -205,13 +212,13 @@ class SharedMemorySender:
 
     def _announcement(self, slot: Slot, number: int) -> Message:
         handle = slot.block.handle()
-        places = [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.offset] for p in handle.tensors]
         return {
             "bucket": number,
             "slot": slot.key,
             "path": handle.content,
             "num_bytes": handle.num_bytes,
-            "tensors": places,
+            "tensors": [spec.to_json() for spec in slot.specs],
+            "offsets": [place.offset for place in handle.tensors],
             "checksums": slot.checksums if self._options.verify_checksums else None,
         }
 
@@ -223,7 +230,7 @@ class SharedMemoryReceiver:
         self._endpoint = endpoint
         self._mappings: dict[str, Mapping] = {}
 
-    async def receive(self, plan: SyncPlan, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
+    async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
         """Load every block from every sender; the event loop stays free while waiting."""
         intake = _BlockIntake(plan, self._endpoint, loader, self._mappings)
         received = await intake.run(offers_here(offers_of(offers, plan, NAME), self._endpoint))
@@ -236,32 +243,41 @@ class SharedMemoryReceiver:
 
 
 class _BlockIntake(Intake):
-    def __init__(self, plan: SyncPlan, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]) -> None:
+    def __init__(
+        self, plan: SyncRequest, endpoint: Endpoint, loader: WeightLoader, mappings: dict[str, Mapping]
+    ) -> None:
         super().__init__(plan, NAME, endpoint)
         self.seen: set[str] = set()
         self._loader = loader
         self._mappings = mappings
+        self._delivery = Delivery(plan, loader, self.awaited)
         self._loading = asyncio.Lock()
 
     async def take(self, source: Source, message: Message) -> None:
-        places = [
-            TensorPlace(TensorSpec(name, tuple(shape), dtype), offset)
-            for name, dtype, shape, offset in message["tensors"]
-        ]
-        for place in places:
-            self.check.admit_spec(place.spec)
+        rank = source.sender.rank
+        specs = [ShardSpec.from_json(described) for described in message["tensors"]]
+        for spec in specs:
+            self.check.admit_spec(spec)
+        places = [TensorPlace(spec.spec, offset) for spec, offset in zip(specs, message["offsets"], strict=True)]
         checksums: list[int] | None = message["checksums"]
-        where = f"{self.where}, bucket {message['bucket']} of sender rank {source.sender.rank}"
+        where = f"{self.where}, bucket {message['bucket']} of sender rank {rank}"
+        views = _views(self._contents(source, message), places) if checksums is not None else iter(())
+        if self.plan.channel == "memory_handles":
+            load = self._load_handle(MemoryHandle("file", message["path"], message["num_bytes"], tuple(places)))
+        else:
+            named = _views(self._contents(source, message), places)
+            shards = (spec.shard(tensor, rank) for spec, (_, tensor) in zip(specs, named, strict=True))
+            load = self._delivery.load(shards, rank)
+        await load_and_verify(load, views, checksums, where)
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+
+    async def ended(self, source: Source) -> None:
+        await self._delivery.sender_ended()
+
+    async def _load_handle(self, handle: MemoryHandle) -> None:
+        assert isinstance(self._loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
         async with self._loading:
-            if self.plan.channel == "memory_handles":
-                assert isinstance(self._loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
-                handle = MemoryHandle("file", message["path"], message["num_bytes"], tuple(places))
-                load = self._loader.load_handles(handle)
-            else:
-                load = self._loader.load_tensors(_views(self._contents(source, message), places))
-            views = _views(self._contents(source, message), places) if checksums is not None else iter(())
-            await load_and_verify(load, views, checksums, where)
-        self.num_bytes += sum(place.spec.num_bytes for place in places)
+            await self._loader.load_handles(handle)
 
     def _contents(self, source: Source, message: Message) -> Tensor:
         key = message["slot"]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.protocols import Trainer
-from chatlearn_core.types import Endpoint, SyncPlan, TensorSpec, WeightManifest, WeightShard
+from chatlearn_core.types import BoxCover, Endpoint, SyncRequest, WeightManifest, WeightShard
+from chatlearn_core.types.boxes import box_text, extent
+from chatlearn_sync.shard_spec import ShardSpec
 
-Bucket = tuple[tuple[str, Tensor], ...]
-"""Whole tensors by checkpoint name."""
+Bucket = tuple[WeightShard, ...]
+"""Whole tensors, or boxes, that travel together."""
 
 BUFFERS_IN_FLIGHT = 3
 """The bucket being loaded, the bucket being filled, and the tensor that the stream has just yielded."""
 
 
-def describe(plan: SyncPlan, transport: str) -> str:
+def describe(plan: SyncRequest, transport: str) -> str:
     """How messages name one sync."""
     return f"weight sync {plan.sync_id!r} over {transport!r} (policy version {plan.policy_version})"
 
@@ -31,140 +31,177 @@ def describe_endpoint(endpoint: Endpoint) -> str:
     )
 
 
-def bucket_limit(plan: SyncPlan) -> int:
+def bucket_limit(plan: SyncRequest) -> int:
     """Bytes of one bucket, so that all that are alive at a time stay under ``plan.bucket_bytes``."""
     return max(1, plan.bucket_bytes // BUFFERS_IN_FLIGHT)
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """torch's name without the prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 @dataclass(slots=True)
 class StreamCheck:
-    """Compares what travels with what the plan's manifest promised, tensor by tensor."""
+    """Compares what travels with what the plan's manifest promised, tensor by tensor, and box by box."""
 
     manifest: WeightManifest
     where: str
     """Leads every message."""
     arrived: set[str] = field(default_factory=set)
+    """Tensors of which every element has come."""
+    _covers: dict[str, BoxCover] = field(default_factory=dict)
+    """Tensors of which some elements have come."""
 
-    def admit(self, name: str, tensor: Tensor) -> None:
-        """Take note of one tensor.
+    def admit(self, shard: WeightShard) -> None:
+        """Take note of a whole tensor, or of a box of one.
 
         Raises:
-            WeightSyncError: the name is unknown or came before, or shape or dtype differ from the manifest's.
+            WeightSyncError: the name is unknown, an element came before, or shape or dtype differ from the manifest's.
         """
-        self.admit_spec(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor)))
+        if tuple(shard.tensor.shape) != extent(shard.box):
+            raise WeightSyncError(
+                f"{self.where}: tensor {shard.name!r} has shape {list(shard.tensor.shape)} for the box "
+                f"{box_text(shard.box)}"
+            )
+        self.admit_spec(ShardSpec.of(shard))
 
-    def admit_spec(self, arrived: TensorSpec) -> None:
-        """Take note of one tensor by its description. Raises as ``admit``."""
-        name = arrived.name
+    def admit_spec(self, shard: ShardSpec) -> None:
+        """Take note of one by its description. Raises as ``admit``."""
+        name = shard.name
         spec = self.manifest.tensors.get(self.manifest.aliases.get(name, name))
         if spec is None:
             raise WeightSyncError(f"{self.where}: tensor {name!r} is not in the manifest of this sync")
-        if name in self.arrived:
+        if shard.global_shape != spec.shape:
+            raise WeightSyncError(
+                f"{self.where}: tensor {name!r} has shape {list(shard.global_shape)}, the manifest says "
+                f"{list(spec.shape)}"
+            )
+        if shard.dtype != spec.dtype:
+            raise WeightSyncError(
+                f"{self.where}: tensor {name!r} has dtype {shard.dtype}, the manifest says {spec.dtype}"
+            )
+        if name in self.arrived or (shard.is_whole and name in self._covers):
             raise WeightSyncError(f"{self.where}: tensor {name!r} was streamed twice")
-        if arrived.shape != spec.shape:
-            raise WeightSyncError(
-                f"{self.where}: tensor {name!r} has shape {list(arrived.shape)}, the manifest says {list(spec.shape)}"
-            )
-        if arrived.dtype != spec.dtype:
-            raise WeightSyncError(
-                f"{self.where}: tensor {name!r} has dtype {arrived.dtype}, the manifest says {spec.dtype}"
-            )
-        self.arrived.add(name)
+        if shard.is_whole:
+            self.arrived.add(name)
+            return
+        cover = self._covers.setdefault(name, BoxCover(spec.shape))
+        refusal = cover.add(shard.box)
+        if refusal is not None:
+            raise WeightSyncError(f"{self.where}: tensor {name!r}: {refusal}")
+        if cover.is_complete:
+            del self._covers[name]
+            self.arrived.add(name)
 
     def complete(self) -> None:
         """Every tensor of the manifest has arrived; its aliases may have, too.
 
         Raises:
-            WeightSyncError: names those that did not.
+            WeightSyncError: names those that did not, and what lacks of those that came in part.
         """
-        require_streamed(self.manifest, self.arrived, self.where)
+        require_streamed(self.manifest, self.arrived, self.where, covers=self._covers)
 
 
-def require_streamed(manifest: WeightManifest, arrived: Collection[str], where: str, by: str = "") -> None:
+def require_streamed(
+    manifest: WeightManifest,
+    arrived: Collection[str],
+    where: str,
+    by: str = "",
+    covers: Mapping[str, BoxCover] | None = None,
+) -> None:
     """Every tensor of a manifest is among those that arrived.
 
     Args:
         where: leads the message.
         by: who should have streamed them, where that is not clear.
+        covers: what came of those that arrived in part.
 
     Raises:
         WeightSyncError: names those that are not.
     """
     missing = sorted(set(manifest.tensors) - set(arrived))
-    if missing:
-        raise WeightSyncError(
-            f"{where}: {len(missing)} of {len(manifest.tensors)} tensors were not streamed{by}: {name_list(missing)}"
-        )
+    if not missing:
+        return
+    in_part = {name: (covers or {})[name].missing() for name in missing if name in (covers or {})}
+    told = [
+        f"{name} (elements {', '.join(map(box_text, in_part[name][:3]))})" if in_part.get(name) else name
+        for name in missing
+    ]
+    raise WeightSyncError(
+        f"{where}: {len(missing)} of {len(manifest.tensors)} tensors were not streamed{by}: {name_list(told)}"
+    )
 
 
-def stream(plan: SyncPlan, trainer: Trainer) -> Iterator[WeightShard]:
-    """The trainer's whole tensors, of the payload that the plan names; a delta is made from the full ones."""
-    return trainer.weights(payload="adapter") if plan.payload == "adapter" else trainer.weights()
+def stream(plan: SyncRequest, trainer: Trainer) -> Iterator[WeightShard]:
+    """What the trainer streams of the payload and in the form that the plan names; a delta is made from ``full``."""
+    return trainer.weights(payload="adapter") if plan.payload == "adapter" else trainer.weights(plan.export)
 
 
-def step_through(tensors: Iterable[tuple[str, Tensor]]) -> int:
+def step_through(shards: Iterable[WeightShard]) -> int:
     """Step a stream that no receiver of this rank takes, since all ranks step it together; the number of bytes sent."""
-    for _ in tensors:
+    for _ in shards:
         pass
     return 0
 
 
 def owned(
-    shards: Iterable[WeightShard], ranks: int | Collection[int], check: StreamCheck
-) -> Iterator[tuple[str, Tensor]]:
-    """What a sender sends of a stream, the tensors of these ranks; all of the stream is stepped.
+    shards: Iterable[WeightShard], ranks: int | Collection[int], check: StreamCheck, *, boxes: bool = False
+) -> Iterator[WeightShard]:
+    """What a sender sends of a stream, the shards of these ranks; all of the stream is stepped.
+
+    Args:
+        boxes: whether parts of tensors may be among them.
 
     Raises:
-        WeightSyncError: a tensor is not whole or not as the manifest says.
+        WeightSyncError: a shard is not as the manifest says, or a box where none may be.
     """
     chosen = (ranks,) if isinstance(ranks, int) else ranks
     for shard in shards:
         if shard.owner_rank not in chosen:
             continue
-        if not shard.is_whole:
+        if not boxes and not shard.is_whole:
             raise WeightSyncError(
-                f"{check.where}: the trainer streamed the box {shard.box} of tensor {shard.name!r} "
-                f"{list(shard.global_shape)}; this transport takes whole tensors (export 'full_tensors')"
+                f"{check.where}: the trainer streamed the box {box_text(shard.box)} of tensor {shard.name!r} "
+                f"{list(shard.global_shape)}; this sync takes whole tensors (export 'full_tensors')"
             )
-        check.admit(shard.name, shard.tensor)
-        yield shard.name, shard.tensor.detach()
+        check.admit(shard)
+        yield replace(shard, tensor=shard.tensor.detach())
 
 
 def buckets(
-    shards: Iterable[WeightShard], rank: int, check: StreamCheck, limit: int, *, alone_bytes: int | None = None
+    shards: Iterable[WeightShard],
+    rank: int,
+    check: StreamCheck,
+    limit: int,
+    *,
+    boxes: bool = False,
+    alone_bytes: int | None = None,
 ) -> Iterator[Bucket]:
-    """This rank's tensors, gathered into buckets of at most ``limit`` bytes; a larger tensor is a bucket of its own.
+    """This rank's shards, gathered into buckets of at most ``limit`` bytes; a larger one is a bucket of its own.
 
     Args:
-        alone_bytes: a tensor of this size is one, too, and overtakes the bucket that is being gathered.
+        boxes: as of ``owned``.
+        alone_bytes: a shard of this size is one, too, and overtakes the bucket that is being gathered.
 
     Raises:
-        WeightSyncError: a tensor is not whole or not as the manifest says.
+        WeightSyncError: as ``owned``.
     """
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: list[WeightShard] = []
     held = 0
-    for name, tensor in owned(shards, rank, check):
-        if alone_bytes is not None and tensor.nbytes >= alone_bytes:
-            yield ((name, tensor),)
-            del tensor
+    for shard in owned(shards, rank, check, boxes=boxes):
+        size = shard.tensor.nbytes
+        if alone_bytes is not None and size >= alone_bytes:
+            yield (shard,)
+            del shard
             continue
-        if bucket and held + tensor.nbytes > limit:
+        if bucket and held + size > limit:
             yield tuple(bucket)
             bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
+        bucket.append(shard)
+        held += size
     if bucket:
         yield tuple(bucket)
 
 
 def num_bytes(bucket: Bucket) -> int:
     """Bytes of a bucket's tensors."""
-    return sum(tensor.nbytes for _, tensor in bucket)
+    return sum(shard.tensor.nbytes for shard in bucket)
 
 
 def name_list(names: list[str], most: int = 5) -> str:

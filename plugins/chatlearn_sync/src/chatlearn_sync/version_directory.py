@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chatlearn_core.exceptions import BackendTimeoutError, WeightSyncError
-from chatlearn_core.types import Endpoint, SyncOffer, SyncPlan
+from chatlearn_core.types import Endpoint, SyncOffer, SyncRequest
 from chatlearn_sync.stream import describe, describe_endpoint
 from chatlearn_sync.weight_files import (
     INDEX_NAME,
@@ -49,7 +49,7 @@ class VersionDirectory:
         end: this sender or receiver.
     """
 
-    def __init__(self, plan: SyncPlan, transport: str, end: Endpoint) -> None:
+    def __init__(self, plan: SyncRequest, transport: str, end: Endpoint) -> None:
         workspace = Path(plan.workspace)
         role = plan.senders[0].role if plan.senders else ""
         self.final = workspace / plan.sync_id

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import TensorSpec, WeightManifest
-from chatlearn_sync.stream import Bucket, dtype_name, name_list
+from chatlearn_core.types import Box, TensorSpec, WeightManifest, WeightShard
+from chatlearn_core.types.boxes import box_text
+from chatlearn_sync.shard_spec import dtype_name, whole_shard
+from chatlearn_sync.stream import Bucket, name_list
 
 INDEX_NAME = "chatlearn_weights.json"
 HUGGING_FACE_INDEX_NAME = "model.safetensors.index.json"
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 HEADER_LENGTH_BYTES = 8
 """A safetensors file starts with the length of its JSON header, little endian."""
 READ_BYTES = 16 << 20
@@ -51,6 +53,15 @@ class TensorEntry:
 
 
 @dataclass(slots=True, frozen=True)
+class BoxEntry:
+    """What a stored tensor is a part of."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(slots=True, frozen=True)
 class WeightIndex:
     """Everything one rank, or all ranks together, wrote for one sync."""
 
@@ -60,6 +71,7 @@ class WeightIndex:
     """The trainer role that the weights come from."""
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
+    """By the name under which each is stored: its own, or that of a box (``boxes``)."""
     aliases: Mapping[str, str]
     base: str | None = None
     """Of a delta: the sync id of the version it applies to. ``tensors`` then are parts of tensors as well."""
@@ -67,18 +79,44 @@ class WeightIndex:
     """Of a rank's part of a delta: the tensors it looked at, changed or not."""
     results: Mapping[str, int] = field(default_factory=dict)
     """Of a delta: by the name of each tensor that changed, the checksum of all of it as it is then."""
+    boxes: Mapping[str, BoxEntry] = field(default_factory=dict)
+    """By the name under which it is stored, what each tensor is that is a part of one."""
 
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.files.values())
 
     def manifest(self) -> WeightManifest:
-        """What the files hold."""
-        specs = {name: TensorSpec(name, entry.shape, entry.dtype) for name, entry in self.tensors.items()}
+        """What the files hold, whole or in boxes."""
+        specs: dict[str, TensorSpec] = {}
+        for stored, entry in self.tensors.items():
+            box = self.boxes.get(stored)
+            name, shape = (stored, entry.shape) if box is None else (box.name, box.global_shape)
+            specs[name] = TensorSpec(name, shape, entry.dtype)
         return WeightManifest(specs, self.aliases)
 
+    def shard(self, stored: str, tensor: Tensor) -> WeightShard:
+        """What is stored under a name, as it was streamed."""
+        box = self.boxes.get(stored)
+        if box is None:
+            return whole_shard(stored, tensor)
+        return WeightShard(box.name, box.global_shape, box.box, 0, tensor)
 
-def write_shard(path: Path, bucket: Bucket) -> tuple[FileEntry, dict[str, TensorEntry]]:
+
+def stored_parts(bucket: Bucket) -> tuple[list[tuple[str, Tensor]], dict[str, BoxEntry]]:
+    """The names under which a bucket's shards are stored, and which of them are boxes."""
+    parts: list[tuple[str, Tensor]] = []
+    boxes: dict[str, BoxEntry] = {}
+    for shard in bucket:
+        stored = shard.name
+        if not shard.is_whole:
+            stored = f"{shard.name}{box_text(shard.box)}"
+            boxes[stored] = BoxEntry(shard.name, shard.global_shape, shard.box)
+        parts.append((stored, shard.tensor))
+    return parts, boxes
+
+
+def write_shard(path: Path, parts: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """Write one safetensors file and flush it to the disk.
 
     Raises:
@@ -86,7 +124,7 @@ def write_shard(path: Path, bucket: Bucket) -> tuple[FileEntry, dict[str, Tensor
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, tensor in bucket:
+    for name, tensor in parts:
         host = tensor.detach().to("cpu").contiguous()
         if host.data_ptr() in storages:  # safetensors refuses two names for one memory (a tied alias that was streamed)
             host = host.clone()
@@ -144,6 +182,10 @@ def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
             name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content["tensors"].items()
         }
         content["streamed"] = tuple(content["streamed"])
+        content["boxes"] = {
+            name: BoxEntry(box["name"], tuple(box["global_shape"]), tuple((a, b) for a, b in box["box"]))
+            for name, box in content["boxes"].items()
+        }
         return WeightIndex(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"{path}: not a readable weight index ({type(error).__name__}: {error})") from error
@@ -157,7 +199,7 @@ def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
     """
     first, *rest = parts
     files, tensors = dict(first.files), dict(first.tensors)
-    streamed, results = list(first.streamed), dict(first.results)
+    streamed, results, boxes = list(first.streamed), dict(first.results), dict(first.boxes)
     for part in rest:
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
@@ -166,6 +208,7 @@ def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
         tensors.update(part.tensors)
         streamed += part.streamed
         results.update(part.results)
+        boxes.update(part.boxes)
     return WeightIndex(
         first.sync_id,
         first.policy_version,
@@ -175,6 +218,7 @@ def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
         first.aliases,
         streamed=tuple(streamed),
         results=results,
+        boxes=boxes,
     )
 
 

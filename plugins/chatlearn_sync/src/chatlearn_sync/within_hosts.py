@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.types import Endpoint, SyncPlan
+from chatlearn_core.types import Endpoint, SyncRequest
 from chatlearn_sync.messages import ControlOffer
 from chatlearn_sync.stream import describe, describe_endpoint
 
 REMEDY = "set weight_sync.backend to a transport that reaches further, such as 'broadcast', or to 'auto'"
 
 
-def on_host_of(sender: Endpoint, plan: SyncPlan, transport: str) -> SyncPlan:
+def on_host_of(sender: Endpoint, plan: SyncRequest, transport: str) -> SyncRequest:
     """The part of a sync that this sender takes part in: the ends on its host, itself among them.
 
     Raises:
@@ -31,6 +31,11 @@ def on_host_of(sender: Endpoint, plan: SyncPlan, transport: str) -> SyncPlan:
                 f"{describe_endpoint(receiver)} do not share a host, and no other sender is on "
                 f"{receiver.host}; {REMEDY}"
             )
+        if plan.export == "boxes" and receiver.host != sender.host:
+            raise WeightSyncError(
+                f"{describe(plan, transport)}: the boxes of sender {describe_endpoint(sender)} do not reach receiver "
+                f"{describe_endpoint(receiver)} on another host; {REMEDY}, or set weight_sync.export to full_tensors"
+            )
     return replace(
         plan,
         senders=tuple(end for end in plan.senders if end.host == sender.host),
@@ -38,7 +43,7 @@ def on_host_of(sender: Endpoint, plan: SyncPlan, transport: str) -> SyncPlan:
     )
 
 
-def ranks_sent_by(sender: Endpoint, plan: SyncPlan) -> frozenset[int]:
+def ranks_sent_by(sender: Endpoint, plan: SyncRequest) -> frozenset[int]:
     """The ranks whose tensors this sender sends to the receivers on its host: itself, and its share of those that are
     elsewhere.
     """

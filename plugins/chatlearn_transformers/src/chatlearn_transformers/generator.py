@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError
-from chatlearn_core.protocols.generator import OnTokens, PauseMode
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart, RoleContext
-from chatlearn_core.types import Completion, GenerateRequest, ReplicaState
+from chatlearn_core.types import Completion, GenerateRequest, LogprobBasis, VersionSpan
+from chatlearn_generator_kit.replica import CLOSED, GeneratorReplica
 from chatlearn_hf.checkpoint_names import dtype_name
 from chatlearn_hf.model_directory import check_tokenizer_fits, load_causal_lm, load_tokenizer, max_length
-from chatlearn_hf.request_checks import check_request
 from chatlearn_transformers.engine_arguments import check_engine_arguments
 from chatlearn_transformers.offload import WeightStore
 from chatlearn_transformers.options import TransformersGeneratorOptions
 from chatlearn_transformers.probe import start_decoder
 from chatlearn_transformers.scheduler import Limits, Scheduler, StepReport
+from chatlearn_transformers.sequence_request import SequenceRequest
 from chatlearn_transformers.stopping import end_of_sequence_ids
-from chatlearn_transformers.ticket import Ticket
 from chatlearn_transformers.weight_loader import TransformersWeightLoader
 
 T = TypeVar("T")
 
 
-class TransformersGenerator:
+class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     """One replica on one device.
 
     Forwards run in one worker thread, so the event loop stays free; what a step works on is decided on the event loop
@@ -37,21 +38,17 @@ class TransformersGenerator:
     together, in the order of their submission.
     """
 
+    scores = True
+
     def __init__(self, options: TransformersGeneratorOptions, context: RoleContext) -> None:
         """Raises: ConfigError: an engine argument is unknown or the backend's own."""
+        super().__init__("transformers", context)
         self._options = options
-        self._context = context
         self._engine_arguments = check_engine_arguments(context.role, context.engine_arguments)
-        self._state: ReplicaState = "loading"
-        self._problem: str | None = "setup has not run"
-        self._inbox: list[Ticket] = []
-        self._held: list[Ticket] = []
-        """Submitted while ``pause("wait")`` lets earlier ones finish."""
-        self._tickets: dict[Ticket, None] = {}
-        """All that have not been answered, in the order of submission."""
-        self._dropped: set[Ticket] = set()
-        self._paused = False
-        self._draining = False
+        self._dropped: set[SequenceRequest] = set()
+        """Given up while the scheduler had them."""
+        self._to_score: list[SequenceRequest] = []
+        """Taken from the inbox, with tokens whose logprobs are asked for."""
         self._kv_offloaded = False
         self._turn = asyncio.Lock()
         """Held while a step runs and while the scheduler is changed."""
@@ -64,9 +61,7 @@ class TransformersGenerator:
 
     def setup(self) -> None:
         """See ``Lifecycle``."""
-        source = self._context.model
-        if source is None:
-            raise BackendError(f"{self.name} has no model; set model.path or roles.{self._context.role}.model.path")
+        source = self._require_model()
         device = torch.device(self._context.device)
         dtype = _dtype(self._options.dtype, device)
         model: Any = load_causal_lm(
@@ -80,10 +75,10 @@ class TransformersGenerator:
         model.requires_grad_(False)
         tokenizer: Any = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
         lengths = [n for n in (source.max_length, max_length(model.config)) if n is not None]
-        self._model_length = min(lengths, default=2**31)
+        model_length = min(lengths, default=2**31)
         check_tokenizer_fits(tokenizer, model.config, source.path)
         decoder = start_decoder(
-            model, source.path, fused_attention=self._options.attention == "sdpa", max_length=self._model_length
+            model, source.path, fused_attention=self._options.attention == "sdpa", max_length=model_length
         )
         self._tokenizer = tokenizer
         self._store = WeightStore(model)
@@ -106,11 +101,7 @@ class TransformersGenerator:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self._context.role}-decode")
         if self._options.num_threads is not None:
             self._worker.submit(torch.set_num_threads, self._options.num_threads).result()
-        self._state, self._problem = "serving", None
-
-    def health(self) -> str | None:
-        """See ``Lifecycle``."""
-        return self._problem
+        self._start_serving(model_length, decoder.vocab_size)
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
         """See ``Lifecycle``.
@@ -120,7 +111,7 @@ class TransformersGenerator:
         """
         if not set(parts) & {"weights", "kv_cache"}:
             return
-        if self._is_working:
+        if self._steps or self.is_generating:
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
         self._scheduler.drop_kv_cache()
         if "kv_cache" in parts:
@@ -147,8 +138,7 @@ class TransformersGenerator:
 
     def close(self) -> None:
         """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
-        if self._state != "dead" or self._problem != _CLOSED:
-            self._set_dead(_CLOSED)
+        self._set_dead(CLOSED)
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._worker = None
@@ -158,109 +148,50 @@ class TransformersGenerator:
     # Generator
 
     @property
-    def name(self) -> str:
-        """For messages: role, replica, backend."""
-        return f"generator role {self._context.role!r} replica {self._context.replica} (transformers)"
-
-    @property
-    def policy_version(self) -> int:
-        """See ``Generator``."""
-        return self._scheduler.policy_version
-
-    @property
-    def state(self) -> ReplicaState:
-        """See ``Generator``."""
-        return self._state
-
-    @property
     def loader(self) -> TransformersWeightLoader:
         """See ``Generator``."""
         return self._loader
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See ``Generator``. While the replica is paused a request waits; it never outlasts ``request.timeout_s``."""
-        return await self._generate(request, on_tokens)
-
-    async def _generate(
+    def _new_request(
         self,
+        number: int,
         request: GenerateRequest,
-        on_tokens: OnTokens | None = None,
-        on_partial: Callable[[Completion], None] | None = None,
-    ) -> Completion:
-        self._check_serving(request)
-        check_request(request, request.sampling.basis, self.name, self._model_length, self._decoder.vocab_size)
-        prior = request.resume_from
-        if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:
-            return replace(prior, request_id=request.id, finish_reason="length", sampling=request.sampling)
+        basis: LogprobBasis,
+        future: asyncio.Future[Completion],
+        on_tokens: OnTokens | None,
+    ) -> SequenceRequest:
+        return SequenceRequest(number, request, basis, future, on_tokens)
 
-        loop = asyncio.get_running_loop()
-        ticket = Ticket(request, loop.create_future(), on_tokens, on_partial)
-        self._tickets[ticket] = None
-        (self._held if self._draining else self._inbox).append(ticket)
-        self._wake()
-        expiry = None
-        if request.timeout_s is not None:
-            expiry = loop.call_later(request.timeout_s, self._expire, ticket)
-        try:
-            return await ticket.future
-        finally:
-            if expiry is not None:
-                expiry.cancel()
-            del self._tickets[ticket]
-            if not _was_answered(ticket):
-                self._dropped.add(ticket)
+    def _hand_over(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """See ``StreamingGenerator``. The finish reason of a partial completion is ``abort``."""
-        partials: asyncio.Queue[Completion | None] = asyncio.Queue()
-        task = asyncio.create_task(self._generate(request, on_partial=partials.put_nowait))
-        task.add_done_callback(lambda _: partials.put_nowait(None))
-        try:
-            while (partial := await partials.get()) is not None:
-                yield partial
-            yield task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
+    def _drop(self, pending: SequenceRequest) -> None:
+        self._dropped.add(pending)
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``Generator``. Unknown ids are ignored: they may have finished just now."""
+    async def _abort(self, pending: Sequence[SequenceRequest]) -> None:
         async with self._turn:
-            self._abort(None if request_ids is None else frozenset(request_ids))
+            self._collect()
+            for one in pending:
+                if one in self._to_score:
+                    self._to_score.remove(one)
+                    one.finish(one.unstarted())
+            self._deliver(StepReport(finished=self._scheduler.take_out(pending)))
 
-    async def pause(self, mode: PauseMode) -> None:
-        """See ``Generator``. Requests that arrive while paused wait for ``resume``."""
-        if mode == "wait":
-            if self._paused and self._tickets:
-                raise BackendError(f"{self.name} is paused with unfinished requests; resume it before pause('wait')")
-            self._draining = True
-            waiting = [ticket.future for ticket in self._tickets if ticket not in self._held]
-            if waiting:
-                await asyncio.wait(waiting)
-        self._paused = True
+    async def _pause(self) -> None:
         async with self._turn:
-            if mode == "abort":
-                self._abort(None)
+            pass  # no step begins any more, and the last one is over
 
-    async def resume(self) -> None:
-        """See ``Generator``.
+    async def _resume(self) -> None:
+        self._hand_over()
 
-        Raises:
-            BackendError: weights or KV cache are offloaded; nothing has changed.
-        """
-        self._check_onloaded()
-        self._paused = self._draining = False
-        self._inbox.extend(self._held)
-        self._held.clear()
-        self._wake()
+    def _memory_problem(self) -> str | None:
+        for part, is_away in (("weights", self._store.holds_weights), ("kv_cache", self._kv_offloaded)):
+            if is_away:
+                return f"has {part!r} offloaded; onload it before generating"
+        return None
 
     # Replica, for the weight loader
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether only a restart helps."""
-        return self._state == "dead"
 
     @property
     def weights_are_offloaded(self) -> bool:
@@ -268,43 +199,35 @@ class TransformersGenerator:
         return self._store.holds_weights
 
     async def stop_serving(self) -> None:
-        """See ``weight_loader.Replica``."""
-        self._state, self._problem = "loading", "weights are being loaded"
+        """See ``LoadingReplica``."""
+        await super().stop_serving()
         async with self._turn:
             pass
 
     async def serve(self, policy_version: int) -> None:
-        """See ``weight_loader.Replica``."""
+        """See ``LoadingReplica``."""
         async with self._turn:
-            self._scheduler.set_version(policy_version, recompute=self._options.kv_after_sync == "recompute")
-            self._state, self._problem = "serving", None
-        self._wake()
+            self._scheduler.set_version(policy_version, recompute=self._options.kv_after_sync == "recomputed")
+            await super().serve(policy_version)
+        self._hand_over()
 
     async def die(self, reason: str, cause: BaseException | None = None) -> None:
-        """See ``weight_loader.Replica``."""
+        """See ``LoadingReplica``."""
         async with self._turn:
-            self._set_dead(reason, cause)
+            await super().die(reason, cause)
 
     async def in_worker(self, work: Callable[[], T]) -> T:
-        """See ``weight_loader.Replica``."""
+        """Run blocking work off the event loop, never beside a forward."""
         if self._worker is None:
             raise BackendError(f"{self.name} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     # The loop
 
-    @property
-    def _is_working(self) -> bool:
-        return self._steps or (bool(self._tickets) and not self._paused and self._state == "serving")
-
-    def _wake(self) -> None:
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.get_running_loop().create_task(self._drive())
-
     async def _drive(self) -> None:
         """Step while there is work."""
         while True:
-            # One turn of the event loop: all that is submitted in it starts together, and whoever was just answered
+            # One turn of the event loop: all that is submitted in it starts together, and a call that was just answered
             # can submit what follows before the next step is composed.
             await asyncio.sleep(0)
             async with self._turn:
@@ -312,7 +235,7 @@ class TransformersGenerator:
                     return
                 self._steps = True
                 try:
-                    report = await self.in_worker(self._scheduler.step)
+                    report = await self.in_worker(self._step)
                 except BaseException as error:
                     # A cancelled driver leaves a step half observed: no result may be served from it.
                     self._set_dead(f"generating failed: {type(error).__name__}: {error}", error)
@@ -324,78 +247,55 @@ class TransformersGenerator:
                 self._deliver(report)
 
     def _collect(self) -> bool:
-        """Bring the scheduler up to date with what was asked for; whether it has work."""
-        dropped, self._dropped = self._dropped, set()
-        self._scheduler.submit(ticket for ticket in self._inbox if ticket not in dropped)
-        self._inbox.clear()
-        if dropped:
-            self._scheduler.take_out(dropped)
-        return self._scheduler.has_work
+        """Bring the scheduler up to date with what was asked for; whether there is work."""
+        inbox = self._take_inbox()
+        self._to_score += [pending for pending in inbox if pending.request.forced_ids is not None]
+        self._scheduler.submit(pending for pending in inbox if pending.request.forced_ids is None)
+        if self._dropped:
+            self._scheduler.take_out(self._dropped)
+            self._dropped = set()
+        return self._scheduler.has_work or bool(self._to_score)
+
+    def _step(self) -> StepReport:
+        """Score one request, if any asks for it; otherwise a step of the scheduler."""
+        if not self._to_score:
+            return self._scheduler.step()
+        pending = self._to_score.pop(0)
+        return StepReport(finished=[] if pending.future.done() else [(pending, self._scored(pending))])
+
+    @torch.inference_mode()
+    def _scored(self, pending: SequenceRequest) -> Completion:
+        """The tokens that were given, with their logprobs, by a forward of the whole sequence."""
+        request, forced_ids = pending.request, pending.request.forced_ids
+        assert forced_ids is not None, "only such requests are scored"
+        tokens = np.concatenate([request.prompt_ids, forced_ids])
+        logits = self._decoder.own_logits(tokens[:-1], len(request.prompt_ids) - 1).float()
+        ids = torch.from_numpy(forced_ids).to(logits.device)
+
+        def logprobs(temperature: float) -> npt.NDArray[np.float32]:
+            scaled = logits / temperature
+            values = scaled.gather(-1, ids[:, None]).squeeze(-1) - scaled.logsumexp(-1)
+            array: npt.NDArray[np.float32] = values.cpu().numpy()
+            return array
+
+        return Completion(
+            request.id,
+            forced_ids,
+            logprobs(request.sampling.temperature or 1.0),
+            pending.basis,
+            "stop",
+            request.sampling,
+            (VersionSpan(0, len(forced_ids), self._version),),
+            raw_logprobs=logprobs(1.0),
+            text=self._decode_text([forced_ids.tolist()], True)[0],
+        )
 
     def _deliver(self, report: StepReport) -> None:
-        for ticket, partial in report.partials:
-            if ticket.future.done():
-                continue
-            if ticket.on_partial is not None:
-                ticket.on_partial(partial)
-            try:
-                if ticket.on_tokens is not None:
-                    start = len(partial.token_ids) - 1
-                    ticket.on_tokens(start, partial.token_ids[start:].tolist())
-            except Exception as error:
-                failure = BackendError(
-                    f"{self.name}, request {ticket.request.id!r}: on_tokens raised {type(error).__name__}: {error}"
-                )
-                failure.__cause__ = error
-                ticket.fail(failure)
-                self._dropped.add(ticket)
-        for ticket, completion in report.finished:
-            if not ticket.future.done():
-                ticket.future.set_result(completion)
-
-    def _abort(self, request_ids: frozenset[str] | None) -> None:
-        """The caller holds the turn."""
-        self._collect()
-        tickets = {t for t in self._tickets if request_ids is None or t.request.id in request_ids}
-        held = [ticket for ticket in self._held if ticket in tickets]
-        self._held = [ticket for ticket in self._held if ticket not in tickets]
-        self._scheduler.submit(held)
-        self._deliver(StepReport(finished=self._scheduler.take_out(tickets)))
-
-    def _expire(self, ticket: Ticket) -> None:
-        request = ticket.request
-        ticket.fail(
-            BackendTimeoutError(
-                f"{self.name}: request {request.id!r} ({len(request.prompt_ids)} prompt tokens, max_tokens "
-                f"{request.sampling.max_tokens}) had no answer within {request.timeout_s} s; "
-                f"{len(self._tickets)} requests were open. Raise its timeout or lower sampling.max_tokens"
-            )
-        )
-        self._dropped.add(ticket)
-
-    def _check_serving(self, request: GenerateRequest) -> None:
-        if self._state == "dead" or (self._state == "loading" and not self._paused):
-            raise BackendError(
-                f"{self.name} is {self._state} and cannot take request {request.id!r}: {self._problem}"
-                + ("; restart it" if self._state == "dead" else "; pause it before a sync to let requests wait")
-            )
-        if not self._paused:
-            self._check_onloaded()
-
-    def _check_onloaded(self) -> None:
-        if self._store.holds_weights or self._kv_offloaded:
-            part = "weights" if self._store.holds_weights else "kv_cache"
-            raise BackendError(f"{self.name} has {part!r} offloaded; onload it before generating")
-
-    def _set_dead(self, reason: str, cause: BaseException | None = None) -> None:
-        """Answer every open request with an error."""
-        self._state, self._problem = "dead", reason
-        for ticket in self._tickets:
-            error = BackendError(f"{self.name}: request {ticket.request.id!r} failed: {reason}")
-            error.__cause__ = cause
-            ticket.fail(error)
-        self._inbox.clear()
-        self._held.clear()
+        for pending, start, token_ids in report.progress:
+            if not pending.future.done():
+                pending.report(self.name, start, token_ids)
+        for pending, completion in report.finished:
+            pending.finish(completion)
 
     def _decode_text(self, batch: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         texts: list[str] = self._tokenizer.batch_decode(
@@ -404,16 +304,8 @@ class TransformersGenerator:
         return texts
 
 
-_CLOSED = "the generator was closed"
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = dtype_name(torch.bfloat16 if device.type == "cuda" else torch.float32)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _was_answered(ticket: Ticket) -> bool:
-    future = ticket.future
-    return future.done() and not future.cancelled() and future.exception() is None

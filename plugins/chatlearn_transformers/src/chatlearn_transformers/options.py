@@ -31,9 +31,9 @@ class TransformersGeneratorOptions(BaseModel):
         description="Admit no sequence whose worst case needs a larger KV cache, GiB; unbounded by default.",
     )
     share_prefixes: bool = Field(True, description="Compute equal prompts that start together once.")
-    kv_after_sync: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="Sequences kept over a weight sync: compute their KV cache again, or go on with the old one.",
+    kv_after_sync: Literal["recomputed", "kept"] = Field(
+        "recomputed",
+        description="Unfinished sequences at a weight sync: compute their KV cache again, or go on with the old one.",
     )
     sync_dtype: Literal["exact", "convert"] = Field(
         "exact", description="Whether a sync may offer another dtype than the one held here; convert casts it."

@@ -18,9 +18,9 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import Completion, FinishReason
 from chatlearn_transformers.row_decoder import Ids, RowDecoder
 from chatlearn_transformers.sampling import SamplingPlan, sample, seed_word, uniforms
+from chatlearn_transformers.sequence_request import SequenceRequest
 from chatlearn_transformers.slots import SlotTable
 from chatlearn_transformers.stopping import StopStrings, token_table
-from chatlearn_transformers.ticket import Ticket
 
 _MAX_PADDING = 0.75
 """A prompt joins a prefill batch if it is at least this share of the batch's longest..."""
@@ -44,9 +44,9 @@ class Limits:
 class StepReport:
     """What a step did."""
 
-    finished: list[tuple[Ticket, Completion]] = field(default_factory=list)
-    partials: list[tuple[Ticket, Completion]] = field(default_factory=list)
-    """What sequences have that stream and grew by a token, finish reason ``abort``."""
+    finished: list[tuple[SequenceRequest, Completion]] = field(default_factory=list)
+    progress: list[tuple[SequenceRequest, int, list[int]]] = field(default_factory=list)
+    """(request, position, new tokens) of sequences that stream."""
 
 
 class Scheduler:
@@ -65,8 +65,8 @@ class Scheduler:
         self._limits = limits
         self._is_eos = token_table(eos_ids, decoder.vocab_size)
         self._decode_text = decode_text
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[Ticket] = []
+        self._waiting: deque[SequenceRequest] = deque()
+        self._running: list[SequenceRequest] = []
         self._slots = SlotTable()
         self._kv_valid = True
         self._plan: SamplingPlan | None = None
@@ -88,17 +88,17 @@ class Scheduler:
         """Whether ``step`` would do something."""
         return bool(self._waiting or self._running)
 
-    def submit(self, tickets: Iterable[Ticket]) -> None:
+    def submit(self, requests: Iterable[SequenceRequest]) -> None:
         """Queue, in order."""
-        for ticket in tickets:
-            if ticket.request.sampling.stop:
-                ticket.watcher = StopStrings(
-                    ticket.request.sampling.stop, lambda ids: self._decode_text([ids], False)[0]
+        for pending in requests:
+            if pending.request.sampling.stop:
+                pending.watcher = StopStrings(
+                    pending.request.sampling.stop, lambda ids: self._decode_text([ids], False)[0]
                 )
-                if ticket.prior is not None:
-                    for token_id in ticket.prior.token_ids.tolist():
-                        ticket.watcher.feed(token_id)
-            self._waiting.append(ticket)
+                if pending.prior is not None:
+                    for token_id in pending.prior.token_ids.tolist():
+                        pending.watcher.feed(token_id)
+            self._waiting.append(pending)
 
     def step(self) -> StepReport:
         """Advance: one batch of prefills if any may start, otherwise one token for every running sequence."""
@@ -112,26 +112,26 @@ class Scheduler:
             self._advance(report)
         return report
 
-    def take_out(self, tickets: Collection[Ticket] | None = None) -> list[tuple[Ticket, Completion]]:
+    def take_out(self, requests: Collection[SequenceRequest] | None = None) -> list[tuple[SequenceRequest, Completion]]:
         """Remove sequences, waiting or running (None: all), and return what each has, finish reason ``abort``."""
-        out: list[tuple[Ticket, Completion]] = []
-        wanted = None if tickets is None else set(tickets)
-        rows = [row for row, ticket in enumerate(self._running) if wanted is None or ticket in wanted]
+        out: list[tuple[SequenceRequest, Completion]] = []
+        wanted = None if requests is None else set(requests)
+        rows = [row for row, pending in enumerate(self._running) if wanted is None or pending in wanted]
         self._retire(rows, dict.fromkeys(rows, "abort"), out)
-        staying: deque[Ticket] = deque()
-        for ticket in self._waiting:
-            if wanted is None or ticket in wanted:
-                out.append((ticket, self._unstarted(ticket)))
+        staying: deque[SequenceRequest] = deque()
+        for pending in self._waiting:
+            if wanted is None or pending in wanted:
+                out.append((pending, pending.unstarted()))
             else:
-                staying.append(ticket)
+                staying.append(pending)
         self._waiting = staying
         return out
 
     def set_version(self, version: int, *, recompute: bool) -> None:
         """From now on ``version`` samples; ``recompute``: the KV cache of running sequences is of other weights."""
         if version != self.policy_version:
-            for row, ticket in enumerate(self._running):
-                ticket.spans.append((int(self._slots.counts[row]), version))
+            for row, pending in enumerate(self._running):
+                pending.spans.append((int(self._slots.counts[row]), version))
         self.policy_version = version
         if recompute:
             self.drop_kv_cache()
@@ -141,23 +141,23 @@ class Scheduler:
         self._decoder.cache.clear()
         self._kv_valid = not self._running
 
-    def _admit(self) -> list[Ticket]:
+    def _admit(self) -> list[SequenceRequest]:
         """Take from the head of the queue what fits, if enough slots are free."""
         limits = self._limits
         free = limits.max_num_sequences - len(self._running)
         enough = min(len(self._waiting), max(1, limits.max_num_sequences // _ADMIT_FRACTION))
         if not self._waiting or free < enough:
             return []
-        admitted: list[Ticket] = []
+        admitted: list[SequenceRequest] = []
         seen: set[bytes] = set()
         tokens = 0
-        longest = max((ticket.max_length for ticket in self._running), default=0)
+        longest = max((pending.max_length for pending in self._running), default=0)
         while self._waiting and len(admitted) < free:
-            ticket = self._waiting[0]
-            context = ticket.context()
+            pending = self._waiting[0]
+            context = pending.context()
             key = context.tobytes()
             new_tokens = 0 if key in seen and limits.share_prefixes else len(context)
-            longest = max(longest, ticket.max_length)
+            longest = max(longest, pending.max_length)
             num_after = len(self._running) + len(admitted) + 1
             too_big = num_after * longest * self._decoder.kv_bytes_per_token > limits.max_kv_bytes and num_after > 1
             if too_big or (admitted and tokens + new_tokens > limits.max_prefill_tokens):
@@ -167,30 +167,30 @@ class Scheduler:
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _start(self, admitted: list[Ticket], report: StepReport) -> None:
+    def _start(self, admitted: list[SequenceRequest], report: StepReport) -> None:
         """Give slots to sequences, compute their contexts, and sample the first token of each."""
         first = len(self._running)
         # Stable, so equal lengths stay in the order of submission.
-        admitted = sorted(admitted, key=lambda ticket: -len(ticket.request.prompt_ids) - ticket.num_prior)
-        contexts = [ticket.context() for ticket in admitted]
+        admitted = sorted(admitted, key=lambda pending: -len(pending.request.prompt_ids) - pending.num_prior)
+        contexts = [pending.context() for pending in admitted]
         self._seat(admitted, contexts)
         logits = self._prefill(contexts, first)
-        for index, ticket in enumerate(admitted):
-            ticket.spans = [(ticket.num_prior, self.policy_version)]
+        for index, pending in enumerate(admitted):
+            pending.spans = [(pending.num_prior, self.policy_version)]
             self._slots.lengths[first + index] = len(contexts[index])
         self._take_tokens(logits, first, report)
 
-    def _seat(self, admitted: list[Ticket], contexts: list[Ids]) -> None:
+    def _seat(self, admitted: list[SequenceRequest], contexts: list[Ids]) -> None:
         slots, first = self._slots, len(self._running)
         slots.reserve(
             first + len(admitted),
-            max(ticket.request.sampling.max_tokens for ticket in admitted),
-            max(len(ticket.request.sampling.stop_token_ids) for ticket in admitted),
+            max(pending.request.sampling.max_tokens for pending in admitted),
+            max(len(pending.request.sampling.stop_token_ids) for pending in admitted),
         )
         self._decoder.cache.reserve(first + len(admitted), max(len(context) for context in contexts) + 1)
         rows = slice(first, first + len(admitted))
-        sampling = [ticket.request.sampling for ticket in admitted]
-        slots.counts[rows] = [ticket.num_prior for ticket in admitted]
+        sampling = [pending.request.sampling for pending in admitted]
+        slots.counts[rows] = [pending.num_prior for pending in admitted]
         slots.limits[rows] = [params.max_tokens for params in sampling]
         slots.seeds[rows] = np.array([seed_word(params.seed) for params in sampling], dtype=np.uint64)
         slots.temperature[rows] = [params.temperature for params in sampling]
@@ -198,14 +198,14 @@ class Scheduler:
         slots.top_k[rows] = [params.top_k for params in sampling]
         slots.stops_at_eos[rows] = [not params.ignore_eos for params in sampling]
         slots.stop_ids[rows] = -1
-        for row, ticket in enumerate(admitted, start=first):
-            extra = ticket.request.sampling.stop_token_ids
+        for row, pending in enumerate(admitted, start=first):
+            extra = pending.request.sampling.stop_token_ids
             slots.stop_ids[row, : len(extra)] = extra
-            if ticket.prior is not None:
-                slots.token_ids[row, : ticket.num_prior] = ticket.prior.token_ids
-                slots.logprobs[row, : ticket.num_prior] = ticket.prior.logprobs
-                if ticket.prior.raw_logprobs is not None:
-                    slots.raw_logprobs[row, : ticket.num_prior] = ticket.prior.raw_logprobs
+            if pending.prior is not None:
+                slots.token_ids[row, : pending.num_prior] = pending.prior.token_ids
+                slots.logprobs[row, : pending.num_prior] = pending.prior.logprobs
+                if pending.prior.raw_logprobs is not None:
+                    slots.raw_logprobs[row, : pending.num_prior] = pending.prior.raw_logprobs
         self._running.extend(admitted)
         self._composition_changed()
 
@@ -229,8 +229,8 @@ class Scheduler:
                     known = index_of[key] = len(unique)
                     unique.append(context)
                 else:
-                    ticket = self._running[first + start + offset]
-                    ticket.num_cached_tokens = len(ticket.request.prompt_ids)
+                    pending = self._running[first + start + offset]
+                    pending.num_cached_tokens = len(pending.request.prompt_ids)
                 sources.append(known)
             logits.append(self._decoder.prefill(unique, np.array(sources), first + start))
             start += len(sources)
@@ -241,15 +241,15 @@ class Scheduler:
         if self._running:
             slots = self._slots
             contexts = [
-                np.concatenate([ticket.request.prompt_ids, slots.token_ids[row, : slots.counts[row] - 1]])
-                for row, ticket in enumerate(self._running)
+                np.concatenate([pending.request.prompt_ids, slots.token_ids[row, : slots.counts[row] - 1]])
+                for row, pending in enumerate(self._running)
             ]
             order = sorted(range(len(contexts)), key=lambda row: -len(contexts[row]))
             self._reorder(np.array(order))
-            cached = [ticket.num_cached_tokens for ticket in self._running]
+            cached = [pending.num_cached_tokens for pending in self._running]
             self._prefill([contexts[row] for row in order], 0)
-            for ticket, before in zip(self._running, cached, strict=True):
-                ticket.num_cached_tokens = before
+            for pending, before in zip(self._running, cached, strict=True):
+                pending.num_cached_tokens = before
         self._kv_valid = True
 
     def _advance(self, report: StepReport) -> None:
@@ -296,13 +296,15 @@ class Scheduler:
             self._retire(sorted(reasons), reasons, report.finished)
 
     def _observe(self, row: int, token_id: int, stopped: np.ndarray, first: int, report: StepReport) -> None:
-        ticket = self._running[row]
-        if ticket.on_tokens is not None or ticket.on_partial is not None:
-            report.partials.extend(self._completions([row], {row: "abort"}))
-        if ticket.watcher is not None and ticket.watcher.feed(token_id):
+        pending = self._running[row]
+        if pending.on_tokens is not None:
+            report.progress.append((pending, int(self._slots.counts[row]) - 1, [token_id]))
+        if pending.watcher is not None and pending.watcher.feed(token_id):
             stopped[row - first] = True
 
-    def _retire(self, rows: list[int], reasons: dict[int, FinishReason], out: list[tuple[Ticket, Completion]]) -> None:
+    def _retire(
+        self, rows: list[int], reasons: dict[int, FinishReason], out: list[tuple[SequenceRequest, Completion]]
+    ) -> None:
         """Take rows out and close the gaps with the last rows, so that running rows stay 0..n-1."""
         if not rows:
             return
@@ -323,18 +325,20 @@ class Scheduler:
         self._kv_valid = self._kv_valid or not self._running
         self._composition_changed()
 
-    def _completions(self, rows: list[int], reasons: dict[int, FinishReason]) -> list[tuple[Ticket, Completion]]:
+    def _completions(
+        self, rows: list[int], reasons: dict[int, FinishReason]
+    ) -> list[tuple[SequenceRequest, Completion]]:
         """What these rows hold, copied out."""
         slots = self._slots
         histories = [slots.token_ids[row, : slots.counts[row]].copy() for row in rows]
         texts = self._decode_text([token_ids.tolist() for token_ids in histories], True)
-        found: list[tuple[Ticket, Completion]] = []
+        found: list[tuple[SequenceRequest, Completion]] = []
         for row, token_ids, text in zip(rows, histories, texts, strict=True):
             count = len(token_ids)
             logprobs = slots.logprobs[row, :count].copy()
             raw_logprobs = slots.raw_logprobs[row, :count].copy()
-            ticket = self._running[row]
-            found.append((ticket, ticket.completion(token_ids, logprobs, raw_logprobs, reasons[row], text)))
+            pending = self._running[row]
+            found.append((pending, pending.sampled(token_ids, logprobs, raw_logprobs, reasons[row], text)))
         return found
 
     def _reorder(self, order: Ids) -> None:
@@ -347,8 +351,8 @@ class Scheduler:
         self._plan = None
         self._observed = [
             row
-            for row, ticket in enumerate(self._running)
-            if ticket.watcher is not None or ticket.on_tokens is not None or ticket.on_partial is not None
+            for row, pending in enumerate(self._running)
+            if pending.watcher is not None or pending.on_tokens is not None
         ]
 
     def _sampling_plan(self, first: int) -> SamplingPlan:
@@ -366,11 +370,3 @@ class Scheduler:
         if first == 0:
             self._plan = plan
         return plan
-
-    def _unstarted(self, ticket: Ticket) -> Completion:
-        prior = ticket.prior
-        if prior is None:
-            empty = np.zeros(0, dtype=np.float32)
-            return ticket.completion(np.zeros(0, dtype=np.int64), empty, empty, "abort", "")
-        raw = prior.raw_logprobs if prior.raw_logprobs is not None else np.zeros(0, dtype=np.float32)
-        return ticket.completion(prior.token_ids, prior.logprobs, raw, "abort", prior.text)

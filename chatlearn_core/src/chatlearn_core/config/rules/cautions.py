@@ -47,6 +47,18 @@ def logprobs_compare(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name), rule, remedy=remedy, related=related)
 
 
+def sampling_repeats(checked: Checked) -> Iterator[Problem]:
+    """A run that resumes samples the same tokens again only if its generators draw them by the request's seed."""
+    for name, role in checked.roles("generator"):
+        record = checked.record(f"roles.{name}", GeneratorSpec)
+        if record is not None and not record.seeded:
+            rule = (
+                f"{record.name} does not sample by the seed of a request (seeded in its plugin record): two runs of "
+                "one seed differ, and a run that resumes does not end as one that was not stopped"
+            )
+            yield Problem(("roles", name, "backend"), rule, role.backend)
+
+
 MANY_STOPS = 100
 """Texts that end a completion: no model is known to need more."""
 
@@ -93,21 +105,25 @@ def warm_up_ends(checked: Checked) -> Iterator[Problem]:
 
 
 def stale_tokens_are_known(checked: Checked) -> Iterator[Problem]:
-    """Partial rollouts need an algorithm that corrects for tokens of older weights, and it should say so."""
-    algorithm = checked.choices.selected.get("algorithm")
-    partial = checked.config.rollout.partial
-    if partial != "none" and algorithm is not None and not hasattr(algorithm.options, "stale_tokens"):
+    """Partial rollouts, and rollouts that may wait, need an algorithm that corrects for tokens of older weights, and it
+    should say so.
+    """
+    algorithm, rollout = checked.choices.selected.get("algorithm"), checked.config.rollout
+    setting = "max_staleness" if rollout.partial == "none" else "partial"
+    value = getattr(rollout, setting)
+    if value and value != "none" and algorithm is not None and not hasattr(algorithm.options, "stale_tokens"):
         rule = (
             "trains on tokens that older weights sampled, and this algorithm does not say whether it corrects for that "
             "(attribute stale_tokens of its options)"
         )
         related: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
-        yield Problem(("rollout", "partial"), rule, partial, related=related)
+        yield Problem(("rollout", setting), rule, value, related=related)
 
 
 CAUTION_RULES: tuple[Rule, ...] = (
     options_are_meant,
     logprobs_compare,
+    sampling_repeats,
     stop_texts_are_few,
     datasets_differ,
     warm_up_ends,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from chatlearn_core.config.choices import Choices
 from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
 from chatlearn_core.config.problems import KeyPath, Problem
-from chatlearn_core.plugins.records import PluginRecord, WeightSyncSpec
+from chatlearn_core.plugins.records import AlgorithmSpec, PluginRecord, WeightSyncSpec
 
 RecordT = TypeVar("RecordT", bound=PluginRecord)
 
@@ -27,6 +27,18 @@ class Checked:
     def roles(self, kind: str) -> Iterator[tuple[str, RoleConfig]]:
         """The roles of one kind."""
         return ((name, role) for name, role in self.config.roles.items() if role.kind == kind)
+
+    @property
+    def algorithm_roles(self) -> tuple[tuple[str, str], ...] | None:
+        """(name, kind) of the roles that the algorithm calls: by its record, or else by its options; None without an
+        algorithm.
+        """
+        choice = self.choices.selected.get("algorithm")
+        record = self.record("algorithm", AlgorithmSpec)
+        if record is None:
+            return None
+        by_options: tuple[tuple[str, str], ...] = getattr(choice.options if choice else None, "required_roles", ())
+        return record.roles or by_options
 
     def model_of(self, name: str) -> tuple[KeyPath, ModelConfig]:
         """The model a role holds, and where it is configured."""

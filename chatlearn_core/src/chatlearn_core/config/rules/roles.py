@@ -8,7 +8,7 @@ from chatlearn_core.config.models import RoleConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, TrainerSpec
+from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, TrainerSpec
 
 LOCAL = "local"
 """The runtime that the core brings."""
@@ -53,7 +53,9 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
     taken_by = {
         "head": ("trainer",),
         "trainable": ("trainer",),
-        "replicas": ("generator", "reward"),
+        "refresh": ("trainer",),
+        "replicas": ("generator", "reward", "environment"),
+        "uses": ("environment",),
         "ranks": ("trainer", "generator"),
         "device": ("trainer", "generator"),
         "engine": ("trainer", "generator"),
@@ -61,16 +63,20 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
     why = {
         "head": "the head belongs to a trainer's model",
         "trainable": "only a trainer learns",
+        "refresh": "weight_sync brings weights to generators, and a reward has none",
         "replicas": "a trainer is one model: copies of it would not learn together",
-        "ranks": "a reward runs in one rank",
-        "device": "a reward is not placed on one",
-        "engine": "a reward has no engine",
+        "ranks": "it runs in one rank",
+        "device": "it is not placed on one",
+        "engine": "only trainers and generators have engines",
+        "uses": "only an environment calls other roles",
     }
     fix = {
         "head": "remove it; a value or reward head is a role of kind trainer",
         "trainable": "remove it",
+        "refresh": "remove it",
         "replicas": "use ranks to spread a trainer over devices",
         "ranks": "remove it; for more reward workers use replicas, on a runtime that hosts several",
+        "uses": "remove it",
         "device": "remove it; a reward model is a role of kind trainer with head: reward",
         "engine": "remove it, or set what the reward itself takes under options",
     }
@@ -134,8 +140,7 @@ def engine_arguments(checked: Checked) -> Iterator[Problem]:
 
 def algorithm_roles(checked: Checked) -> Iterator[Problem]:
     """Every role that the algorithm calls is there and of the right kind."""
-    record = checked.record("algorithm", AlgorithmSpec)
-    for name, kind in record.roles if record else ():
+    for name, kind in checked.algorithm_roles or ():
         role = checked.config.roles.get(name)
         algorithm: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
         if role is None:
@@ -148,11 +153,59 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name, "kind"), rule, role.kind, f"set kind: {kind}", algorithm)
 
 
+def refreshed_roles(checked: Checked) -> Iterator[Problem]:
+    """A role that does not learn takes weights of a trainer role with the same head, which is not refreshed itself.
+
+    That their models are alike is found when weights are loaded.
+    """
+    roles = checked.config.roles
+    for name, role in checked.roles("trainer"):
+        if role.refresh is None:
+            continue
+        path: KeyPath = ("roles", name, "refresh", "role")
+        source = roles.get(role.refresh.role)
+        trainers = [other for other, one in roles.items() if one.kind == "trainer" and other != name]
+        remedy = f"name one of: {', '.join(trainers) or 'none is configured'}"
+        if source is None or source.kind != "trainer" or role.refresh.role == name:
+            yield Problem(path, "a role takes weights from another trainer role", role.refresh.role, remedy)
+        elif source.refresh is not None:
+            yield Problem(path, "that role is refreshed itself", role.refresh.role, remedy)
+        elif source.head != role.head:
+            related: Related = ((("roles", role.refresh.role, "head"), source.head),)
+            yield Problem(
+                path,
+                f"both must have the same head, and this role's is {role.head}",
+                role.refresh.role,
+                "set head alike, or remove refresh",
+                related,
+            )
+        if role.trainable:
+            rule = "a role that learns moves its weights itself"
+            yield Problem(("roles", name, "refresh"), rule, remedy="remove refresh, or trainable")
+
+
+def environments_call_generators(checked: Checked) -> Iterator[Problem]:
+    """Every handle of an environment is a generator role, and every handle that its plugin needs is given."""
+    for name, role in checked.roles("environment"):
+        path: KeyPath = ("roles", name, "uses")
+        record = checked.record(f"roles.{name}", EnvironmentSpec)
+        for handle, used in role.uses.items():
+            found = checked.config.roles.get(used)
+            if found is None or found.kind != "generator":
+                what = "is not defined" if found is None else f"is a {found.kind}"
+                rule = f"the environment calls it by the handle '{handle}', so it must be a generator; it {what}"
+                yield Problem((*path, handle), rule, used, "name a role of kind generator")
+        if record is not None and set(role.uses) != set(record.uses):
+            rule = f"environment '{record.name}' calls generators by the handles {', '.join(record.uses)}"
+            remedy = f"give each its role, such as uses: {{{record.uses[0]}: generator}}"
+            yield Problem(path, rule, role.uses, remedy)
+
+
 def local_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
     """The runtime ``local`` is one process."""
     backend = checked.config.runtime.backend
     for name, role in checked.config.roles.items():
-        if backend == LOCAL and role.ranks > 1 and role.kind != "reward":
+        if backend == LOCAL and role.ranks > 1 and role.kind in ("trainer", "generator"):
             rule = f"the runtime '{LOCAL}' hosts one rank a role, in this process"
             remedy = "set ranks to 1, or choose a distributed runtime (chatlearn plugins list)"
             related: Related = ((("runtime", "backend"), backend),)
@@ -166,6 +219,8 @@ ROLE_RULES: tuple[Rule, ...] = (
     reward_replicas_are_hosted,
     heads_and_ranks,
     engine_arguments,
+    refreshed_roles,
+    environments_call_generators,
     local_hosts_one_rank,
     algorithm_roles,
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.plugins.compatibility import kv_after_sync_of
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
 
 
@@ -46,6 +47,14 @@ def partial_settings(checked: Checked) -> Iterator[Problem]:
             "a step of 'keep' ends when prompts_per_step prompts are complete: with no more in flight it waits for all"
         )
         yield Problem(in_flight, rule, rollout.in_flight_prompts, "raise it above prompts_per_step", per_step)
+    if rollout.partial != "none" and rollout.max_staleness is not None:
+        oldest = rollout.max_rounds - 1
+        if rollout.max_staleness < oldest:
+            stale: KeyPath = ("rollout", "max_staleness")
+            rounds: Related = ((("rollout", "max_rounds"), rollout.max_rounds),)
+            rule = f"a completion of {rollout.max_rounds} steps has tokens that are {oldest} policy versions old"
+            remedy = f"raise it to {oldest}, remove it, or lower rollout.max_rounds"
+            yield Problem(stale, rule, rollout.max_staleness, remedy, rounds)
     if rollout.partial == "keep" and rollout.request_timeout_s is not None:
         rule = "would run on while a request is kept over updates and weight sync"
         path: KeyPath = ("rollout", "request_timeout_s")
@@ -64,9 +73,9 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
         if rollout.partial == "resume" and not record.resumable:
             rule = f"generator '{record.name}' does not resume completions (resumable in its plugin record)"
             yield Problem(path, rule, rollout.partial, "choose another generator, or none", backend)
-        if rollout.partial == "keep" and "keep" not in record.pause_modes:
-            modes = ", ".join(sorted(record.pause_modes))
-            rule = f"generator '{record.name}' does not keep requests over a pause; its pause modes: {modes}"
+        options = checked.choices.selected[f"roles.{name}"].options
+        if rollout.partial == "keep" and kv_after_sync_of(record, options) == "dropped":
+            rule = f"generator '{record.name}' ends unfinished requests at a weight sync (kv_after_sync: dropped)"
             yield Problem(path, rule, rollout.partial, "choose another generator, resume, or none", backend)
 
 
@@ -78,14 +87,16 @@ def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
     """
     rollout = checked.config.rollout
     algorithm = checked.choices.selected.get("algorithm")
-    if rollout.partial == "none" or algorithm is None or not isinstance(algorithm.record, AlgorithmSpec):
+    setting = "max_staleness" if rollout.partial == "none" else "partial"
+    value = getattr(rollout, setting)
+    if not value or value == "none" or algorithm is None or not isinstance(algorithm.record, AlgorithmSpec):
         return
     told: tuple[tuple[str, ...], str] | None = getattr(algorithm.options, "stale_tokens", None)
     if told is not None:
         names, remedy = told
         related: Related = tuple((("algorithm", "options", name), getattr(algorithm.options, name)) for name in names)
         rule = "trains on tokens that older weights sampled, which this algorithm would take for the current policy's"
-        yield Problem(("rollout", "partial"), rule, rollout.partial, remedy, related)
+        yield Problem(("rollout", setting), rule, value, remedy, related)
 
 
 ROLLOUT_RULES: tuple[Rule, ...] = (

@@ -8,7 +8,6 @@ from typing import Any
 from chatlearn_core.config.models import ModelConfig
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
-from chatlearn_core.plugins.records import AlgorithmSpec
 
 
 def nothing_is_empty(checked: Checked) -> Iterator[Problem]:
@@ -68,27 +67,6 @@ def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
         yield Problem(("eval", "sampling"), rule, remedy=remedy, related=data)
 
 
-def evaluation_has_roles(checked: Checked) -> Iterator[Problem]:
-    """What evaluates is there: a generator that samples and a reward that judges, those of the algorithm or, where it
-    has none, the only ones.
-    """
-    config = checked.config
-    if not config.data.eval:
-        return
-    record = checked.record("algorithm", AlgorithmSpec)
-    data: Related = ((("data", "eval"), [dataset.path for dataset in config.data.eval]),)
-    for kind in ("generator", "reward"):
-        if record is not None and any(kind == called for _, called in record.roles):
-            continue  # the algorithm's own, of which it is said if they are missing
-        found = [name for name, _ in checked.roles(kind)]
-        if not found:
-            rule, remedy = f"evaluation needs a role of kind {kind}", f"add roles.{kind} with kind: {kind}"
-            yield Problem(("roles",), rule, list(config.roles), f"{remedy}, or remove data.eval", data)
-        elif len(found) > 1:
-            rule = f"evaluation needs one role of kind {kind}, and the algorithm does not say which"
-            yield Problem(("roles",), rule, found, "keep one of them, or remove data.eval", data)
-
-
 def best_metric_is_produced(checked: Checked) -> Iterator[Problem]:
     """Keeping the best checkpoints needs the metric they are ranked by."""
     config = checked.config
@@ -111,6 +89,5 @@ SETTING_RULES: tuple[Rule, ...] = (
     nothing_is_empty,
     auto_format_takes_no_options,
     evaluation_has_data,
-    evaluation_has_roles,
     best_metric_is_produced,
 )

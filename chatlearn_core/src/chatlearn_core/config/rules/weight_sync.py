@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypedDict
 
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import RoleSize, mismatches, placement_of
 from chatlearn_core.plugins.records import (
-    AlgorithmSpec,
+    Export,
     GeneratorSpec,
     Placement,
     RuntimeSpec,
     TrainerSpec,
     WeightSyncSpec,
 )
+
+
+class Asked(TypedDict):
+    """What the section asks for."""
+
+    export: Export | None
+    rolling: bool
 
 
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
@@ -24,7 +32,10 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     """
     sync = checked.config.weight_sync
     path: KeyPath = ("weight_sync", "backend")
-    rolling = sync.fleet_rule == "rolling"
+    asked: Asked = {
+        "export": None if sync.export == "auto" else sync.export,
+        "rolling": sync.fleet_rule == "rolling",
+    }
     if sync.backend == "auto" and sync.options:
         rule = "options belong to a named transport, and backend is 'auto'"
         related: Related = ((path, "auto"),)
@@ -38,6 +49,7 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         if policy is None or trainer is None or generator is None:
             continue
         placement: Placement = "process"
+        devices = [checked.config.roles[role].device for role in (policy, name)]
         if runtime is not None and isinstance(runtime.record, RuntimeSpec):
             roles = checked.config.roles
             sizes = [
@@ -51,11 +63,11 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
         )
         if transport is not None:
             remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
-            reasons = mismatches(trainer, generator, transport, placement, sync.payload, rolling=rolling)
+            reasons = mismatches(trainer, generator, transport, placement, sync.payload, **asked, devices=devices)
         elif sync.backend == "auto":
             remedy = "install a transport that fits, or choose another backend (chatlearn plugins matrix)"
             offers = [
-                mismatches(trainer, generator, one, placement, sync.payload, rolling=rolling)
+                mismatches(trainer, generator, one, placement, sync.payload, **asked, devices=devices)
                 for one in checked.transports
             ]
             fits = any(not offer for offer in offers)
@@ -70,9 +82,8 @@ def _policy(checked: Checked) -> str | None:
     """The role whose weights the generators serve, as far as the algorithm's record tells: the only language model
     among the trainers that it calls. Which of several it is, only the algorithm itself knows; planning then checks.
     """
-    record = checked.record("algorithm", AlgorithmSpec)
     roles = checked.config.roles
-    called = [name for name, kind in record.roles if kind == "trainer" and name in roles] if record else []
+    called = [name for name, kind in checked.algorithm_roles or () if kind == "trainer" and name in roles]
     learners = [name for name in called if roles[name].head == "lm" and roles[name].trainable is not False]
     return learners[0] if len(learners) == 1 else None
 

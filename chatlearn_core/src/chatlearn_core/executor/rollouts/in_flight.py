@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
 from chatlearn_core.executor.rollouts.pending import Group, groups_of, num_samples
-from chatlearn_core.executor.rollouts.turn import RolloutTurn
-from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -32,41 +32,41 @@ class PromptsInFlight(ABC):
         """See ``PartialRollouts``."""
         return max(0, self.in_flight_prompts - len(pending))
 
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
+    def begin(self, pending: Sequence[Group], new: Sequence[RolloutRequest]) -> PartialRolloutStep:
         """See ``PartialRollouts``."""
-        return RolloutTurn([*(group.copy() for group in pending), *groups_of(new, step)])
+        return PartialRolloutStep([*(group.copy() for group in pending), *groups_of(new)])
 
-    async def play(self, turn: RolloutTurn) -> None:
+    async def play(self, rollout_step: PartialRolloutStep) -> None:
         """See ``PartialRollouts``."""
-        await turn.wanted.wait()
+        await rollout_step.wanted.wait()
         try:
-            await self._sample(turn)
+            await self._sample(rollout_step)
         except BaseException as error:
             # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
             if isinstance(error, BackendError) and not isinstance(error, RoleLostError):
-                turn.end(ExceptionGroup("rollouts", [error]))
+                rollout_step.end(ExceptionGroup("rollouts", [error]))
             else:
-                turn.end(error)
+                rollout_step.end(error)
             if not isinstance(error, Exception):
                 raise
         else:
-            turn.end()
+            rollout_step.end()
 
     @abstractmethod
-    async def _sample(self, turn: RolloutTurn) -> None:
+    async def _sample(self, rollout_step: PartialRolloutStep) -> None:
         """Sample until enough groups are complete, at least one."""
 
-    def _pending(self, turn: RolloutTurn, num_unfinished: int) -> tuple[tuple[Group, ...], Metrics]:
+    def _pending(self, rollout_step: PartialRolloutStep, num_unfinished: int) -> tuple[tuple[Group, ...], Metrics]:
         """What ``finish`` returns.
 
         Args:
-            turn: that has ended.
+            rollout_step: that has ended.
             num_unfinished: completions that go on.
         """
-        unfinished = turn.unfinished
+        unfinished = rollout_step.unfinished
         metrics: Metrics = {
-            "rollout/rounds": Metric(turn.num_rounds, reducer="sum"),
-            "rollout/prompts": Metric(len(turn.complete), reducer="sum"),
+            "rollout/rounds": Metric(rollout_step.num_rounds, reducer="sum"),
+            "rollout/prompts": Metric(len(rollout_step.complete), reducer="sum"),
             "rollout/unfinished": Metric(num_unfinished, reducer="sum"),
             "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
         }

@@ -11,8 +11,9 @@ from chatlearn_core.config.models import RolloutConfig
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
 from chatlearn_core.executor.rollouts.routing import Routing, affinity_of, longest_first
-from chatlearn_core.executor.scheduler import Slot
-from chatlearn_core.protocols import GeneratorFleet, Runtime
+from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.plugins.records import GeneratorSpec
+from chatlearn_core.protocols import GeneratorFleet, OnTokens, Runtime
 from chatlearn_core.runtime.boundary import Origin, check_completion
 from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Completion, GenerateRequest, Metrics, merge_metrics
@@ -45,6 +46,7 @@ class RolloutManager:
         config: section ``rollout``.
         clock: seconds, for the share of time that replicas are idle.
         origin: whose completions these are, to check them by.
+        count_tokens: called with the number of tokens that were sampled, as they come; None where they are not counted.
     """
 
     def __init__(
@@ -54,8 +56,12 @@ class RolloutManager:
         clock: Callable[[], float] = time.monotonic,
         *,
         origin: Origin | None = None,
+        count_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self.config = config
+        self._on_tokens: OnTokens | None = None
+        if count_tokens is not None:
+            self._on_tokens = lambda start, token_ids: count_tokens(len(token_ids))
         self._origin = origin or Origin("generator", "a generator")
         self._fleet = fleet
         self._clock = clock
@@ -234,7 +240,7 @@ class RolloutManager:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                return await self._fleet().generate(entry.request, entry.replica)
+                return await self._fleet().generate(entry.request, entry.replica, self._on_tokens)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -265,19 +271,33 @@ class Rollouts:
         runtime: where the roles live.
         config: section ``rollout``.
         roles: as planned; completions are checked by them.
+        count_tokens: called with the number of tokens that were sampled, as they come, where a generator streams.
     """
 
-    def __init__(self, runtime: Runtime, config: RolloutConfig, roles: Mapping[str, RolePlan] | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: RolloutConfig,
+        roles: Mapping[str, RolePlan] | None = None,
+        *,
+        count_tokens: Callable[[int], None] | None = None,
+    ) -> None:
         self.runtime = runtime
         self.config = config
         self._roles = roles or {}
+        self._count_tokens = count_tokens
         self._managers: dict[str, RolloutManager] = {}
 
     def of(self, role: str) -> RolloutManager:
         """The manager of a generator role."""
         if role not in self._managers:
+            record = self._roles[role].backend.record if role in self._roles else None
+            streams = isinstance(record, GeneratorSpec) and record.streaming
             self._managers[role] = RolloutManager(
-                lambda: self.runtime.generator(role), self.config, origin=origin_of(self._roles, role, "generator")
+                lambda: self.runtime.generator(role),
+                self.config,
+                origin=origin_of(self._roles, role, "generator"),
+                count_tokens=self._count_tokens if streams else None,
             )
         return self._managers[role]
 
@@ -286,10 +306,10 @@ class Rollouts:
         for manager in self._managers.values():
             manager.begin()
 
-    async def completion(self, role: str, slot: Slot) -> Completion:
+    async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``scheduler.CompletionSource``."""
-        assert slot.request is not None, "a flow over prompts gives every slot a request"
-        return await self.of(role).generate(slot.request)
+        assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
+        return await self.of(role).generate(request.generate_request)
 
     def metrics(self) -> Metrics:
         """Of all managers, since ``begin``."""

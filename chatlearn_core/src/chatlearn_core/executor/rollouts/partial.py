@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.executor.rollouts.kept import KeptRollouts
+from chatlearn_core.executor.rollouts.chunked import ChunkedRollouts
 from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
+from chatlearn_core.executor.rollouts.paused import PausedRollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.rollouts.rounds import RoundRollouts
-from chatlearn_core.executor.rollouts.turn import RolloutTurn
-from chatlearn_core.executor.scheduler import Slot
+from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.types import Metrics
 
 
@@ -25,16 +25,16 @@ class PartialRollouts(Protocol):
     def num_prompts(self, pending: Sequence[Group]) -> int:
         """New prompts that a step takes beside what is pending."""
 
-    def begin(self, pending: Sequence[Group], new: Sequence[Slot], step: int) -> RolloutTurn:
-        """The turn of a step."""
+    def begin(self, pending: Sequence[Group], new: Sequence[RolloutRequest]) -> PartialRolloutStep:
+        """The partial rollouts of a step."""
 
-    async def play(self, turn: RolloutTurn) -> None:
-        """Sample until the turn has enough complete groups, at least one; then end it. Errors reach those who wait for
-        the turn's completions.
+    async def play(self, rollout_step: PartialRolloutStep) -> None:
+        """Sample until the step has enough complete groups, at least one; then end it. Errors reach those who wait for
+        the step's completions.
         """
 
-    def finish(self, turn: RolloutTurn) -> tuple[tuple[Group, ...], Metrics]:
-        """What is pending after the turn, and metrics of it."""
+    def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
+        """What is pending after the step, and metrics of it."""
 
     async def weights_changed(self) -> None:
         """Every replica serves new weights."""
@@ -48,14 +48,14 @@ def partial_rollouts(config: RunConfig, rollouts: Rollouts, role: str) -> Partia
     rollout, per_step = config.rollout, config.train.prompts_per_step
     if rollout.partial == "resume":
         assert rollout.round_tokens is not None, "cross-checks refuse rounds without an end"
-        return RoundRollouts(
+        return ChunkedRollouts(
             rollouts.of(role).generate,
             round_tokens=rollout.round_tokens,
             max_rounds=rollout.max_rounds,
             in_flight_prompts=rollout.in_flight_prompts or per_step,
         )
     if rollout.partial == "keep":
-        return KeptRollouts(
+        return PausedRollouts(
             rollouts.of(role).generate,
             lambda: rollouts.runtime.generator(role),
             prompts_per_step=per_step,

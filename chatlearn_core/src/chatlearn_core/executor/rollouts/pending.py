@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.scheduler import Slot
-from chatlearn_core.types import Completion, Prompt, StoredCompletion
+from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.types import Completion, ExampleDraw, RemoteCompletion
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -37,22 +37,20 @@ class Progress:
 class Group:
     """The samples of one prompt, which are trained on together once all have ended."""
 
-    step: int
-    """In which the prompt was drawn."""
-    slots: list[Slot]
+    requests: list[RolloutRequest]
     progress: list[Progress] = field(default_factory=list)
-    """Of each slot."""
+    """Of each request."""
 
     def __post_init__(self) -> None:
-        self.progress = self.progress or [Progress()] * len(self.slots)
+        self.progress = self.progress or [Progress()] * len(self.requests)
 
     @property
     def id(self) -> str:
-        return self.slots[0].group_id
+        return self.requests[0].group_id
 
     @property
-    def prompt(self) -> Prompt:
-        return self.slots[0].prompt
+    def draw(self) -> ExampleDraw:
+        return self.requests[0].draw
 
     @property
     def is_complete(self) -> bool:
@@ -64,9 +62,11 @@ class Group:
         return any(progress.completion is not None for progress in self.progress)
 
     def copy(self) -> Group:
-        """With progress and slots of its own."""
-        slots = [Slot(slot.sample_id, slot.group_id, slot.prompt, slot.request) for slot in self.slots]
-        return Group(self.step, slots, list(self.progress))
+        """With progress and requests of its own."""
+        requests = [
+            RolloutRequest(request.sample_id, request.draw, request.generate_request) for request in self.requests
+        ]
+        return Group(requests, list(self.progress))
 
     def at_hand(self) -> Group:
         """A copy that needs no worker any more: what a replica keeps is lost when it dies."""
@@ -80,17 +80,17 @@ class Group:
 
 def at_hand(completion: Completion) -> Completion:
     """The completion with its arrays in this process."""
-    return completion.fetch() if isinstance(completion, StoredCompletion) else completion
+    return completion.fetch() if isinstance(completion, RemoteCompletion) else completion
 
 
-def groups_of(slots: Iterable[Slot], step: int) -> list[Group]:
-    """New groups, in the order of their slots."""
-    found: dict[str, list[Slot]] = {}
-    for slot in slots:
-        found.setdefault(slot.group_id, []).append(slot)
-    return [Group(step, members) for members in found.values()]
+def groups_of(requests: Iterable[RolloutRequest]) -> list[Group]:
+    """New groups, in the order of their requests."""
+    found: dict[str, list[RolloutRequest]] = {}
+    for request in requests:
+        found.setdefault(request.group_id, []).append(request)
+    return [Group(members) for members in found.values()]
 
 
 def num_samples(groups: Sequence[Group]) -> int:
     """Samples of all groups, ended or not."""
-    return sum(len(group.slots) for group in groups)
+    return sum(len(group.requests) for group in groups)

@@ -1,89 +1,141 @@
-"""Pending rollouts in a checkpoint: ``rollouts/pending.json`` and the arrays beside it.
+"""Rollouts in a checkpoint: ``rollouts/state.json`` and the arrays beside it.
 
-A prompt is stored by its id and found in the data again; its requests are made anew from the run's settings, which a
-run that resumes must not change. Stored is what cannot be computed again: the tokens that older weights sampled.
+An example is stored by its id and found in the data again; its requests are made anew from the run's settings, which a
+run that resumes must not change. Stored is what cannot be computed again: the tokens that older weights sampled, and
+what was computed for finished rollouts, rewards included.
 """
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, CheckpointError
+from chatlearn_core.executor.array_state import read_array_state, write_array_state
+from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.rollouts.pending import Group, Progress
-from chatlearn_core.executor.scheduler import Slot
-from chatlearn_core.types import Completion, Demonstration, Example, LogprobBasis, Prompt, VersionSpan
+from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.types import (
+    Completion,
+    Example,
+    ExampleDraw,
+    LogprobBasis,
+    Media,
+    Prompt,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    Turn,
+    VersionSpan,
+)
 
-DIRECTORY = "rollouts"
-_STATE, _ARRAYS = "pending.json", "pending.npz"
-_FORMAT = 1
-Arrays = dict[str, npt.NDArray[Any]]
+FILE = Path("rollouts") / "state.json"
+_FORMAT = 3
+Described = Mapping[str, Any]
+"""A group as JSON values and arrays."""
 
 
-def save_pending(checkpoint: Path, groups: Sequence[Group]) -> None:
-    """Write the groups into a checkpoint's directory; without any, nothing.
+def save_rollouts(checkpoint: Path, pending: Sequence[Group], buffer: Described) -> None:
+    """Write rollouts into a checkpoint's directory; without any, nothing.
+
+    Args:
+        pending: groups that are not finished.
+        buffer: the state of the buffer.
 
     Raises:
         OSError: the disk does not take it.
+        CheckpointError: a sample has data that a checkpoint cannot hold.
     """
-    if not groups:
+    if not pending and not buffer["groups"]:
         return
-    directory = checkpoint / DIRECTORY
-    directory.mkdir()
-    arrays: Arrays = {}
-    described = [_describe(group, arrays) for group in groups]
-    (directory / _STATE).write_text(json.dumps({"format": _FORMAT, "groups": described}), encoding="utf-8")
-    with (directory / _ARRAYS).open("wb") as stream:
-        np.savez(stream, **cast(Any, arrays))  # no array is named like an option of savez
+    file = checkpoint / FILE
+    file.parent.mkdir()
+    described = [_describe_pending(group) for group in pending]
+    write_array_state(file, {"format": _FORMAT, "pending": described, "buffer": buffer})
 
 
-def load_pending(
-    checkpoint: Path, examples: Iterable[Example], make_slots: Callable[[Prompt, int], list[Slot]]
-) -> tuple[Group, ...]:
-    """The groups that a checkpoint holds.
+@dataclass(slots=True, frozen=True)
+class SavedRollouts:
+    """What a checkpoint holds of rollouts.
+
+    Args:
+        pending: groups that are not finished.
+        buffer: the state of the buffer.
+        requests_of: the requests of one of the buffer's groups.
+    """
+
+    pending: tuple[Group, ...]
+    buffer: Described
+    requests_of: Callable[[Described], list[RolloutRequest]]
+
+
+def load_rollouts(
+    checkpoint: Path, examples: Iterable[Example], make_requests: Callable[[ExampleDraw], list[RolloutRequest]]
+) -> SavedRollouts:
+    """The rollouts that a checkpoint holds.
 
     Args:
         checkpoint: its directory.
         examples: the training data.
-        make_slots: the slots of a prompt that was drawn in a step.
+        make_requests: the requests of a draw.
 
     Raises:
         CheckpointError: what is stored cannot be read, or is of other data or settings.
     """
-    file = checkpoint / DIRECTORY / _STATE
+    file = checkpoint / FILE
     if not file.exists():
-        return ()
+        return SavedRollouts((), {"groups": []}, _no_requests)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_array_state(file)
         if content["format"] != _FORMAT:
             raise CheckpointError(f"{file} has format {content['format']}; this version reads {_FORMAT}")
-        described = content["groups"]
-        prompts = _find_prompts({group["prompt"]: group.get("prompt_crc") for group in described}, examples, file)
-        with np.load(file.with_name(_ARRAYS), allow_pickle=False) as arrays:
-            return tuple(_restore(group, prompts, arrays, make_slots, file) for group in described)
+        groups = [*content["pending"], *content["buffer"]["groups"]]
+        found = _find_examples({group["example"]: group["prompt_crc"] for group in groups}, examples, file)
+
+        def requests_of(described: Described) -> list[RolloutRequest]:
+            draw = ExampleDraw(found[described["example"]], described["draw"], described["seed_key"])
+            requests = make_requests(draw)
+            ids, stored = [request.sample_id for request in requests], [s["id"] for s in described["samples"]]
+            if ids != stored:
+                raise CheckpointError(f"{file} holds the samples {stored}, but with these settings they are {ids}")
+            return requests
+
+        pending = tuple(_restore_pending(described, requests_of(described)) for described in content["pending"])
+        return SavedRollouts(pending, content["buffer"], requests_of)
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise CheckpointError(f"{file} holds no pending rollouts: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{file} holds no rollouts: {type(error).__name__}: {error}") from error
 
 
-def _describe(group: Group, arrays: Arrays) -> dict[str, Any]:
-    samples = []
-    for slot, progress in zip(group.slots, group.progress, strict=True):
-        sample: dict[str, Any] = {"id": slot.sample_id, "rounds": progress.rounds}
-        if progress.failure is not None:
-            sample["failure"] = str(progress.failure)
-            sample["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
-        elif progress.completion is not None:
-            sample["completion"] = _describe_completion(progress.completion, arrays)
-        samples.append(sample)
-    return {"prompt": group.prompt.id, "prompt_crc": _crc(group.prompt), "step": group.step, "samples": samples}
+def describe_finished(group: FinishedGroup) -> dict[str, Any]:
+    """The group as JSON values and arrays."""
+    samples = [_describe_sample(request.filled) | {"dropped": request.dropped} for request in group.requests]
+    return _describe_draw(group.draw) | {"samples": samples}
+
+
+def restore_finished(described: Described, requests: Sequence[RolloutRequest]) -> FinishedGroup:
+    """What ``describe_finished`` described.
+
+    Args:
+        requests: its requests, made anew.
+    """
+    for request, sample in zip(requests, described["samples"], strict=True):
+        request.sample, request.dropped = _restore_sample(sample, request), sample["dropped"]
+    return FinishedGroup(tuple(requests))
+
+
+def _no_requests(described: Described) -> list[RolloutRequest]:
+    raise AssertionError("a checkpoint without rollouts has no requests")
+
+
+def _describe_draw(draw: ExampleDraw) -> dict[str, Any]:
+    example = draw.example
+    return {"example": example.id, "prompt_crc": _crc(example.prompt), "draw": draw.draw, "seed_key": draw.seed_key}
 
 
 def _crc(prompt: Prompt) -> int:
@@ -91,98 +143,189 @@ def _crc(prompt: Prompt) -> int:
     return zlib.crc32(np.ascontiguousarray(prompt.token_ids, np.int64).tobytes())
 
 
-def _describe_completion(completion: Completion, arrays: Arrays) -> dict[str, Any]:
-    own: Arrays = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
+# Pending groups
+
+
+def _describe_pending(group: Group) -> dict[str, Any]:
+    samples = []
+    for request, progress in zip(group.requests, group.progress, strict=True):
+        sample: dict[str, Any] = {"id": request.sample_id, "rounds": progress.rounds}
+        if progress.failure is not None:
+            sample["failure"] = str(progress.failure)
+            sample["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
+        elif progress.completion is not None:
+            sample["completion"] = _describe_completion(progress.completion)
+        samples.append(sample)
+    return _describe_draw(group.draw) | {"samples": samples}
+
+
+def _describe_completion(completion: Completion) -> dict[str, Any]:
+    own = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     if completion.raw_logprobs is not None:
         own["raw_logprobs"] = completion.raw_logprobs
-
-    def put(values: npt.NDArray[Any]) -> str:
-        name = f"a{len(arrays)}"  # samples and token data have names that no file may have
-        arrays[name] = np.asarray(values)
-        return name
-
+    if completion.prompt_ids is not None:
+        own["prompt_ids"] = completion.prompt_ids
     return {
         "finish_reason": completion.finish_reason,
         "basis": asdict(completion.basis),
-        "version_spans": [[span.start, span.stop, span.version] for span in completion.version_spans],
+        "version_spans": _describe_spans(completion.version_spans),
         "text": completion.text,
         "num_cached_tokens": completion.num_cached_tokens,
-        "arrays": {name: put(values) for name, values in own.items()},
-        "token_data": {name: put(values) for name, values in completion.token_data.items()},
+        "arrays": _at_hand(own),
+        "token_data": _at_hand(completion.token_data),
+        "prompt_token_data": _at_hand(completion.prompt_token_data),
     }
 
 
-def _restore(
-    described: Mapping[str, Any],
-    prompts: Mapping[str, Prompt],
-    arrays: Mapping[str, npt.NDArray[Any]],
-    make_slots: Callable[[Prompt, int], list[Slot]],
-    file: Path,
-) -> Group:
-    group = Group(described["step"], make_slots(prompts[described["prompt"]], described["step"]))
-    ids, stored = [slot.sample_id for slot in group.slots], [sample["id"] for sample in described["samples"]]
-    if ids != stored:
-        raise CheckpointError(f"{file} holds the samples {stored}, but with these settings they are {ids}")
-    group.progress = [
-        _restore_progress(sample, slot, arrays) for sample, slot in zip(described["samples"], group.slots, strict=True)
-    ]
-    return group
+def _restore_pending(described: Described, requests: list[RolloutRequest]) -> Group:
+    pairs = zip(described["samples"], requests, strict=True)
+    return Group(requests, [_restore_progress(sample, request) for sample, request in pairs])
 
 
-def _restore_progress(sample: Mapping[str, Any], slot: Slot, arrays: Mapping[str, npt.NDArray[Any]]) -> Progress:
+def _restore_progress(sample: Described, request: RolloutRequest) -> Progress:
     if "failure" in sample:
         kind = BackendTimeoutError if sample["timed_out"] else BackendError
         return Progress(failure=kind(sample["failure"]), rounds=sample["rounds"])
     if "completion" not in sample:
         return Progress(rounds=sample["rounds"])
     stored = sample["completion"]
-    assert slot.request is not None, "partial rollouts are of prompts"
+    assert request.generate_request is not None, "partial rollouts are of prompts"
     completion = Completion(
-        request_id=slot.sample_id,
+        request_id=request.sample_id,
         basis=LogprobBasis(**stored["basis"]),
         finish_reason=stored["finish_reason"],
-        sampling=slot.request.sampling,
-        version_spans=tuple(VersionSpan(*span) for span in stored["version_spans"]),
+        sampling=request.generate_request.sampling,
+        version_spans=_restore_spans(stored["version_spans"]),
         text=stored["text"],
         num_cached_tokens=stored["num_cached_tokens"],
-        token_data={name: arrays[key] for name, key in stored["token_data"].items()},
-        **{name: arrays[key] for name, key in stored["arrays"].items()},
+        token_data=stored["token_data"],
+        prompt_token_data=stored["prompt_token_data"],
+        **stored["arrays"],
     )
     return Progress(completion, rounds=sample["rounds"])
 
 
-def _find_prompts(crcs: Mapping[str, int | None], examples: Iterable[Example], file: Path) -> dict[str, Prompt]:
-    """The prompts of these ids. The sampler numbers the repeats of a prompt in a batch: ``p~2`` is prompt ``p``.
+# Finished samples
+
+
+def _describe_sample(sample: Sample) -> dict[str, Any]:
+    known = sample.prompt.media
+    expanded = len(sample.media) != len(known) or any(a is not b for a, b in zip(sample.media, known, strict=False))
+    return {
+        "id": sample.id,
+        "unit_id": sample.unit_id,
+        "num_prompt_tokens": sample.num_prompt_tokens,
+        "token_ids": np.asarray(sample.token_ids),
+        "loss_mask": np.asarray(sample.loss_mask),
+        "turns": [_describe_turn(turn) for turn in sample.turns],
+        "reward": None if sample.reward is None else _describe_reward(sample.reward),
+        "media": [_describe_media(media) for media in sample.media] if expanded else None,
+        "token_data": _at_hand(sample.token_data),
+        "sequence_data": dict(sample.sequence_data),
+        "exclusion": sample.exclusion,
+    }
+
+
+def _restore_sample(stored: Described, request: RolloutRequest) -> Sample:
+    prompt = request.prompt
+    media = stored["media"]
+    return Sample(
+        stored["id"],
+        request.group_id,
+        prompt,
+        stored["token_ids"],
+        stored["loss_mask"],
+        num_prompt_tokens=stored["num_prompt_tokens"],
+        turns=tuple(_restore_turn(turn) for turn in stored["turns"]),
+        reward=None if stored["reward"] is None else RewardResult(**stored["reward"]),
+        unit_id=stored["unit_id"],
+        media=prompt.media if media is None else tuple(_restore_media(one) for one in media),
+        token_data=stored["token_data"],
+        sequence_data=stored["sequence_data"],
+        exclusion=stored["exclusion"],
+    )
+
+
+def _describe_turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "start": turn.start,
+        "stop": turn.stop,
+        "finish_reason": turn.finish_reason,
+        "sampling": asdict(turn.sampling),
+        "basis": asdict(turn.basis),
+        "version_spans": _describe_spans(turn.version_spans),
+        "text": turn.text,
+        "request_id": turn.request_id,
+        "generator": turn.generator,
+    }
+
+
+def _restore_turn(stored: Described) -> Turn:
+    sampling = dict(stored["sampling"])
+    sampling |= {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
+    changed = {
+        "sampling": SamplingParams(**sampling),
+        "basis": LogprobBasis(**stored["basis"]),
+        "version_spans": _restore_spans(stored["version_spans"]),
+    }
+    return Turn(**{**stored, **changed})
+
+
+def _describe_reward(reward: RewardResult) -> dict[str, Any]:
+    values = reward.token_values
+    return {
+        "value": reward.value,
+        "components": dict(reward.components),
+        "token_values": None if values is None else np.asarray(values),
+        "error": reward.error,
+    }
+
+
+def _describe_media(media: Media) -> dict[str, Any]:
+    content = media.content
+    is_bytes = isinstance(content, bytes)
+    return {
+        "kind": media.kind,
+        "is_bytes": is_bytes,
+        "content": np.frombuffer(content, np.uint8) if is_bytes else content,
+    }
+
+
+def _restore_media(stored: Described) -> Media:
+    content = stored["content"]
+    return Media(stored["kind"], content.tobytes() if stored["is_bytes"] else content)
+
+
+def _describe_spans(spans: Iterable[VersionSpan]) -> list[list[int]]:
+    return [[span.start, span.stop, span.version] for span in spans]
+
+
+def _restore_spans(stored: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*span) for span in stored)
+
+
+def _at_hand(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays in this process."""
+    return {name: np.asarray(values) for name, values in arrays.items()}
+
+
+def _find_examples(crcs: Mapping[str, int], examples: Iterable[Example], file: Path) -> dict[str, Example]:
+    """The examples of these ids.
 
     Args:
-        crcs: id -> what ``_crc`` gave when the rollouts were stored; None in a checkpoint that does not say.
+        crcs: id -> what ``_crc`` gave when the rollouts were stored.
         examples: to look in.
         file: for messages.
     """
-    wanted: dict[str, list[str]] = {}
-    changed: set[str] = set()
-    for name in crcs:
-        wanted.setdefault(name, []).append(name)
-        base, mark, number = name.rpartition("~")
-        if mark and number.isdecimal():
-            wanted.setdefault(base, []).append(name)
-    found: dict[str, Prompt] = {}
-    for example in examples:
-        prompt = example.prompt if isinstance(example, Demonstration) else example
-        for name in wanted.get(prompt.id, ()):
-            if crcs[name] not in (None, _crc(prompt)):
-                changed.add(name)
-            elif name == prompt.id or name not in found:
-                found[name] = prompt if name == prompt.id else replace(prompt, id=name)
-    missing = sorted(crcs.keys() - found.keys())
-    if changed & set(missing):
-        raise CheckpointError(
-            f"{file} holds rollouts of prompts that have other tokens in the training data: "
-            f"{', '.join(sorted(changed & set(missing))[:5])}. Restore data and tokenizer, or start a new run"
-        )
-    if missing:
+    found = {example.id: example for example in examples if example.id in crcs}
+    if missing := sorted(crcs.keys() - found.keys()):
         raise CheckpointError(
             f"{file} holds rollouts of prompts that the training data does not have: {', '.join(missing[:5])}. Restore "
             "the data, or start a new run"
+        )
+    if changed := sorted(name for name, example in found.items() if crcs[name] != _crc(example.prompt)):
+        raise CheckpointError(
+            f"{file} holds rollouts of prompts that have other tokens in the training data: {', '.join(changed[:5])}. "
+            "Restore data and tokenizer, or start a new run"
         )
     return found

@@ -1,51 +1,59 @@
-"""How old the weights are that sampled what is trained on."""
+"""How old the weights are that sampled what is trained on: policy versions between them and the newest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from chatlearn_core.types import Metric, Metrics, Sample
+from chatlearn_core.types import Metric, Metrics, Sample, Turn
 
 
-def newest_version(samples: Sequence[Sample]) -> int | None:
-    """The newest policy version that any of the samples' tokens is of: the one that serves in their step."""
-    versions = [span.version for s in samples if s.completion is not None for span in s.completion.version_spans]
-    return max(versions, default=None)
-
-
-def fresh_mask(sample: Sample, version: int | None) -> npt.NDArray[np.bool_]:
+def fresh_mask(sample: Sample, version: int) -> npt.NDArray[np.bool_]:
     """[T] the loss mask without the tokens that another version than ``version`` sampled."""
     mask = sample.loss_mask.copy()
-    spans = () if sample.completion is None else sample.completion.version_spans
-    for span in spans:
-        if span.version != version:
-            mask[sample.num_prompt_tokens + span.start : sample.num_prompt_tokens + span.stop] = False
+    for turn in sample.turns:
+        for span in turn.version_spans:
+            if span.version != version:
+                mask[turn.start + span.start : turn.start + span.stop] = False
     return mask
 
 
-def staleness_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Versions between the weights that sampled a token and the newest in the step.
+def oldest_version(samples: Iterable[Sample], serving: frozenset[str] | None = None) -> int | None:
+    """The oldest policy version that sampled a token of these; None if the policy sampled none.
+
+    Args:
+        serving: the generators that serve the policy's weights; what others sampled does not count. None: all do.
+    """
+    return min((span.version for turn in _turns(samples, serving) for span in turn.version_spans), default=None)
+
+
+def staleness_metrics(samples: Sequence[Sample], policy_version: int, serving: frozenset[str] | None = None) -> Metrics:
+    """Versions between the weights that sampled a token and ``policy_version``.
+
+    Args:
+        serving: see ``oldest_version``.
 
     Returns:
         ``rollout/staleness_mean`` (over tokens), ``rollout/staleness_max`` and ``rollout/stale_tokens`` (share), over
         the samples that are trained on; empty if none of them says its versions.
     """
-    trained = [sample for sample in samples if sample.exclusion is None and sample.completion is not None]
-    newest = newest_version(trained)
-    if newest is None:
-        return {}
+    trained = [sample for sample in samples if sample.exclusion is None]
     ages = [
-        (newest - span.version, span.stop - span.start)
-        for sample in trained
-        if sample.completion is not None
-        for span in sample.completion.version_spans
+        (policy_version - span.version, span.stop - span.start)
+        for turn in _turns(trained, serving)
+        for span in turn.version_spans
     ]
+    if not ages:
+        return {}
     tokens = sum(length for _, length in ages)
     return {
         "rollout/staleness_mean": Metric(sum(age * length for age, length in ages), tokens),
         "rollout/staleness_max": Metric(max(age for age, _ in ages), reducer="max"),
         "rollout/stale_tokens": Metric(sum(length for age, length in ages if age), tokens),
     }
+
+
+def _turns(samples: Iterable[Sample], serving: frozenset[str] | None) -> list[Turn]:
+    return [turn for s in samples for turn in s.turns if serving is None or turn.generator in serving]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from chatlearn_core.metrics.run_directory import FAILURE_PAGE
 from chatlearn_observe.report.run_files import RunFiles
 
 _STATUS = {
@@ -17,8 +18,6 @@ _STATUS = {
 }
 """``status`` of ``summary.json``: how it looks, how it reads."""
 _MOST_EVENTS = 500
-_FAILURE_PAGE = "failure.md"
-"""What a run that failed leaves beside ``summary.json``."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,8 +127,8 @@ def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
     if summary.get("model"):
         facts.append(("Trained model", str(summary["model"])))
     facts.append(("Run directory", str(files.path)))
-    if summary.get("status") == "failed" and (files.path / _FAILURE_PAGE).exists():
-        facts.append(("What happened, and how to go on", str(files.path / _FAILURE_PAGE)))
+    if summary.get("status") == "failed" and (files.path / FAILURE_PAGE).exists():
+        facts.append(("What happened, and how to go on", str(files.path / FAILURE_PAGE)))
     return facts
 
 

@@ -1,0 +1,74 @@
+"""The step between rollouts and updates: an algorithm's advantages, computed where the arrays are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from chatlearn_core.exceptions import FlowError
+from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.protocols import Algorithm, TrainerGroup
+from chatlearn_core.types import Metrics, Sample, per_sequence, scored_batch
+
+EMPTY = "empty_completion"
+"""Exclusion of a sample without a token to learn from."""
+
+
+@dataclass(slots=True, frozen=True)
+class AdvantageComputer:
+    """Asks an algorithm for the advantages of a step's samples, in a worker of ``group``.
+
+    Args:
+        algorithm: computes them.
+        group: gives the role that has, or can fetch, what the flow computed: the policy. Called every time, since a
+            runtime may rebuild it.
+        decisions: asked first which samples to leave out.
+    """
+
+    algorithm: Algorithm
+    group: Callable[[], TrainerGroup]
+    decisions: Decisions = field(default_factory=Decisions)
+
+    async def add(self, samples: Sequence[Sample], step: int) -> Metrics:
+        """Write the algorithm's data into the samples, exclude those that it or the absence of any token to learn
+        excludes, and return its metrics.
+
+        Raises:
+            FlowError: what it returns does not fit the samples; names the data and the rule.
+        """
+        for sample in samples:
+            if sample.exclusion is None and not sample.loss_mask.any():
+                sample.exclusion = EMPTY
+        self.decisions.exclude(samples)
+        admitted = [sample for sample in samples if sample.exclusion is None]
+        batch = scored_batch(admitted)
+        compute = partial(self.algorithm.advantages, step=step)
+        derived = await self.group().derive(batch, compute, self.algorithm.advantage_split)
+        by_id = {sample.id: sample for sample in admitted}
+        for name, rows in derived.sequence_data.items():
+            if rows.shape[:1] != (len(admitted),):
+                raise _misfit(f"sequence_data[{name!r}]", rows, f"one row for each of {len(admitted)} samples")
+            for sample, value in zip(admitted, rows.tolist(), strict=True):
+                sample.sequence_data[name] = value
+        for name, values in derived.token_data.items():
+            if values.shape[:1] != (batch.num_tokens,):
+                raise _misfit(f"token_data[{name!r}]", values, f"one row for each of {batch.num_tokens} tokens")
+            for sample, array in zip(admitted, per_sequence(values, batch.lengths), strict=True):
+                sample.token_data[name] = array
+        for sample_id, reason in derived.exclusions.items():
+            if sample_id not in by_id:
+                raise FlowError(
+                    f"advantages of {type(self.algorithm).__name__} exclude sample {sample_id!r}, which is not in the "
+                    f"batch they were computed of. Derived.exclusions is keyed by TrainBatch.sample_ids"
+                )
+            by_id[sample_id].exclusion = reason
+        return derived.metrics
+
+
+def _misfit(what: str, values: Tensor, rule: str) -> FlowError:
+    return FlowError(
+        f"an algorithm's advantages returned {what} of shape {list(values.shape)}; it has {rule} (Derived)"
+    )

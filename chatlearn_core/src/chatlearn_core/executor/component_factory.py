@@ -1,0 +1,169 @@
+"""The working parts of a run, built from its assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from chatlearn_core.executor.advantages import AdvantageComputer
+from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.colocation import ColocationManager
+from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.executor.evaluator import Evaluator, OwnMetrics
+from chatlearn_core.executor.generator_mismatch import GeneratorMismatch, policy_logprobs
+from chatlearn_core.executor.logprob_bases import declared_bases
+from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.policy_updater import PolicyUpdater
+from chatlearn_core.executor.rollout_buffer import RolloutBuffer, allowed_staleness
+from chatlearn_core.executor.rollout_producer import RolloutProducer
+from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.partial import partial_rollouts
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.stages import step_stages
+from chatlearn_core.flow import Graph, Node
+from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.protocols import ExampleSampler, Runtime
+from chatlearn_core.types import SamplingParams
+
+
+def build_runtime(assembly: Assembly) -> Runtime:
+    """The runtime that the configuration names."""
+    choice = assembly.loaded.chosen("runtime")
+    assert choice is not None
+    assert isinstance(choice.record, RuntimeSpec)
+    runtime: Runtime = assembly.registry.load_factory(choice.record)(choice.options, assembly.plan)
+    return runtime
+
+
+def build_colocation(assembly: Assembly, runtime: Runtime) -> ColocationManager:
+    """Leases devices to the roles that share them.
+
+    Raises:
+        ConfigError: completions are to be kept in a KV cache that is released in between.
+    """
+    colocation = ColocationManager(runtime, assembly.plan.roles, assembly.config.memory.offload)
+    if assembly.config.rollout.partial == "keep":
+        colocation.sharing.check_kept("rollout.partial: keep", [sync.generator for sync in assembly.plan.weight_syncs])
+    return colocation
+
+
+@dataclass(slots=True, frozen=True)
+class LoopParts:
+    """What producer, updater and evaluator are built from."""
+
+    assembly: Assembly
+    runtime: Runtime
+    rollouts: Rollouts
+    """In front of the generators."""
+    colocation: ColocationManager | None = None
+    """None: no role gives its memory to another."""
+    during: Callable[[Phase], AbstractContextManager[None]] | None = None
+    """Entered while calls of training flows are carried out."""
+
+    def scheduler(
+        self,
+        graph: Graph,
+        sampling: SamplingParams,
+        stage: Sequence[Node] | None = None,
+        during: Callable[[Phase], AbstractContextManager[None]] | None = None,
+    ) -> FlowScheduler:
+        """Runs a graph, or a stage of it."""
+        roles = self.assembly.plan.roles
+        return FlowScheduler(
+            graph,
+            self.runtime,
+            stage=stage,
+            sampling=sampling,
+            seed=self.assembly.config.seed,
+            group_rewards=self.assembly.group_rewards,
+            during=during,
+            colocation=self.colocation,
+            front=self.rollouts,
+            bases={name: declared_bases(role) for name, role in roles.items() if role.kind == "generator"},
+            roles=roles,
+            max_length=self.assembly.max_length,
+        )
+
+
+def _changing(assembly: Assembly) -> tuple[str, ...]:
+    """Roles whose weights change: those that learn, and those that follow them."""
+    return (*assembly.learning.learners, *assembly.plan.refreshes)
+
+
+def build_rollout_producer(parts: LoopParts, sampler: ExampleSampler, decisions: Decisions) -> RolloutProducer:
+    """Makes rollouts: the production stage of the flow."""
+    assembly = parts.assembly
+    production, _ = step_stages(assembly.graph, _changing(assembly))
+    partial = None
+    if assembly.config.rollout.partial != "none":
+        [call] = assembly.graph.calls("generator.generate")
+        partial = partial_rollouts(assembly.config, parts.rollouts, call.role)
+    return RolloutProducer(
+        parts.scheduler(assembly.graph, assembly.sampling, production, parts.during),
+        assembly.algorithm,
+        sampler,
+        assembly.sampling,
+        assembly.config.seed,
+        decisions=decisions,
+        rollouts=parts.rollouts,
+        partial=partial,
+        kind=assembly.kind,
+    )
+
+
+def build_rollout_buffer(assembly: Assembly) -> RolloutBuffer:
+    """Holds finished rollouts until a step takes them."""
+    return RolloutBuffer(allowed_staleness(assembly.config.rollout), _serving(assembly))
+
+
+def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdater:
+    """Consumes rollouts: the consumption stage of the flow, advantages and updates."""
+    assembly, runtime, train = parts.assembly, parts.runtime, parts.assembly.config.train
+    _, consumption = step_stages(assembly.graph, _changing(assembly))
+    call, mismatch = policy_logprobs(assembly.graph, assembly.policy), None
+    if call is not None:
+        role = call.role
+        mismatch = GeneratorMismatch(call, assembly.sampling.temperature, lambda: runtime.trainer(role))
+    return PolicyUpdater(
+        runtime,
+        assembly.algorithm,
+        consumption=parts.scheduler(assembly.graph, assembly.sampling, consumption, parts.during),
+        advantages=AdvantageComputer(assembly.algorithm, lambda: runtime.trainer(assembly.home), decisions),
+        mismatch=mismatch,
+        serving=_serving(assembly),
+        num_mini_batches=train.mini_batches,
+        epochs=train.epochs,
+        seed=assembly.config.seed,
+        colocation=parts.colocation,
+        roles=assembly.plan.roles,
+        policy=assembly.policy,
+    )
+
+
+def build_evaluator(parts: LoopParts) -> Evaluator | None:
+    """Evaluates; None if the configuration has nothing to evaluate on."""
+    assembly = parts.assembly
+    if assembly.evaluation is None or assembly.eval_set is None:
+        return None
+    return Evaluator(
+        parts.scheduler(assembly.evaluation, assembly.eval_sampling),
+        list(assembly.eval_set),
+        assembly.eval_sampling,
+        own_metrics=_own_evaluation(assembly, parts.runtime),
+        kind=assembly.eval_kind,
+        samples_per_prompt=assembly.config.eval.samples_per_prompt,
+        seed=assembly.config.seed,
+    )
+
+
+def _own_evaluation(assembly: Assembly, runtime: Runtime) -> OwnMetrics | None:
+    """The algorithm's own metrics of held-out samples; None where prompts are sampled and scored."""
+    if assembly.algorithm.evaluation_input is None:
+        return None
+    return OwnMetrics(assembly.algorithm, lambda: runtime.trainer(assembly.home))
+
+
+def _serving(assembly: Assembly) -> frozenset[str]:
+    """The generators that serve the weights of roles that learn."""
+    return frozenset(route.generator for route in assembly.plan.weight_syncs)

@@ -1,0 +1,235 @@
+"""What plugins decide in a run, brought together: filters, schedules and step policies, with their state."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chatlearn_core.config.load import LoadedConfig
+from chatlearn_core.data import Dataset
+from chatlearn_core.data.sampler import shuffled_sampler
+from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError, PluginError
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.sampler_options import ShuffledOptions
+from chatlearn_core.protocols import Decision, ExampleSampler, SampleFilter, SamplerContext, Schedule, StepPolicy
+from chatlearn_core.protocols.decisions import Stateful
+from chatlearn_core.types import Sample, SamplingParams
+
+MAX_TOKENS = "max_tokens"
+"""The sampling parameter that may change during a run. The others say which distribution logprobs are of."""
+_OPTIONS = "algorithm.options."
+_SAMPLING = f"sampling.{MAX_TOKENS}"
+
+
+@dataclass(slots=True)
+class Decisions:
+    """The filters, the schedule of sampling and the step policies of a run.
+
+    Each is keyed by the place where the configuration names it (``train.step_policies.0 (early_stop)``), which messages
+    and checkpoints use.
+    """
+
+    filters: Mapping[str, SampleFilter] = field(default_factory=dict)
+    step_policies: Mapping[str, StepPolicy] = field(default_factory=dict)
+    max_tokens: tuple[str, Schedule] | None = None
+    """The schedule of ``sampling.max_tokens`` and its place."""
+    decided: dict[str, int] = field(default_factory=dict)
+    """Sampling parameters that step policies have set."""
+
+    def exclude(self, samples: Sequence[Sample]) -> None:
+        """Ask the filters, in their order, about the samples that are not excluded yet.
+
+        Raises:
+            PluginError: a filter raised, or names a sample that it was not given.
+        """
+        for place, one in self.filters.items():
+            given = {sample.id: sample for sample in samples if sample.exclusion is None}
+            with _named(place):
+                excluded = dict(one.excluded(list(given.values())))
+            for sample_id, reason in excluded.items():
+                if sample_id not in given or not reason:
+                    raise PluginError(
+                        f"{place} excludes sample {sample_id!r} for the reason {reason!r}; a filter names samples that "
+                        "it was given, each with a reason"
+                    )
+                given[sample_id].exclusion = reason
+
+    def sampling_at(self, step: int, sampling: SamplingParams) -> SamplingParams:
+        """How completions of a step are sampled.
+
+        Args:
+            step: from 1.
+            sampling: as configured.
+
+        Raises:
+            PluginError: a schedule gives a length outside [1, ``sampling.max_tokens``].
+        """
+        max_tokens = self.decided.get(MAX_TOKENS, sampling.max_tokens)
+        if self.max_tokens is not None:
+            place, schedule = self.max_tokens
+            with _named(place):
+                value = schedule.value(step)
+            max_tokens = min(max_tokens, _length(place, value, sampling))
+        return sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens)
+
+    def after_step(self, step: int, line: Mapping[str, float], sampling: SamplingParams) -> Decision:
+        """What the step policies decide, together: the reasons to stop joined, metrics of all.
+
+        Args:
+            step: that is complete.
+            line: its metrics.
+            sampling: as configured.
+
+        Raises:
+            PluginError: one raised, decides what may not be decided, or gives a metric that is there already.
+        """
+        stops: list[str] = []
+        metrics: dict[str, float] = {}
+        for place, policy in self.step_policies.items():
+            with _named(place):
+                decision = policy.after_step(step, dict(line))
+            if decision is None:
+                continue
+            for name, value in decision.metrics.items():
+                if name in line or name in metrics:
+                    raise PluginError(f"{place} adds the metric {name!r}, which step {step} has already. Rename it")
+                if not isinstance(value, int | float):
+                    raise PluginError(f"{place} adds the metric {name!r} with the value {value!r}, which is no number")
+                metrics[name] = float(value)
+            for name, value in decision.sampling.items():
+                if name != MAX_TOKENS:
+                    raise PluginError(
+                        f"{place} sets sampling.{name}; only {MAX_TOKENS} may change during a run: the others say "
+                        "which distribution logprobs are of"
+                    )
+                self.decided[name] = _length(place, value, sampling)
+            if decision.stop is not None:
+                stops.append(f"{decision.stop} ({place})")
+        return Decision("; ".join(stops) or None, dict(self.decided), metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all of them, by place, as JSON values.
+
+        Raises:
+            PluginError: a state is not made of JSON values.
+        """
+        states: dict[str, Any] = {}
+        for place, one in self._stateful():
+            with _named(place):
+                states[place] = one.state_dict()
+            try:
+                json.dumps(states[place], allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise PluginError(f"{place}: its state_dict() cannot be stored as JSON: {error}") from error
+        return {"states": states, "decided": dict(self.decided)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Be where ``state_dict`` was taken.
+
+        Raises:
+            CheckpointError: the state is of other plugins, or one refuses it.
+        """
+        states, places = state["states"], dict(self._stateful())
+        if states.keys() != places.keys():
+            raise CheckpointError(
+                f"the checkpoint holds the state of {', '.join(states) or 'nothing'}; this run has "
+                f"{', '.join(places) or 'nothing'}. Restore the settings"
+            )
+        for place, one in places.items():
+            with _named(place):
+                one.load_state_dict(states[place])
+        self.decided = dict(state["decided"])
+
+    def _stateful(self) -> Iterator[tuple[str, Stateful]]:
+        yield from self.filters.items()
+        yield from self.step_policies.items()
+
+
+def build_decisions(loaded: LoadedConfig, registry: PluginRegistry) -> Decisions:
+    """The filters, the sampling schedule and the step policies that the configuration names."""
+    filters = {place: make() for place, make in _chosen(loaded, registry, ("rollout", "filters"))}
+    policies = {place: make() for place, make in _chosen(loaded, registry, ("train", "step_policies"))}
+    schedules = build_schedules(loaded, registry)
+    return Decisions(filters, policies, schedules.get(_SAMPLING))
+
+
+def build_schedules(loaded: LoadedConfig, registry: PluginRegistry) -> dict[str, tuple[str, Schedule]]:
+    """Setting -> its place and schedule.
+
+    Raises:
+        ConfigError: two schedules of one setting, or one of a setting that does not change during a run.
+    """
+    found: dict[str, tuple[str, Schedule]] = {}
+    configured = loaded.config.schedules
+    for choice, (place, make) in zip(configured, _chosen(loaded, registry, ("schedules",)), strict=True):
+        setting = choice.setting
+        if setting in found:
+            raise ConfigError(f"{place} and {found[setting][0]} both schedule {setting!r}. Remove one of them")
+        if setting != _SAMPLING and not setting.startswith(_OPTIONS):
+            raise ConfigError(
+                f"{place} schedules {setting!r}; what can change during a run is {_SAMPLING} and those options of the "
+                f"algorithm that it takes ({_OPTIONS}<name>)"
+            )
+        found[setting] = (place, make())
+    return found
+
+
+def option_schedules(loaded: LoadedConfig, registry: PluginRegistry) -> dict[str, Schedule]:
+    """Option of the algorithm -> its schedule."""
+    schedules = build_schedules(loaded, registry)
+    return {
+        setting.removeprefix(_OPTIONS): schedule
+        for setting, (_, schedule) in schedules.items()
+        if setting.startswith(_OPTIONS)
+    }
+
+
+def build_sampler(loaded: LoadedConfig, registry: PluginRegistry, datasets: Sequence[Dataset]) -> ExampleSampler:
+    """What ``data.sampler`` names, at the beginning of its stream."""
+    choice = loaded.chosen("data", "sampler")
+    context = SamplerContext(datasets, loaded.config.seed, loaded.config.data.shuffle)
+    if choice is None:
+        return shuffled_sampler(ShuffledOptions(), context)
+    with _named(f"data.sampler ({choice.record.name})"):
+        sampler: ExampleSampler = registry.load_factory(choice.record)(choice.options, context)
+    return sampler
+
+
+def _chosen(
+    loaded: LoadedConfig, registry: PluginRegistry, section: tuple[str, ...]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Place and builder of each plugin in a list of the configuration."""
+    index = 0
+    while (choice := loaded.chosen(*section, index)) is not None:
+        place = f"{'.'.join(section)}.{index} ({choice.record.name})"
+
+        def make(record: Any = choice.record, options: Any = choice.options, place: str = place) -> Any:
+            with _named(place):
+                return registry.load_factory(record)(options)
+
+        yield place, make
+        index += 1
+
+
+def _length(place: str, value: Any, sampling: SamplingParams) -> int:
+    if not isinstance(value, int | float) or not math.isfinite(value) or not 1 <= int(value) <= sampling.max_tokens:
+        raise PluginError(
+            f"{place} sets sampling.{MAX_TOKENS} to {value!r}; it must be from 1 to {sampling.max_tokens}, the number "
+            "that the configuration plans room for"
+        )
+    return int(value)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """A plugin's own errors begin with its place; whatever else it raises becomes an error that names it."""
+    try:
+        yield
+    except ChatLearnError as error:
+        raise type(error)(f"{place}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"{place} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,112 @@
+"""``environment.rollout``: what the call of a flow does to its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.executor.rollout_producer import sampled_as
+from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
+from chatlearn_core.protocols import RolloutOrder
+from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.types import Completion, GenerateRequest, Rollout
+
+
+class TurnWaves:
+    """Lets the requests of concurrent rollouts go on together: when every rollout that has not ended waits for one.
+
+    So what a generator batches does not depend on how long environments take, and a run that resumes samples the same,
+    bit for bit. A slow tool holds up the other rollouts of its step.
+
+    Args:
+        num_rollouts: that take part.
+    """
+
+    def __init__(self, num_rollouts: int) -> None:
+        self._left = num_rollouts
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+
+    async def join(self, index: int) -> None:
+        """Rollout ``index`` asks: wait until all that go on do."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(index, []).append(place)
+        self._go_on()
+        await place
+
+    def leave(self, index: int) -> None:
+        """Rollout ``index`` has ended."""
+        self._left -= 1
+        self._waiting.pop(index, None)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._waiting and len(self._waiting) == self._left:
+            wave, self._waiting = self._waiting, {}
+            for index in sorted(wave):
+                for place in wave[index]:
+                    if not place.done():  # its rollout was given up
+                        place.set_result(None)
+
+
+async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """The samples of each request's rollout, all at the same time. One that fails is excluded."""
+    waves = TurnWaves(len(requests))
+
+    async def one(index: int, request: RolloutRequest) -> None:
+        try:
+            await _one(call, request, lambda: waves.join(index))
+        finally:
+            waves.leave(index)
+
+    async with asyncio.TaskGroup() as tasks:
+        for index, request in enumerate(requests):
+            tasks.create_task(one(index, request))
+
+
+async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Awaitable[None]]) -> None:
+    role = call.role
+    assert role is not None, "an environment is planned"
+    asked = request.generate_request
+    assert asked is not None, "an environment takes prompts"
+    order = RolloutOrder(
+        id=request.sample_id,
+        group_id=request.group_id,
+        example=request.draw.example,
+        sampling=sampled_as(call.node.arguments, asked.sampling),
+        seed=asked.sampling.seed,
+        max_tokens=call.max_length,
+        timeout_s=role.timeout_s,
+    )
+
+    async def generate(handle: str, wanted: GenerateRequest) -> Completion:
+        await turn()
+        found = await call.source.completion(role.uses[handle], RolloutRequest(wanted.id, request.draw, wanted))
+        assert found is not None, "partial rollouts are refused beside environments"
+        return found
+
+    try:
+        made = await call.runtime.environment(call.node.role).rollout(order, generate)
+    except RoleLostError:
+        raise
+    except BackendTimeoutError as error:
+        request.sample = without_completion(request, f"environment timed out: {error}")
+    except BackendError as error:
+        request.sample = without_completion(request, f"environment failed: {error}")
+    else:
+        _take(request, made, role)
+
+
+def _take(request: RolloutRequest, made: Rollout, role: RolePlan) -> None:
+    generator = role.uses[next(iter(role.uses))]
+    samples = []
+    for sample in made.samples:
+        turns = tuple(replace(turn, generator=turn.generator or generator) for turn in sample.turns)
+        sample = replace(sample, turns=turns, reward=made.reward or sample.reward)
+        if not sample.loss_mask.any():
+            sample.exclusion = "empty_completion"
+        if made.status == "failed":
+            sample.exclusion = "environment failed: it gave the rollout up"
+        samples.append(sample)
+    request.sample, *request.extras = samples

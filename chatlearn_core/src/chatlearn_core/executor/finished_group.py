@@ -1,0 +1,58 @@
+"""A group whose rollouts have all ended and are scored: what a buffer holds and a step is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.types import ExampleDraw, Sample
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class FinishedGroup:
+    """The rollouts of one draw, with all that the flow's production stage computed for them."""
+
+    requests: tuple[RolloutRequest, ...]
+    """Filled: each has its sample."""
+
+    @property
+    def id(self) -> str:
+        return self.draw.group_id
+
+    @property
+    def draw(self) -> ExampleDraw:
+        return self.requests[0].draw
+
+    @property
+    def samples(self) -> list[Sample]:
+        """In the order of the requests."""
+        return [request.filled for request in self.requests]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all samples that a policy sampled."""
+        return sum(turn.stop - turn.start for sample in self.samples for turn in sample.turns)
+
+    def copy(self) -> FinishedGroup:
+        """With samples of its own, whose arrays are the same: data can be added to them, and an exclusion."""
+        return FinishedGroup(tuple(replace(request, sample=_copied(request.filled)) for request in self.requests))
+
+
+def finished_groups(requests: Iterable[RolloutRequest]) -> list[FinishedGroup]:
+    """The groups of requests that a run of the flow has filled, in the order of the requests. A group of which a
+    rollout is left out, since it goes on later, is not among them.
+    """
+    members: dict[str, list[RolloutRequest]] = {}
+    for request in requests:
+        members.setdefault(request.group_id, []).append(request)
+    return [FinishedGroup(tuple(group)) for group in members.values() if not any(r.left_out for r in group)]
+
+
+def samples_of(groups: Sequence[FinishedGroup]) -> list[Sample]:
+    """The samples of all groups, in their order."""
+    return [sample for group in groups for sample in group.samples]
+
+
+def _copied(sample: Sample) -> Sample:
+    return replace(sample, token_data=dict(sample.token_data), sequence_data=dict(sample.sequence_data))

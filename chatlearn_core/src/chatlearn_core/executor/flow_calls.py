@@ -1,0 +1,172 @@
+"""What the calls of flows do to samples: one function a method, named by the method's record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
+from chatlearn_core.executor.rollout_producer import sampled_as
+from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
+from chatlearn_core.runtime.boundary import checked_rewards
+from chatlearn_core.runtime.outputs import check_outputs
+from chatlearn_core.types import (
+    Completion,
+    GenerateRequest,
+    OutputRequest,
+    RewardResult,
+    SamplingParams,
+    pack_samples,
+    per_sequence,
+    sample_from_completion,
+    sample_with_turn,
+)
+from chatlearn_core.types.keyed_seed import keyed_seed
+
+
+async def generate(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """``generator.generate``: the sample of each request."""
+    for request in requests:
+        found = await _completion(call, request)
+        if found is None:
+            request.left_out = True
+        elif isinstance(found, str):
+            request.sample = without_completion(request, found)
+        else:
+            request.sample = sample_from_completion(
+                request.sample_id, request.group_id, request.prompt, found, generator=call.node.role
+            )
+            if not len(found.token_ids):
+                request.sample.exclusion = "empty_completion"
+
+
+async def extend(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """``generator.extend``: a further turn of each sample, on the tokens that it has; what earlier calls computed is
+    dropped, since it does not cover the new tokens. A sample that cannot be continued is excluded.
+    """
+    number = sum(node.method.name == call.node.method.name for node in call.graph.nodes[: call.node.index])
+    for request in requests:
+        sample = request.filled
+        if sample.exclusion is not None:  # nothing was generated, or its reward failed
+            request.dropped = True
+            continue
+        seed = keyed_seed(call.seed, "turn", request.draw.seed_key, request.sample_id, number)
+        sampling = replace(sampled_as(call.node.arguments, request.sampling or call.sampling), seed=seed)
+        turn = f"{request.sample_id}+{number + 1}"
+        asked = GenerateRequest(turn, sample.token_ids, sampling, request.group_id, media=sample.media)
+        found = await _completion(call, RolloutRequest(turn, request.draw, asked))
+        if isinstance(found, Completion):
+            request.sample = sample_with_turn(sample, found, generator=call.node.role, drop=call.fields)
+        else:
+            sample.exclusion = found or "generation failed: a further turn cannot go on in a later step"
+            request.dropped = True
+
+
+async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """``generator.score``: what a generator makes of the tokens behind each sample's prompt, as ``token_data`` that is
+    0 where ``loss_mask`` is False.
+    """
+    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
+    for request in requests:
+        sample = request.filled
+        start, length = sample.num_prompt_tokens, sample.num_completion_tokens
+        if not length or not sample.loss_mask.any():
+            continue
+        asked = GenerateRequest(
+            f"{request.sample_id}?{call.node.index}",
+            sample.token_ids[:start],
+            SamplingParams(max_tokens=length, temperature=temperature),
+            request.group_id,
+            media=sample.media,
+            forced_ids=sample.token_ids[start:],
+        )
+        found = await _completion(call, RolloutRequest(asked.id, request.draw, asked))
+        if not isinstance(found, Completion):
+            if sample.exclusion is None:
+                sample.exclusion = f"scoring failed: {found or 'it would go on in a later step'}"
+            continue
+        logprobs = np.concatenate([np.zeros(start, np.float32), np.asarray(found.logprobs)])
+        sample.token_data[call.node.fields[0]] = np.where(sample.loss_mask, logprobs, np.float32(0.0))
+
+
+async def _completion(call: FlowCall, request: RolloutRequest) -> Completion | str | None:
+    """The completion; or why there is none; or None if it goes on after this run of the flow."""
+    try:
+        completion = await call.source.completion(call.node.role, request)
+    except RoleLostError:
+        raise
+    except BackendTimeoutError as error:
+        return f"generation timed out: {error}"
+    except BackendError as error:
+        return f"generation failed: {error}"
+    if completion is None:
+        return None
+    if completion.finish_reason == "abort":
+        return f"generation failed: aborted after {len(completion.token_ids)} tokens, unasked"
+    if call.bases is not None:
+        call.bases.check(completion)
+    taken = sorted(completion.token_data.keys() & call.fields)
+    if taken:
+        raise ContractError(
+            f"{call.origin}: the completion of sample {request.sample_id!r} has the token data {taken[0]!r}, which "
+            "a call of the flow writes itself; choose another name"
+        )
+    return completion
+
+
+async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """``reward.score``: the verdict on each sample that was generated."""
+    judged = [request.filled for request in requests if request.filled.turns]
+    extras = [request.extras for request in requests if request.filled.turns]
+    verdicts = await call.runtime.reward(call.node.role).score(judged) if judged else []
+    results = checked_rewards(verdicts, judged)
+    for index, sample in enumerate(judged):
+        result = RewardResult(None, error=results) if isinstance(results, str) else results[index]
+        if call.node.given_name is not None and result.value is not None:
+            sample.sequence_data[call.node.fields[0]] = result.value
+        for one in [sample, *extras[index]]:
+            if call.node.given_name is None:
+                one.reward = result
+            if result.error is not None and one.exclusion is None:
+                one.exclusion = f"reward failed: {result.error}"
+
+
+async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """Outputs of a trainer role, in one call over all samples that have tokens; the result goes to each sample."""
+    node = call.node
+    chosen = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
+    if not chosen:
+        return
+    batch = pack_samples(chosen)
+    arguments = dict(node.arguments)
+    temperature = arguments.pop("temperature", call.sampling.temperature or 1.0)
+    asked = OutputRequest(frozenset(node.output_fields), temperature, arguments)
+    outputs = await call.runtime.trainer(node.role).compute(batch, asked)
+    check_outputs(outputs, batch, asked, call.origin, {spec.name: spec for spec in node.outputs})
+    for spec in node.outputs:
+        field, values = node.output_fields[spec.name], outputs[spec.name]
+        if spec.per == "sequence":
+            for sample, number in zip(chosen, values.tolist(), strict=True):
+                sample.sequence_data[field] = number
+        else:
+            for sample, array in zip(chosen, per_sequence(values, batch.lengths), strict=True):
+                sample.token_data[field] = array
+
+
+async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """``m.apply``: what a function of the user's makes of samples. It gets those that are not excluded; those that it
+    leaves out are.
+    """
+    function = call.node.function
+    assert function is not None, "the trace gives every apply its function"
+    given = [request.filled for request in requests if request.filled.exclusion is None]
+    changed = await call.functions.call(function, given, dict(call.node.arguments), drop=call.fields) if given else {}
+    for request in requests:
+        if request.filled.exclusion is None:
+            if request.sample_id in changed:
+                request.sample = changed[request.sample_id]
+            else:
+                request.filled.exclusion = f"left out by {function.name}"
+        request.dropped = request.filled.exclusion is not None

@@ -1,0 +1,89 @@
+"""How far the generator's logprobs of what it sampled are from those that the policy's trainer computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from chatlearn_core.executor.rollouts.staleness import fresh_mask
+from chatlearn_core.flow import Graph, Node
+from chatlearn_core.metrics.mismatch import mismatch_metrics
+from chatlearn_core.protocols import TrainerGroup
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Derived,
+    Floats,
+    LogprobBasis,
+    Metrics,
+    Sample,
+    TrainBatch,
+    pack_samples,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class GeneratorMismatch:
+    """Compares the two, in a worker of the role that computed the logprobs.
+
+    Args:
+        node: the flow's call that computes the policy's logprobs.
+        temperature: that the run samples at.
+        group: gives the trainer; called every time, since a runtime may rebuild it.
+    """
+
+    node: Node
+    temperature: float
+    group: Callable[[], TrainerGroup]
+
+    async def metrics(self, samples: Sequence[Sample], policy_version: int) -> Metrics:
+        """``mismatch/...``; empty where no sample has both.
+
+        Args:
+            samples: of a step, with the policy's logprobs.
+            policy_version: of the weights that these are of.
+        """
+        temperature = self.node.arguments.get("temperature", self.temperature)
+        batch = both_logprobs(samples, temperature, self.node.output_fields["logprobs"], policy_version)
+        if not batch.num_sequences:
+            return {}
+        return (await self.group().derive(batch, compare_logprobs)).metrics
+
+
+def policy_logprobs(graph: Graph, policy: str | None) -> Node | None:
+    """The call that computes the policy's logprobs of what was sampled; None if the flow has none."""
+    return next((node for node in graph.nodes if node.role == policy and "logprobs" in node.output_fields), None)
+
+
+def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, policy_version: int) -> TrainBatch:
+    """The samples that have the logprobs of policy and generator, and both of one distribution, in ``token_data`` as
+    ``trainer_logprobs`` and ``generator_logprobs``.
+
+    The trainer divides its logits by ``temperature`` and cuts nothing off. Tokens that other weights sampled than those
+    of ``policy_version`` are masked out: there the two differ for a good reason.
+    """
+    basis = LogprobBasis(temperature or 1.0)
+    both: list[Sample] = []
+    for sample in samples:
+        logprobs = _generator_logprobs(sample, basis)
+        if logprobs is not None and trained in sample.token_data:
+            arrays = {"trainer_logprobs": sample.token_data[trained], "generator_logprobs": logprobs}
+            mask = fresh_mask(sample, policy_version)
+            both.append(replace(sample, loss_mask=mask, token_data=arrays, sequence_data={}))
+    return pack_samples(both)
+
+
+def compare_logprobs(batch: TrainBatch) -> Derived:
+    """How far the generator's logprobs are from the trainer's in what ``both_logprobs`` returns."""
+    data = batch.token_data
+    metrics = mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], batch.loss_mask)
+    return Derived(metrics=metrics)
+
+
+def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
+    """[T] the generator's logprobs of that basis, zero where it sampled nothing; None if it gave none."""
+    if not sample.turns:
+        return None
+    data = sample.token_data
+    if all(turn.basis == basis for turn in sample.turns):
+        return data.get("generator_logprobs", data.get("generator_raw_logprobs"))
+    return data.get("generator_raw_logprobs") if basis == RAW_BASIS else None

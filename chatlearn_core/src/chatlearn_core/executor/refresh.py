@@ -1,0 +1,73 @@
+"""Trainer roles that take the weights of a role that learns: a reference that follows the policy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from chatlearn_core.executor.colocation import ColocationManager
+from chatlearn_core.executor.device_sharing import DeviceUse
+from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Runtime
+from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.types import Metric, Metrics
+
+
+class RoleRefresher:
+    """Brings weights from trainer to trainer, as a Hugging Face model directory: any two backends and layouts do.
+
+    Args:
+        roles: as planned.
+        workspace: where the directories lie while they are read; all workers see it.
+    """
+
+    def __init__(
+        self, runtime: Runtime, roles: Mapping[str, RolePlan], colocation: ColocationManager, workspace: Path
+    ) -> None:
+        self._runtime = runtime
+        self._colocation = colocation
+        self._workspace = workspace
+        self._refreshes = {name: role.refresh for name, role in roles.items() if role.refresh is not None}
+        self._models = {name: role.model for name, role in roles.items()}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those that are refreshed, whose weights belong into a checkpoint."""
+        return tuple(self._refreshes)
+
+    async def refresh(self, step: int, timers: Timers) -> Metrics:
+        """What is due after a step: each source exports once, and its followers load.
+
+        Raises:
+            BackendError, ModelError: the weights do not suit; names the role.
+        """
+        due = {name: refresh for name, refresh in self._refreshes.items() if refresh.is_due(step)}
+        for source in dict.fromkeys(refresh.role for refresh in due.values()):
+            directory = self._workspace / source
+            shutil.rmtree(directory, ignore_errors=True)  # of a run that was killed
+            try:
+                async with self._colocation.lease(DeviceUse(source, "export"), timers=timers):
+                    with timers.measure("refresh", role=source, action="export"):
+                        await self._runtime.trainer(source).export_model(directory)
+                for name, refresh in due.items():
+                    if refresh.role == source:
+                        await self._load(name, directory, refresh.decay, timers)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+        return {"training/refreshed_roles": Metric(len(due), reducer="sum")} if due else {}
+
+    async def begin_anew(self, learners: Iterable[str], timers: Timers) -> None:
+        """Bring every role whose weights have moved back to its own model: the run goes back to its beginning.
+
+        A role that lost a rank was rebuilt so; the others hold what they had learned.
+        """
+        for name in (*learners, *self._refreshes):
+            model = self._models[name]
+            assert model is not None, "a trainer role has a model"
+            await self._load(name, Path(model.path), 0.0, timers)
+
+    async def _load(self, name: str, directory: Path, decay: float, timers: Timers) -> None:
+        async with self._colocation.lease(DeviceUse(name, "load"), timers=timers):
+            with timers.measure("refresh", role=name, action="load_model"):
+                await self._runtime.trainer(name).load_model(directory, decay=decay)

@@ -1,0 +1,107 @@
+"""Finished rollouts between the producer that makes them and the updater that trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from chatlearn_core.config.models import RolloutConfig
+from chatlearn_core.executor.finished_group import FinishedGroup
+from chatlearn_core.executor.rollouts.saved import describe_finished, restore_finished
+from chatlearn_core.executor.rollouts.staleness import oldest_version
+from chatlearn_core.executor.scheduler import RolloutRequest
+
+STALE = "stale"
+"""Exclusion of samples that left the buffer because their tokens are of too old weights."""
+
+
+class RolloutBuffer:
+    """Groups of finished rollouts, the oldest first. A group enters whole and leaves whole: for a step, or too old.
+
+    Example: under policy version 7 and ``max_staleness=1`` a group with a token that version 5 sampled is evicted.
+
+    Args:
+        max_staleness: the most policy versions between the newest weights and those that sampled a token.
+        serving: the generators that serve the policy's weights; None: all.
+    """
+
+    def __init__(self, max_staleness: int, serving: frozenset[str] | None = None) -> None:
+        self.max_staleness = max_staleness
+        self.serving = serving
+        self._groups: dict[str, FinishedGroup] = {}
+
+    def __len__(self) -> int:
+        """Groups that wait."""
+        return len(self._groups)
+
+    @property
+    def groups(self) -> tuple[FinishedGroup, ...]:
+        """What waits, oldest first."""
+        return tuple(self._groups.values())
+
+    def admit(self, groups: Iterable[FinishedGroup]) -> None:
+        """Take groups in, behind those that wait."""
+        for group in groups:
+            assert group.id not in self._groups, f"group {group.id} is in the buffer already"
+            self._groups[group.id] = group
+
+    def select(self, count: int | None = None) -> list[FinishedGroup]:
+        """Take up to ``count`` groups out, the oldest first; all without a count.
+
+        Returns:
+            copies: what a step adds to samples is not in what a checkpoint of the step before holds.
+        """
+        chosen = list(self._groups.values())[:count]
+        for group in chosen:
+            del self._groups[group.id]
+        return [group.copy() for group in chosen]
+
+    def evict(self, policy_version: int) -> list[FinishedGroup]:
+        """Take out the groups that are too old under this policy version.
+
+        Returns:
+            copies, whose samples have the exclusion ``stale``; those that were excluded before keep their reason.
+        """
+        evicted: list[FinishedGroup] = []
+        for group in self.groups:
+            oldest = oldest_version(group.samples, self.serving)
+            if oldest is not None and policy_version - oldest > self.max_staleness:
+                del self._groups[group.id]
+                evicted.append(group.copy())
+                for sample in evicted[-1].samples:
+                    sample.exclusion = sample.exclusion or (
+                        f"{STALE}: version {oldest} sampled it, the policy's is {policy_version}"
+                    )
+        return evicted
+
+    def copy(self) -> RolloutBuffer:
+        """Holds the same groups."""
+        buffer = RolloutBuffer(self.max_staleness, self.serving)
+        buffer.admit(self.groups)
+        return buffer
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._groups = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All groups with their rewards and data: JSON values, and arrays as NumPy arrays."""
+        return {"groups": [describe_finished(group) for group in self.groups]}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], requests_of: Callable[[Mapping[str, Any]], Sequence[RolloutRequest]]
+    ) -> None:
+        """Hold what ``state_dict`` returned.
+
+        Args:
+            requests_of: the requests of a described group, made anew from its example and the run's settings.
+        """
+        self.clear()
+        self.admit(restore_finished(described, requests_of(described)) for described in state["groups"])
+
+
+def allowed_staleness(rollout: RolloutConfig) -> int:
+    """``rollout.max_staleness``, or what the other settings of the section make of it."""
+    if rollout.max_staleness is not None:
+        return rollout.max_staleness
+    return 0 if rollout.partial == "none" else rollout.max_rounds - 1

@@ -1,0 +1,173 @@
+"""The producer of rollouts: it draws examples, runs the flow's production stage and hands over finished groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chatlearn_core.data import ExampleKind, Prompts
+from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.executor.finished_group import FinishedGroup, finished_groups
+from chatlearn_core.executor.rollouts.manager import Rollouts
+from chatlearn_core.executor.rollouts.partial import PartialRollouts
+from chatlearn_core.executor.rollouts.pending import Group
+from chatlearn_core.executor.scheduler import FlowScheduler, RolloutRequest
+from chatlearn_core.flow import Node
+from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import Algorithm, ExampleSampler
+from chatlearn_core.types import ExampleDraw, GenerateRequest, Metrics, SamplingParams
+from chatlearn_core.types.keyed_seed import keyed_seed
+
+
+@dataclass(slots=True)
+class Production:
+    """What one run of the production stage has finished."""
+
+    groups: list[FinishedGroup]
+    metrics: Metrics
+    timers: Timers
+    """Its own, since updates may run at the same time."""
+
+
+class RolloutProducer:
+    """Draws examples and runs the flow's production stage over them (``stages``): generation, rewards.
+
+    Args:
+        scheduler: runs that stage.
+        algorithm: says how many completions a prompt gets.
+        sampler: draws the examples.
+        sampling: how completions are sampled; its seed is replaced for every sample.
+        seed: the run's seed.
+        decisions: say how completions of a step are sampled.
+        rollouts: what the scheduler has in front of the generators, for its metrics.
+        partial: makes rollouts that may last longer than a step.
+        kind: of the examples that are drawn; prompts by default.
+    """
+
+    def __init__(
+        self,
+        scheduler: FlowScheduler,
+        algorithm: Algorithm,
+        sampler: ExampleSampler,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        decisions: Decisions | None = None,
+        rollouts: Rollouts | None = None,
+        partial: PartialRollouts | None = None,
+        kind: ExampleKind | None = None,
+    ) -> None:
+        self.kind = kind
+        self.decisions = decisions or Decisions()
+        self.scheduler = scheduler
+        self.algorithm = algorithm
+        self.sampler = sampler
+        self.sampling = sampling
+        self.calls = scheduler.graph.calls("generator.generate")
+        self.seed = seed
+        self.rollouts = rollouts
+        self.partial = partial
+        self.pending: tuple[Group, ...] = ()
+        """Groups with rollouts that go on in the next production. They are never changed, only replaced."""
+
+    def requests_of(self, draw: ExampleDraw) -> list[RolloutRequest]:
+        """The samples of one draw."""
+        return make_requests([draw], self.algorithm.group_size, self.sampling, self.seed, self.calls, self.kind)
+
+    async def produce(self, step: int, missing: int) -> Production:
+        """Draw examples and finish their rollouts, and those that were pending.
+
+        Args:
+            step: for which they are sampled, by schedules.
+            missing: groups that are needed. Partial rollouts draw as many as keep their number in flight, and finish at
+                least one.
+
+        Raises:
+            ReplicaLostError: a generator died too often.
+            BackendError: a trainer role failed, or every generation did.
+        """
+        draws = self.sampler.next_batch(missing if self.partial is None else self.partial.num_prompts(self.pending))
+        sampling = self.decisions.sampling_at(step, self.sampling)
+        requests = make_requests(draws, self.algorithm.group_size, sampling, self.seed, self.calls, self.kind)
+        timers = Timers()
+        metrics: Metrics = {}
+        if self.partial is None:
+            await self.scheduler.run(requests, timers)
+        else:
+            rollout_step = self.partial.begin(self.pending, requests)
+            requests = rollout_step.requests
+            playing = asyncio.create_task(self.partial.play(rollout_step))
+            try:
+                await self.scheduler.run(requests, timers, rollout_step)
+            finally:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)  # its errors have reached the scheduler
+            self.pending, metrics = self.partial.finish(rollout_step)
+        if self.rollouts is not None:
+            metrics |= self.rollouts.metrics()
+        return Production(finished_groups(requests), metrics, timers)
+
+    async def updates_done(self) -> None:
+        """The updates of a step are made and every generator serves their weights: what waited for that goes on."""
+        if self.partial is not None:
+            await self.partial.weights_changed()
+
+    async def close(self) -> None:
+        """Give up rollouts that go on between steps."""
+        if self.partial is not None:
+            await self.partial.close()
+
+
+def sampled_as(arguments: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
+    """``sampling`` with the arguments of one call in place of its own values."""
+    own = {name: value for name, value in arguments.items() if name != "n"}
+    if "stop" in own:
+        own["stop"] = tuple(own["stop"])
+    return replace(sampling, **own)
+
+
+def make_requests(
+    draws: Sequence[ExampleDraw],
+    group_size: int,
+    sampling: SamplingParams,
+    seed: int,
+    calls: Sequence[Node] = (),
+    kind: ExampleKind | None = None,
+) -> list[RolloutRequest]:
+    """The samples that each draw brings; otherwise one request a sample, group by group, and in a group call by call.
+
+    A generated sample's random numbers depend on the seed, its draw's ``seed_key`` and its index alone; those of a
+    flow's second and further calls on generators on the number of the call, too.
+
+    Args:
+        calls: the flow's calls on generators that take its prompts; without any, requests are as for one that says
+            nothing.
+        kind: of the examples; prompts by default.
+    """
+    kind = kind or Prompts()
+    requests: list[RolloutRequest] = []
+    for draw in draws:
+        given = kind.samples(draw)
+        requests.extend(RolloutRequest(sample.id, draw, None, sample) for sample in given)
+        prompt, group_id = draw.example.prompt, draw.group_id
+        if given:
+            continue
+        for number, call in enumerate(calls or (None,)):
+            arguments: Mapping[str, Any] = call.arguments if call is not None else {}
+            key, label = ((), "") if number == 0 else ((number,), f"{_label(call, number)}.")
+            for index in range(arguments.get("n", group_size)):
+                sample_id = f"{group_id}#{label}{index}"
+                own_seed = keyed_seed(seed, "sample", draw.sample_key(index), *key)
+                own = replace(sampled_as(arguments, sampling), seed=own_seed)
+                request = GenerateRequest(sample_id, prompt.token_ids, own, group_id, media=prompt.media)
+                maker = None if call is None else call.index
+                requests.append(RolloutRequest(sample_id, draw, request, sampling=sampling, maker=maker))
+    return requests
+
+
+def _label(call: Node | None, number: int) -> str:
+    """What tells the samples of a further call from the first one's."""
+    assert call is not None, "a flow without calls has no second one"
+    return call.given_name or f"{call.role}_{number + 1}"

@@ -1,0 +1,99 @@
+"""Partial rollouts in rounds: a completion grows by a bounded number of tokens a step and is resumed in the next.
+
+Nothing here depends on timing: what a round samples follows from what was pending and which prompts were drawn. A run
+that was killed therefore goes on bit-identically from the pending rollouts of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from chatlearn_core.exceptions import BackendError, RoleLostError
+from chatlearn_core.executor.rollouts.in_flight import Generate, PromptsInFlight
+from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
+from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand
+from chatlearn_core.types import Completion, GenerateRequest, Metrics
+
+
+class ChunkedRollouts(PromptsInFlight):
+    """Completions that go on over several steps, each time under the newest weights.
+
+    A step begins with ``in_flight_prompts`` prompts: those that are pending, and new ones in the places of those that
+    were trained on. Every unfinished completion may grow by ``round_tokens``; in its ``max_rounds``-th round it has no
+    such bound and ends. The step trains every prompt whose completions have all ended, at least one: if there is none,
+    another round follows in the same step.
+
+    Args:
+        generate: makes a request.
+        round_tokens: tokens that a completion may grow by in a round.
+        max_rounds: rounds of a completion, at least 1.
+        in_flight_prompts: prompts that a step begins with.
+    """
+
+    def __init__(self, generate: Generate, *, round_tokens: int, max_rounds: int, in_flight_prompts: int) -> None:
+        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts)
+        self.round_tokens = round_tokens
+
+    async def _sample(self, rollout_step: PartialRolloutStep) -> None:
+        """Make rounds until a group is complete and has a completion."""
+        while rollout_step.unfinished and not any(group.has_completion for group in rollout_step.complete):
+            await self._round(rollout_step)
+
+    def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
+        """See ``PartialRollouts``."""
+        carried = sum(not progress.ended for group in rollout_step.unfinished for progress in group.progress)
+        return self._pending(rollout_step, carried)
+
+    async def close(self) -> None:
+        """Nothing runs between steps."""
+
+    async def weights_changed(self) -> None:
+        """Nothing waits for them."""
+
+    async def _round(self, rollout_step: PartialRolloutStep) -> None:
+        rollout_step.num_rounds += 1
+        async with asyncio.TaskGroup() as tasks:
+            for group in rollout_step.groups:
+                for index, progress in enumerate(group.progress):
+                    if not progress.ended:
+                        tasks.create_task(self._advance(rollout_step, group, index))
+
+    async def _advance(self, rollout_step: PartialRolloutStep, group: Group, index: int) -> None:
+        progress, request = group.progress[index], group.requests[index].generate_request
+        assert request is not None, "partial rollouts are of prompts"
+        rounds = progress.rounds + 1
+        whole = request.sampling.max_tokens
+        limit = whole if rounds >= self.max_rounds else min(whole, progress.num_tokens + self.round_tokens)
+        part = replace(request, sampling=replace(request.sampling, max_tokens=limit), resume_from=progress.completion)
+        try:
+            completion = await self._generate(part)
+        except RoleLostError:
+            raise
+        except BackendError as error:
+            group.progress[index] = Progress(failure=error, rounds=rounds)
+        else:
+            group.progress[index] = progressed(completion, request, rounds, last=rounds >= self.max_rounds)
+        rollout_step.tell(group)
+
+
+def progressed(completion: Completion, request: GenerateRequest, rounds: int, *, last: bool) -> Progress:
+    """What a round made of a sample: its completion as the whole ``request`` sees it.
+
+    A completion that was cut off before the request's own bound is not whole; in the ``last`` round the engine should
+    not have done that.
+    """
+    cut = completion.finish_reason == "abort" or (
+        completion.finish_reason == "length" and len(completion.token_ids) < request.sampling.max_tokens
+    )
+    if cut and last:
+        return Progress(
+            failure=BackendError(
+                f"request {request.id!r} ended after {len(completion.token_ids)} of {request.sampling.max_tokens} "
+                f"tokens ({completion.finish_reason}) in its last round, which nobody asked for"
+            ),
+            rounds=rounds,
+        )
+    reason = "abort" if cut else completion.finish_reason
+    whole = replace(completion, sampling=request.sampling, finish_reason=reason)
+    return Progress(at_hand(whole) if cut else whole, rounds=rounds)

@@ -1,0 +1,169 @@
+"""The steps of a run: rollouts are produced and buffered, a step's are selected and trained on, weights are synced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.executor.checkpointing import CheckpointWriter
+from chatlearn_core.executor.decisions import Decisions
+from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.experience import exclusion_metrics
+from chatlearn_core.executor.finished_group import FinishedGroup, samples_of
+from chatlearn_core.executor.journal import Journal
+from chatlearn_core.executor.loggers import Loggers
+from chatlearn_core.executor.metrics_line import epochs, throughput, values
+from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.policy_updater import PolicyUpdater
+from chatlearn_core.executor.refresh import RoleRefresher
+from chatlearn_core.executor.rollout_buffer import RolloutBuffer
+from chatlearn_core.executor.rollout_producer import RolloutProducer
+from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
+from chatlearn_core.metrics import Timers
+from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.protocols import Algorithm
+from chatlearn_core.types import Metric, Metrics, merge_metrics
+
+
+@dataclass(slots=True)
+class TrainingLoop:
+    """Makes the steps of a run, one after the other.
+
+    ``sampler -> RolloutProducer -> RolloutBuffer -> PolicyUpdater -> WeightSyncManager -> generators``
+    """
+
+    config: RunConfig
+    state: RunState
+    algorithm: Algorithm
+    decisions: Decisions
+    producer: RolloutProducer
+    buffer: RolloutBuffer
+    updater: PolicyUpdater
+    weight_sync: WeightSyncManager
+    refresher: RoleRefresher
+    evaluator: Evaluator | None
+    checkpoint_writer: CheckpointWriter
+    loggers: Loggers
+    journal: Journal
+    observers: Observers
+
+    async def run(self) -> None:
+        """Make every step that the run still has to make."""
+        if self.state.step == 0 and self.evaluator is not None and self.config.eval.at_start:
+            timers = Timers()
+            self.state.before = await self._evaluate(self.evaluator, timers, 0)
+            self.journal.directory.append_trace(0, timers)
+            self._write_line(0, self.state.before)
+        for step in range(self.state.step + 1, self.config.train.steps + 1):
+            if self.state.stopped is not None:
+                self.journal.say(f"stopped after step {self.state.step}: {self.state.stopped}", "stopped")
+                return
+            await self._step(step)
+
+    async def _step(self, step: int) -> None:
+        timers, state = Timers(), self.state
+        self.journal.step = step
+        with timers.measure("step"):
+            groups, produced = await self._collect(step, timers)
+            experience = await self.updater.prepare(step, groups, state.policy_version, timers)
+            made = merge_metrics(produced, experience.metrics)
+            self.producer.sampler.observe(experience.samples)
+            self.observers.rollout_end(step, experience.samples, values(made))
+            warnings = state.alarms.check(experience, values(made))
+            state.policy_changed = True
+            with self.journal.during(Phase.UPDATING):
+                trained = await self.updater.train(experience, timers)
+            warnings += state.alarms.mismatch(values(trained))  # there, if no flow computed trainer logprobs
+            learned = {update.role for update in self.algorithm.updates(step)}
+            with self.journal.during(Phase.SYNCING):
+                synced = await self.weight_sync.publish(state, learned, timers)
+                refreshed = await self.refresher.refresh(step, timers)
+            await self.producer.updates_done()
+        evaluated: dict[str, float] = {}
+        if self.evaluator is not None and self._evaluation_is_due(step):
+            evaluated = state.after = await self._evaluate(self.evaluator, timers, step)
+        merged = merge_metrics(made, trained, synced, refreshed, timers.metrics())
+        line = values(merged) | throughput(merged) | epochs(self.producer.sampler) | evaluated
+        decision = self.decisions.after_step(step, line, self.producer.sampling)
+        state.stopped = decision.stop
+        line |= decision.metrics
+        if decision.stop is not None and not evaluated and self.evaluator is not None and self.config.eval.at_end:
+            state.after = await self._evaluate(self.evaluator, timers, step)
+            line |= state.after
+        for text in warnings:
+            self.journal.warn(f"step {step}: {text}")
+        if self.config.log.rollouts:
+            self.journal.directory.write_rollouts(step, experience.samples[: self.config.log.rollouts])
+        self.journal.directory.append_trace(step, timers)
+        self._write_line(step, line)  # before the checkpoint: what is written after it would be lost by a kill between
+        self.algorithm.after_step(step, dict(line))
+        state.complete(step, line, self.producer.pending, self.buffer)
+        every = self.config.checkpoint.every
+        if (every and step % every == 0) or step == self.config.train.steps or state.stopped is not None:
+            await self.checkpoint_writer.save(state)
+
+    async def _collect(self, step: int, timers: Timers) -> tuple[list[FinishedGroup], Metrics]:
+        """The groups of a step, and metrics of making them and of leaving others out.
+
+        Without partial rollouts a step takes ``train.prompts_per_step`` groups, first those that wait in the buffer;
+        with them it takes all that are finished. While the algorithm wants more the step takes further ones from the
+        buffer, then has some produced; what it does not take stays there.
+        """
+        metrics: list[Metrics] = [self._evict()]
+        missing = max(0, self.config.train.prompts_per_step - len(self.buffer))
+        size = None if self.producer.partial is not None else self.config.train.prompts_per_step
+        metrics.append(await self._produce(step, missing, timers))
+        groups, refills = self.buffer.select(size), 0
+        while (wanted := self.algorithm.wanted(samples_of(groups))) > 0:
+            if further := self.buffer.select(1):
+                groups += further
+            elif refills < self.config.rollout.max_refills:
+                refills += 1
+                metrics.append(await self._produce(step, wanted, timers))
+            else:
+                text = f"after {refills} refills (rollout.max_refills) algorithm {self.config.algorithm.name!r} wants "
+                self.journal.warn(f"{text}{wanted} examples more; the step trains on {len(groups)} groups", "refill")
+                break
+        if refills:
+            metrics.append({"rollout/refills": Metric(refills, reducer="sum")})
+        if left := samples_of(self.buffer.groups):
+            metrics.append({"rollout/buffered": Metric(len(left), reducer="sum")})
+        return groups, merge_metrics(*metrics)
+
+    async def _produce(self, step: int, missing: int, timers: Timers) -> Metrics:
+        """Have groups produced, and admit them to the buffer."""
+        production = await self.producer.produce(step, missing)
+        timers.include(production.timers)
+        self.buffer.admit(production.groups)
+        admitted = sum(len(group.requests) for group in production.groups)
+        return production.metrics | {"samples/admitted": Metric(admitted, reducer="sum")}
+
+    def _evict(self) -> Metrics:
+        """Leave out what is too old; its samples are counted as excluded, its tokens as discarded."""
+        evicted = self.buffer.evict(self.state.policy_version)
+        if not evicted:
+            return {}
+        tokens = sum(group.num_sampled_tokens for group in evicted)
+        return exclusion_metrics(samples_of(evicted)) | {"rollout/discarded_tokens": Metric(tokens, reducer="sum")}
+
+    def _write_line(self, step: int, line: Mapping[str, float]) -> None:
+        self.journal.directory.append_metrics(step, line)
+        self.loggers.log(step, line)
+        self.observers.step_end(step, line)
+        self.journal.listener.step_done(step, line)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.eval.every
+        last = step == self.config.train.steps
+        return (last and self.config.eval.at_end) or bool(every and step % every == 0)
+
+    async def _evaluate(self, evaluator: Evaluator, timers: Timers, step: int) -> dict[str, float]:
+        with self.journal.during(Phase.EVALUATING, step):
+            metrics, samples = await evaluator.evaluate(timers)
+        line = values(metrics)
+        self.journal.listener.evaluated(step, line)
+        if self.config.log.rollouts:
+            self.journal.directory.write_rollouts(step, samples[: self.config.log.rollouts], kind="eval")
+        return line

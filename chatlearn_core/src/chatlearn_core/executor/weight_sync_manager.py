@@ -1,0 +1,68 @@
+"""Weight sync: the generators take the weights of the roles that learn, under a new policy version."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from chatlearn_core.executor.colocation import ColocationManager
+from chatlearn_core.executor.device_sharing import sync_uses
+from chatlearn_core.executor.metrics_line import sync_metrics
+from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.metrics import Timers
+from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.protocols import Runtime
+from chatlearn_core.runtime.plan import WeightRoute
+from chatlearn_core.types import Metrics, merge_metrics
+
+
+class WeightSyncManager:
+    """Brings weights from trainers to generators along the planned routes, and counts policy versions.
+
+    Args:
+        runtime: moves the weights.
+        routes: from which trainer to which generator.
+        colocation: gives a lease to both ends.
+        observers: hear of every sync.
+    """
+
+    def __init__(
+        self, runtime: Runtime, routes: Sequence[WeightRoute], colocation: ColocationManager, observers: Observers
+    ) -> None:
+        self.runtime = runtime
+        self.routes = tuple(routes)
+        self.colocation = colocation
+        self.observers = observers
+
+    async def publish(self, state: RunState, learned: Collection[str], timers: Timers) -> Metrics:
+        """After updates: raise the policy version, and sync the generators of the roles that learned under it.
+
+        Where none of these roles has a generator nothing moves, and the version stays.
+
+        Raises:
+            WeightSyncError: no replica serves the new version.
+        """
+        routes = [route for route in self.routes if route.trainer in learned]
+        if not routes:
+            return {}
+        state.policy_version += 1
+        return await self._sync(routes, state.policy_version, timers)
+
+    async def republish(self, state: RunState, timers: Timers) -> Metrics:
+        """Bring every generator to the trainers' weights under the version that they have, after a start or a return to
+        a checkpoint.
+
+        Raises:
+            WeightSyncError: no replica serves the version.
+        """
+        return await self._sync(self.routes, state.policy_version, timers)
+
+    async def _sync(self, routes: Sequence[WeightRoute], version: int, timers: Timers) -> Metrics:
+        metrics: Metrics = {}
+        for route in routes:
+            async with self.colocation.lease(*sync_uses(route.trainer, route.generator), timers=timers):
+                with timers.measure("sync", role=route.trainer) as facts:
+                    facts["to"] = route.generator
+                    receipts = await self.runtime.sync_weights(route.trainer, route.generator, version)
+            self.observers.weights_synced(version, receipts)
+            metrics = merge_metrics(metrics, sync_metrics(receipts))
+        return metrics

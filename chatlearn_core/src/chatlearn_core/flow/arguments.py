@@ -1,0 +1,55 @@
+"""What the calls of flows take beside samples, as pydantic models; imports pydantic only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class NoArguments(BaseModel):
+    """A call that takes samples and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SamplingArguments(NoArguments):
+    """How to sample; what is not given is as the run's ``sampling`` section says."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, description="0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="0 keeps the whole vocabulary.")
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+
+
+class GenerateArguments(SamplingArguments):
+    """How to sample, and how often."""
+
+    n: int | None = Field(None, ge=1, description="Completions of each prompt; by default the algorithm's group size.")
+
+
+class AnyArguments(BaseModel):
+    """What a function of the user's takes; its own signature says."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+
+class ComputeArguments(NoArguments):
+    """Outputs of a language model."""
+
+    temperature: float | None = Field(
+        None, gt=0, description="Divides the logits; by default the sampling.temperature of the run."
+    )
+
+
+class TopKArguments(ComputeArguments):
+    """The most likely tokens."""
+
+    k: int = Field(ge=1)
+
+
+class LogprobsAtArguments(ComputeArguments):
+    """Logprobs of given tokens."""
+
+    ids: str = Field(min_length=1, description="Name of the token data [T, k] that holds the ids.")

@@ -1,1 +1,0 @@
-"""What of ``hosting`` runs in the engine's interpreter: standard library only, and torch in ``blocks``."""

@@ -1,0 +1,202 @@
+"""Environments: rollouts of one or many turns, in which a policy samples and something else answers.
+
+Tokens in, tokens out: an environment appends token ids, and the loss mask is True only on what the policy sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from chatlearn_core.exceptions import BackendError, ContractError
+from chatlearn_core.types import (
+    Completion,
+    Example,
+    GenerateRequest,
+    Media,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutStatus,
+    Sample,
+    SamplingParams,
+    TokenIds,
+    sample_from_completion,
+    sample_with_tokens,
+    sample_with_turn,
+)
+from chatlearn_core.types.keyed_seed import keyed_seed
+
+GenerateFor = Callable[[str, GenerateRequest], Awaitable[Completion]]
+"""``(handle, request)``: what a generator role that is known under a handle (``uses`` of the role) samples."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class RolloutOrder:
+    """One rollout that an environment is to make. Picklable."""
+
+    id: str
+    group_id: str
+    example: Example
+    sampling: SamplingParams
+    """Of the run; ``max_tokens`` bounds a turn."""
+    seed: int
+    """Keys everything random in the rollout."""
+    max_tokens: int
+    """Longest sequence of the rollout, prompt included."""
+    timeout_s: float
+
+
+class SequenceBuilder:
+    """Grows one training sample: the prompt, then what the policy sampled and what it observed, in turns.
+
+    Example:
+        sequence = context.sequence()
+        sequence.sampled(await context.generate(sequence.token_ids))
+        sequence.observed(context.tokenizer.encode(" wrong, try again:"))
+        sequence.sampled(await context.generate(sequence.token_ids))
+        return context.finished([sequence])
+    """
+
+    def __init__(self, sample_id: str, group_id: str, prompt: Prompt, example_id: str) -> None:
+        self._sample = Sample(
+            sample_id,
+            group_id,
+            prompt,
+            prompt.token_ids,
+            np.zeros(len(prompt.token_ids), np.bool_),
+            example_id=example_id,
+            media=prompt.media,
+        )
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """[T] everything so far: what the next request continues."""
+        return self._sample.token_ids
+
+    @property
+    def sample(self) -> Sample:
+        """The sample so far."""
+        return self._sample
+
+    def sampled(self, completion: Completion, *, generator: str = "") -> None:
+        """Append what was sampled after ``token_ids``."""
+        sample = self._sample
+        if sample.turns:
+            self._sample = sample_with_turn(sample, completion, generator=generator)
+        else:
+            self._sample = sample_from_completion(
+                sample.id, sample.group_id, sample.prompt, completion, example_id=sample.example_id, generator=generator
+            )
+
+    def observed(self, token_ids: Any) -> None:
+        """Append tokens that the policy did not sample and does not learn: a tool's answer, the next question.
+
+        Raises:
+            ContractError: before anything was sampled: such tokens belong to the prompt.
+        """
+        if not self._sample.turns:
+            raise ContractError(f"sample {self._sample.id!r}: tokens were observed before the policy sampled any")
+        self._sample = sample_with_tokens(self._sample, np.asarray(token_ids, np.int64))
+
+
+@dataclass(slots=True, eq=False)
+class RolloutContext:
+    """What an environment has while it makes one rollout."""
+
+    order: RolloutOrder
+    tokenizer: Any
+    """Of the run's model; Hugging Face's, or like it."""
+    generate_for: GenerateFor
+    policy: str = "policy"
+    """The handle of the generator that samples what is trained on."""
+    _num_calls: int = field(default=0, init=False)
+
+    @property
+    def id(self) -> str:
+        """Of the rollout; unique in a run."""
+        return self.order.id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the run."""
+        return self.order.sampling
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence, prompt included."""
+        return self.order.max_tokens
+
+    async def generate(
+        self,
+        token_ids: TokenIds,
+        *,
+        role: str | None = None,
+        sampling: SamplingParams | None = None,
+        media: tuple[Media, ...] = (),
+    ) -> Completion:
+        """Sample after these tokens.
+
+        Args:
+            token_ids: [P] all of the sequence so far.
+            role: a handle of ``uses``; the policy by default.
+            sampling: the run's by default. Its seed is replaced: it is keyed by rollout and number of the call.
+            media: what the tokens refer to.
+
+        Raises:
+            BackendError: the sequence is as long as it may be, or the request failed.
+        """
+        room = self.max_tokens - len(token_ids)
+        if room < 1:
+            raise BackendError(
+                f"rollout {self.id}: a sequence has {len(token_ids)} tokens, and the longest of the run has "
+                f"{self.max_tokens} (model.max_length): there is no room for a turn"
+            )
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        wanted = sampling or self.sampling
+        own = replace(wanted, seed=keyed_seed(self.order.seed, "turn", number), max_tokens=min(wanted.max_tokens, room))
+        request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
+        return await self.generate_for(role or self.policy, request)
+
+    def sequence(self, suffix: str = "") -> SequenceBuilder:
+        """A sample that begins with the prompt.
+
+        Args:
+            suffix: tells the samples of a rollout apart where it has several: behind the rollout's id.
+        """
+        order = self.order
+        return SequenceBuilder(f"{order.id}{suffix}", order.group_id, order.example.prompt, order.example.id)
+
+    def finished(
+        self,
+        sequences: list[SequenceBuilder],
+        *,
+        status: RolloutStatus = "finished",
+        reward: RewardResult | None = None,
+    ) -> Rollout:
+        """The rollout, made of its sequences; the first is the one that reward roles judge."""
+        order = self.order
+        samples = [sequence.sample for sequence in sequences]
+        return Rollout(order.id, order.group_id, order.example, samples, status, reward)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Makes rollouts. Built as ``factory(options, RoleContext)``; one object makes many at the same time, on an event
+    loop of its own.
+    """
+
+    def setup(self) -> None:
+        """Load what it needs. Called once, before any rollout, in the process that hosts it."""
+
+    async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
+        """From the prompt to the end: let the policy sample, answer, and so on; ``context.finished`` gives the result.
+
+        An exception excludes the rollout; it is counted, and the run goes on.
+        """
+
+    def close(self) -> None:
+        """Release everything. Twice is fine."""

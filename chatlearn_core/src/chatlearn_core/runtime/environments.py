@@ -1,0 +1,200 @@
+"""Environments in this process: on an event loop of their own, so that a tool that blocks holds up nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Collection
+from typing import Any
+
+import numpy as np
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError, RoleLostError
+from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
+from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.types import Completion, GenerateRequest, RemoteCompletion, Rollout
+
+_STOP_S = 5.0
+"""An environment's loop that does not end for so long is left behind: its thread is a daemon."""
+
+
+class LocalEnvironments:
+    """The environment group of the local runtime: one object, many rollouts at a time.
+
+    Args:
+        role: as planned.
+        environment: built, not set up.
+        tokenizer: of the run's model.
+    """
+
+    def __init__(self, role: RolePlan, environment: Environment, tokenizer: Any) -> None:
+        self.role = role
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"environment {role.name}", daemon=True)
+
+    @property
+    def name(self) -> str:
+        return self.role.name
+
+    async def start(self) -> None:
+        """Set the environment up, on its own thread.
+
+        Raises:
+            BackendError, BackendTimeoutError: it does not start.
+        """
+        self._thread.start()
+
+        async def set_up() -> None:
+            self.environment.setup()
+
+        try:
+            async with asyncio.timeout(self.role.timeout_s):
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(set_up(), self._loop))
+        except TimeoutError as error:
+            raise BackendTimeoutError(
+                f"environment role {self.name!r} was not set up within {self.role.timeout_s:g} s "
+                f"(roles.{self.name}.timeout_s)"
+            ) from error
+        except ChatLearnError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"environment {self.role.backend.record.name!r} of role {self.name!r} does not start: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    async def rollout(self, order: RolloutOrder, generate: GenerateFor) -> Rollout:
+        """See ``EnvironmentGroup``. The time that generators take does not count."""
+        here = asyncio.get_running_loop()
+        pending: set[concurrent.futures.Future[Completion]] = set()
+        lost: list[RoleLostError] = []
+        clock = _OwnTime(order.timeout_s)
+
+        async def generate_here(handle: str, request: GenerateRequest) -> Completion:
+            if handle not in self.role.uses:
+                raise ContractError(
+                    f"environment role {self.name!r} has no generator by the handle {handle!r}; its handles are "
+                    f"{', '.join(self.role.uses)} (roles.{self.name}.uses)"
+                )
+            asked = asyncio.run_coroutine_threadsafe(clock.without(generate(handle, request)), here)
+            pending.add(asked)
+            try:
+                completion = await asyncio.wrap_future(asked)
+                return completion.fetch() if isinstance(completion, RemoteCompletion) else completion
+            except RoleLostError as error:
+                lost.append(error)  # whatever the environment makes of it, the run ends
+                raise
+            finally:
+                pending.discard(asked)
+
+        [policy, *_] = self.role.backend.record.uses  # type: ignore[union-attr]  # an environment's record
+        context = RolloutContext(order, self.tokenizer, generate_here, policy)
+        prompt = order.example.prompt
+        playing = asyncio.run_coroutine_threadsafe(self.environment.rollout(prompt, context), self._loop)
+        try:
+            async with clock.limit:
+                rollout = await asyncio.wrap_future(playing)
+        except TimeoutError as error:
+            playing.cancel()
+            for asked in tuple(pending):
+                asked.cancel()
+            raise BackendTimeoutError(
+                f"rollout {order.id} of environment role {self.name!r} was not finished within {order.timeout_s:g} s "
+                f"(roles.{self.name}.timeout_s)"
+            ) from error
+        except ChatLearnError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"environment {self.role.backend.record.name!r} raised {type(error).__name__} in rollout {order.id}: "
+                f"{error}"
+            ) from error
+        finally:
+            clock.over = True
+        if lost:
+            raise lost[0]
+        return checked_rollout(rollout, order, self.role)
+
+    def close(self) -> None:
+        """Close the environment and end its loop. Twice is fine."""
+        if self._loop.is_closed():
+            return
+        try:
+            self.environment.close()
+        finally:
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(_STOP_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
+class _OwnTime:
+    """A limit of the time that an environment takes itself: while it waits for a generator it stands still."""
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = asyncio.timeout(seconds)
+        self.over = False
+        self._left = seconds
+        self._num_waiting = 0
+
+    async def without(self, generated: Awaitable[Completion]) -> Completion:
+        """Await a completion; generators have limits of their own."""
+        now = asyncio.get_running_loop().time
+        if not self._num_waiting and (end := self.limit.when()) is not None:
+            self._left = end - now()
+            self.limit.reschedule(None)
+        self._num_waiting += 1
+        try:
+            return await generated
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting and not self.over:
+                self.limit.reschedule(now() + self._left)
+
+
+def checked_rollout(rollout: Any, order: RolloutOrder, role: RolePlan) -> Rollout:
+    """The rollout, if it is one of the order.
+
+    Raises:
+        ContractError: names role, rollout and rule.
+    """
+    problem = _problem(rollout, order)
+    if problem is not None:
+        record = role.backend.record.name
+        raise ContractError(f"environment {record!r} (role {role.name!r}), rollout {order.id}: {problem}")
+    assert isinstance(rollout, Rollout)
+    return rollout
+
+
+def _problem(rollout: Any, order: RolloutOrder) -> str | None:
+    if not isinstance(rollout, Rollout):
+        return f"it returned {type(rollout).__name__}; Environment.rollout returns a Rollout (context.finished)"
+    if (rollout.id, rollout.group_id) != (order.id, order.group_id):
+        return f"it returned the rollout {rollout.id} of group {rollout.group_id}"
+    if not rollout.samples:
+        return "it has no sample"
+    if _repeated([sample.id for sample in rollout.samples]):
+        return "two of its samples have one id; context.sequence(suffix) tells them apart"
+    for sample in rollout.samples:
+        length = len(sample.token_ids)
+        if not sample.id.startswith(order.id):
+            return f"the id of its sample {sample.id!r} does not begin with the rollout's"
+        if length > order.max_tokens:
+            return f"its sample {sample.id!r} has {length} tokens; the longest sequence has {order.max_tokens}"
+        for name, values in {"loss_mask": sample.loss_mask, **sample.token_data}.items():
+            if len(values) != length:
+                return f"{name} of its sample {sample.id!r} has {len(values)} entries for {length} tokens"
+        sampled = np.zeros(length, np.bool_)
+        for turn in sample.turns:
+            sampled[turn.start : turn.stop] = True
+        if (np.asarray(sample.loss_mask) & ~sampled).any():
+            return f"the loss mask of its sample {sample.id!r} covers tokens that the policy did not sample"
+    return None
+
+
+def _repeated(names: Collection[str]) -> bool:
+    return len(set(names)) < len(names)

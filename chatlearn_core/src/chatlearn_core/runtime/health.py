@@ -1,0 +1,20 @@
+"""What a backend says of itself when a call of it failed, or has no answer."""
+
+from __future__ import annotations
+
+from chatlearn_core.protocols import Lifecycle
+
+
+def problem_of(backend: Lifecycle) -> str | None:
+    """What ``Lifecycle.health`` says; that it raised is a problem, too."""
+    try:
+        return backend.health()
+    except Exception as error:
+        return f"its health() raised {type(error).__name__}: {error}"
+
+
+def health_words(problem: str | None) -> str:
+    """A sentence for the error of a call that had no answer."""
+    if problem is None:
+        return "It reports no problem of its own (health)."
+    return f"It reports of itself (health): {problem}."

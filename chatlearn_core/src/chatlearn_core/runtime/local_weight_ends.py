@@ -1,0 +1,129 @@
+"""Senders and receivers of the local runtime: both in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from chatlearn_core.exceptions import BackendTimeoutError, PluginError, WorkerPlace
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import Generator, WeightReceiver, WeightSender
+from chatlearn_core.runtime.local_trainer import LocalTrainer
+from chatlearn_core.runtime.plan import WeightRoute
+from chatlearn_core.runtime.replica_fleet import ReplicaFleet
+from chatlearn_core.runtime.sync_answers import checked_offer
+from chatlearn_core.runtime.weight_ends import GRACE_S, take_weights
+from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+
+
+class LocalSenders:
+    """Implements ``SenderGroup`` for a trainer of one rank, which streams its weights in its own executor."""
+
+    is_lost = False
+
+    def __init__(self, route: WeightRoute, registry: PluginRegistry, trainer: LocalTrainer) -> None:
+        self._trainer = trainer
+        self._transport = f"weight sync {route.record.name!r} ({registry.origin(route.record)})"
+        self._endpoint = _endpoint(route.trainer, 0)
+        self.sender: WeightSender = registry.load_factory(route.record, "sender")(route.options, self._endpoint)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return (self._endpoint,)
+
+    async def manifest(self, payload: Payload) -> WeightManifest:
+        return await self._trainer.manifest(payload)
+
+    async def offer(self, request: SyncRequest) -> list[SyncOffer]:
+        try:
+            offer = self.sender.offer(request)
+        except SystemExit as error:
+            raise PluginError(
+                f"{self._transport}: offer() of its sender tried to end the process: {error!r}"
+            ) from error
+        return [checked_offer(offer, self._transport, self._endpoint.rank)]
+
+    async def send(self, request: SyncRequest) -> None:
+        limit = request.timeout_s + GRACE_S
+        send, trainer = self.sender.send, self._trainer.trainer
+        await self._trainer.executor.run(
+            "send weights", send, request, trainer, timeout_s=limit, setting="weight_sync.timeout_s"
+        )
+
+    async def release(self, request: SyncRequest) -> None:
+        self.sender.release(request)
+
+    def close(self) -> None:
+        """Close the sender. Twice is fine."""
+        self.sender.close()
+
+
+class LocalReceivers:
+    """Implements ``ReceiverGroup`` for replicas that are objects of this process."""
+
+    def __init__(self, route: WeightRoute, registry: PluginRegistry, fleet: ReplicaFleet[Generator]) -> None:
+        self._route = route
+        self._fleet = fleet
+        self._transport = f"weight sync {route.record.name!r} ({registry.origin(route.record)})"
+        self._make_receiver = registry.load_factory(route.record, "receiver")
+        self._endpoints = [_endpoint(route.generator, replica) for replica in range(fleet.num_replicas)]
+        self._generators = list(fleet.replicas)
+        """Those that the receivers stand beside."""
+        self.receivers: list[WeightReceiver] = [
+            self._make_receiver(route.options, endpoint) for endpoint in self._endpoints
+        ]
+
+    async def endpoint(self, replica: int) -> Endpoint:
+        if self._generators[replica] is not self._fleet.replicas[replica]:
+            self.receivers[replica].close()
+            former = self._endpoints[replica]
+            endpoint = self._endpoints[replica] = replace(former, incarnation=former.incarnation + 1)
+            self.receivers[replica] = self._make_receiver(self._route.options, endpoint)
+            self._generators[replica] = self._fleet.replicas[replica]
+        return self._endpoints[replica]
+
+    async def begin(self, replica: int, request: SyncRequest) -> None:
+        loader = self._fleet.replicas[replica].loader
+        try:
+            async with asyncio.timeout(request.timeout_s + GRACE_S) as limit:
+                await loader.begin(request.policy_version, request.manifest)
+        except SystemExit as error:  # which would end the event loop
+            raise PluginError(
+                f"role {self._route.generator!r}, replica {replica}: begin() tried to end the process: {error!r}"
+            ) from error
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            reason = f"it did not stop serving within {request.timeout_s:g} s (weight_sync.timeout_s)"
+            await loader.fail(reason)
+            raise BackendTimeoutError(
+                f"weight sync of policy version {request.policy_version}: role {self._route.generator!r}, replica "
+                f"{replica}: {reason}"
+            ).at(WorkerPlace(self._route.generator, f"replica {replica}", "begin")) from error
+
+    async def receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        loader = self._fleet.replicas[replica].loader
+        return await take_weights(self.receivers[replica], loader, request, offers, replica, self._transport)
+
+    async def fail(self, replicas: Collection[int], reason: str) -> None:
+        for replica in replicas:
+            await self._fleet.replicas[replica].loader.fail(reason)
+
+    async def lives(self, replica: int) -> bool:
+        return self._fleet.replicas[replica].state != "dead"
+
+    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        return self._fleet.loading(replicas)
+
+    def close(self) -> None:
+        """Close every receiver. Twice is fine."""
+        for receiver in self.receivers:
+            receiver.close()
+
+
+def _endpoint(role: str, replica: int) -> Endpoint:
+    return Endpoint(role, replica, 0, socket.gethostname(), "local", os.getpid())

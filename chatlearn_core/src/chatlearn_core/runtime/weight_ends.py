@@ -1,0 +1,108 @@
+"""The two sides of a weight sync, as ``WeightTransfer`` drives them: senders in the trainer's ranks, receivers beside
+the generator's replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.protocols import WeightLoader, WeightReceiver
+from chatlearn_core.runtime.sync_answers import checked_num_bytes
+from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+
+GRACE_S = 5.0
+"""An outer wait lasts this much longer than the inner one: the transport's own timeout names what it waits for."""
+
+
+class SenderGroup(Protocol):
+    """The senders of all ranks of a trainer. Each method calls every rank; each has a timeout."""
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """By rank."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can be sent before the trainer is rebuilt."""
+
+    async def manifest(self, payload: Payload) -> WeightManifest:
+        """See ``Trainer.manifest``."""
+
+    async def offer(self, request: SyncRequest) -> list[SyncOffer]:
+        """See ``WeightSender.offer``; checked, by rank."""
+
+    async def send(self, request: SyncRequest) -> None:
+        """See ``WeightSender.send``; returns when every rank has sent."""
+
+    async def release(self, request: SyncRequest) -> None:
+        """See ``WeightSender.release``; does nothing where the senders are lost."""
+
+    def close(self) -> None:
+        """Close what this process holds. Twice is fine."""
+
+
+class ReceiverGroup(Protocol):
+    """The receivers of all replicas of a generator, and the replicas' loaders. Every call has a timeout."""
+
+    async def endpoint(self, replica: int) -> Endpoint:
+        """The receiver of a replica. One that was rebuilt gets a new receiver.
+
+        Raises:
+            BackendError: the replica cannot be reached; it is dead when this raises.
+        """
+
+    async def begin(self, replica: int, request: SyncRequest) -> None:
+        """See ``WeightLoader.begin``. A replica that does not answer in time is dead when this raises."""
+
+    async def receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        """See ``take_weights``; the receipt of a replica that cannot be reached says ``dead``, too."""
+
+    async def fail(self, replicas: Collection[int], reason: str) -> None:
+        """Give replicas up: they are dead when this returns."""
+
+    async def lives(self, replica: int) -> bool:
+        """Ask a replica how it is; one that does not live is dead when this returns."""
+
+    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        """In the block requests go past these replicas."""
+
+    def close(self) -> None:
+        """Close what this process holds. Twice is fine."""
+
+
+async def take_weights(
+    receiver: WeightReceiver,
+    loader: WeightLoader,
+    request: SyncRequest,
+    offers: Sequence[SyncOffer],
+    replica: int,
+    transport: str,
+) -> SyncReceipt:
+    """One replica's part of a sync, in the process of its adapter: take the weights and serve them.
+
+    Args:
+        transport: names the plugin, for messages.
+
+    Returns:
+        A receipt, also of a failure: the replica is dead then.
+    """
+    start = time.perf_counter()
+    try:
+        async with asyncio.timeout(request.timeout_s + GRACE_S):
+            received = await receiver.receive(request, offers, loader)
+            num_bytes = checked_num_bytes(received, transport)
+            version = await loader.finish()
+        if version != request.policy_version:
+            raise WeightSyncError(f"it confirmed version {version} where {request.policy_version} was sent")
+    except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
+        reason = str(error) or f"no answer within {request.timeout_s:g} s (weight_sync.timeout_s)"
+        await loader.fail(reason)
+        return SyncReceipt(replica, request.policy_version, "dead", error=f"{type(error).__name__}: {reason}")
+    seconds = time.perf_counter() - start
+    weight_bytes = request.manifest.num_bytes
+    return SyncReceipt(replica, version, "serving", num_bytes, seconds, weight_bytes=weight_bytes)

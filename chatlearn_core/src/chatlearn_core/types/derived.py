@@ -1,0 +1,28 @@
+"""What an algorithm computes from a batch before it is trained on: advantages, returns, exclusions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from chatlearn_core.types.metric import Metrics
+
+
+@dataclass(slots=True, eq=False)
+class Derived:
+    """New data of a batch's sequences, aligned with the batch, and which of them are not trained on.
+
+    Example:
+        Two sequences of 3 and 2 tokens, T = 5, the second without anything to learn:
+        Derived({"advantages": tensor([0.0, 0.7, 0.7, 0.0, 0.0])}, exclusions={"p7@0#1": "zero_spread_group"})
+    """
+
+    token_data: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [T, ...]"""
+    sequence_data: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [S]"""
+    exclusions: dict[str, str] = field(default_factory=dict)
+    """Sample id -> why it is not trained on. Counted by reason."""
+    metrics: Metrics = field(default_factory=dict)
+    """Parts: those of several slices of a batch are merged."""

@@ -1,0 +1,55 @@
+"""What a rank knows of a file that it has written, so that nothing else has to read terabytes again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from chatlearn_core.exceptions import BackendError
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(slots=True, frozen=True)
+class FileFacts:
+    """A file as it was written.
+
+    Example:
+        ``FileFacts(num_bytes=4, sha256="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08")``
+    """
+
+    num_bytes: int
+    sha256: str
+    """64 hexadecimal digits."""
+
+
+def merged_facts(parts: Iterable[object], origin: str) -> dict[str, FileFacts]:
+    """The facts of all ranks, by the file's path below the checkpoint directory.
+
+    Args:
+        parts: what each rank's ``save`` returned.
+        origin: leads the message.
+
+    Raises:
+        BackendError: a rank returned no facts, or two ranks say different things of one file.
+    """
+    merged: dict[str, FileFacts] = {}
+    for rank, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise BackendError(
+                f"{origin}: save() on rank {rank} returned a {type(part).__name__}; it must return the facts of the "
+                "files that this rank wrote, {} if it has none. This is a fault of the plugin"
+            )
+        for name, facts in part.items():
+            if not isinstance(name, str) or not isinstance(facts, FileFacts) or not _SHA256.fullmatch(facts.sha256):
+                raise BackendError(
+                    f"{origin}: save() on rank {rank} returned {name!r:.80}: {facts!r:.120}; it must map the path of "
+                    "each file below the directory to its FileFacts. This is a fault of the plugin"
+                )
+            if merged.setdefault(name, facts) != facts:
+                raise BackendError(
+                    f"{origin}: save() says two things of {name}: {merged[name]}, and on rank {rank} {facts}. Did two "
+                    "ranks write one file? This is a fault of the plugin"
+                )
+    return merged

@@ -1,0 +1,24 @@
+"""A filter: completions that the length limit cut off are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from chatlearn_algorithms.decision_options import TruncatedOptions
+from chatlearn_core.protocols import SampleFilter
+from chatlearn_core.types import Sample
+
+REASON = "truncated"
+
+
+class Truncated(SampleFilter):
+    """Leaves out samples whose last turn ended by length (DAPO, arXiv 2503.14476, section 3.4: overlong filtering).
+
+    A cut answer may have been right; its reward says nothing about the tokens before the cut.
+    """
+
+    def __init__(self, options: TruncatedOptions) -> None:
+        self.options = options
+
+    def excluded(self, samples: Sequence[Sample]) -> Mapping[str, str]:
+        return {sample.id: REASON for sample in samples if sample.turns and sample.turns[-1].finish_reason == "length"}

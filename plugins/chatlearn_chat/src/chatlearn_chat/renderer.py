@@ -1,0 +1,337 @@
+"""From a raw example to tokens: chat template, verbatim text, completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from chatlearn_chat.control_tokens import ControlTokens, Hidden
+from chatlearn_chat.conversation import MarkedConversation, marked_conversation
+from chatlearn_chat.deadline import Deadline, TooSlowError
+from chatlearn_chat.messages import checked_completion, checked_prompt, has_assistant, single_text, text_of
+from chatlearn_chat.shortest_encoding import ShortestEncoding
+from chatlearn_chat.turn_delimiters import turn_delimiters
+from chatlearn_core.data.format import Message
+from chatlearn_core.data.tokenizer import Tokenizer
+from chatlearn_core.exceptions import DataError, ModelError
+from chatlearn_core.protocols.prompt_renderer import (
+    ControlTokenPolicy,
+    RenderedDemonstration,
+    RenderedPrompt,
+    TooLongError,
+)
+from chatlearn_core.types import TokenIds
+
+TEMPLATE_TIMEOUT_S = 20.0
+"""A conversation takes milliseconds; what takes so long does not end."""
+
+
+@dataclass(slots=True, frozen=True)
+class ChatTemplateRenderer:
+    """Renders prompts the same way for a whole run.
+
+    With ``apply_chat_template`` messages go through the tokenizer's template with the generation prompt, and a plain
+    string becomes one user message first; if the tokenizer has no template a plain string is taken verbatim and
+    messages are an error. Without it, a string is taken verbatim and messages are their contents joined by blank
+    lines. Verbatim text gets the special tokens that the tokenizer puts before plain text; a rendered template has
+    its own.
+
+    Control tokens that the data spells are text unless ``control_tokens`` says otherwise; a row without any has the
+    ids that the tokenizer gives it.
+    """
+
+    tokenizer: Tokenizer
+    apply_chat_template: bool = True
+    system_prompt: str | None = None
+    control_tokens: ControlTokenPolicy = "text"
+    max_tokens: int | None = None
+    """Texts that certainly have more tokens are not tokenised."""
+    _control: ControlTokens = field(init=False, repr=False)
+    _shortest: ShortestEncoding = field(init=False, repr=False)
+    _end_of_turn: str | None = field(init=False, repr=False)
+    _deadline: Deadline = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_deadline", Deadline(TEMPLATE_TIMEOUT_S))
+        object.__setattr__(self, "_control", ControlTokens(self.tokenizer, self._turn_delimiters()))
+        object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
+        object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
+
+    def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
+        """The control tokens that prompts and completions spell, each once."""
+        return self._control.spelled_in(texts)
+
+    def prompt(self, prompt: str | Sequence[Message], tools: Sequence[Any] = ()) -> RenderedPrompt:
+        """Render one prompt, with the tools that its template is to offer.
+
+        Raises:
+            TooLongError: longer than ``max_tokens``, without doubt.
+            DataError: an empty or malformed prompt; only the reason.
+        """
+        messages = self._messages(prompt)
+        kept = () if isinstance(prompt, str) else messages
+        if self.uses_template:
+            text, ids = self._chat(messages, tools)
+        elif self.apply_chat_template and kept:
+            raise DataError(
+                "the prompt is a chat, but the tokenizer has no chat template; use a model with one, "
+                "or set data.apply_chat_template=false to join the messages' contents by blank lines"
+            )
+        else:
+            text = "\n\n".join(text_of(message) for message in messages)
+            ids = self._verbatim(text)
+        if not ids:
+            raise DataError("the prompt has no tokens")
+        return RenderedPrompt(text, np.asarray(ids, dtype=np.int64), kept)
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return self.apply_chat_template and self.tokenizer.chat_template is not None
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """Id of the token by which the chat template ends the assistant's turn; None without a template or such a
+        token.
+        """
+        return None if self._end_of_turn is None else self._control.id_of(self._end_of_turn)
+
+    def demonstration(
+        self,
+        prompt: str | Sequence[Message],
+        completion: str | Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        imitates_prompt: bool = False,
+    ) -> RenderedDemonstration:
+        """Render what is imitated as the chat template writes it: the assistant's turns, each from the end of the
+        generation prompt to the token that ends it. Without a template, the text of the completion, ended by the
+        end-of-sequence token.
+
+        Args:
+            completion: text, or messages of which the assistant's are imitated; one with ``weight: 0`` is not.
+            tools: for the template.
+            imitates_prompt: imitate the assistant's turns in the prompt as well. What stands before the first one that
+                is imitated is the demonstration's prompt.
+
+        Raises:
+            TooLongError: longer than ``max_tokens``, without doubt.
+            DataError: nothing to imitate, a malformed message, or a turn that cannot be told apart in what the template
+                writes; only the reason.
+        """
+        if not self.uses_template:
+            ids = self.completion(single_text(completion, imitates_prompt and has_assistant(prompt)))
+            return RenderedDemonstration(self.prompt(prompt, tools), ids, np.ones(len(ids), np.bool_))
+        start = self._messages(prompt)
+        added = checked_completion(completion)
+        messages: list[Message] = [*start, *added]
+        imitated = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0 and index > 0
+            if imitates_prompt or index >= len(start)
+        ]
+        if not imitated:
+            raise DataError("there is no assistant message to imitate")
+        messages = messages[: imitated[-1] + 1]
+        self._spelled((messages, list(tools)))  # refused where it is to be, what ends a turn included
+        messages = [self._without_written_end(message) for message in messages]
+        hidden = self._hidden(messages, tools)
+        if hidden.spelled:
+            self._revealed(hidden, self._template(hidden.value[0], False, hidden.value[1]), messages, tools, False)
+        marked = marked_conversation(
+            hidden.value[0], imitated, lambda shown, ask: self._template(shown, ask, hidden.value[1]), self._control
+        )
+        self._check_length(marked.text)
+        pieces = self._encoded_turns(marked, hidden)
+        if not pieces[0]:
+            raise DataError("the prompt has no tokens")
+        text = hidden.reveal(marked.text[: marked.turns[0][0]])
+        kept = () if isinstance(prompt, str) else tuple(messages[: imitated[0]])
+        rendered = RenderedPrompt(text, np.asarray(pieces[0], dtype=np.int64), kept)
+        # After the prompt, turns and what stands between them alternate.
+        mask = np.concatenate([np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces[1:])])
+        return RenderedDemonstration(rendered, np.concatenate(pieces[1:]).astype(np.int64), mask)
+
+    def _encoded_turns(self, marked: MarkedConversation, hidden: Hidden) -> list[list[int]]:
+        """Ids of the prompt, the first turn, what stands between it and the next, that turn, and so on.
+
+        What is sampled from is the prompt encoded by itself, so the tokens of a turn begin where its text does. Where
+        pieces by themselves are not what they are in the whole (tokenizers that begin each text with a space), they are
+        cut from the whole, if that has tokens that begin there.
+        """
+        places = [place for turn in marked.turns for place in turn]
+        pieces = [self._encode_hidden(marked.text[a:b], hidden) for a, b in pairwise([0, *places])]
+        whole = self._encode_hidden(marked.text, hidden)
+        if list(chain.from_iterable(pieces)) != whole:
+            before = [self._encode_hidden(marked.text[:place], hidden) for place in places[:-1]]
+            if all(whole[: len(ids)] == ids for ids in before):
+                pieces = [whole[a:b] for a, b in pairwise([0, *map(len, before), len(whole)])]
+        if not marked.is_ended:
+            eos = self.tokenizer.eos_token_id
+            if eos is None:
+                raise DataError("neither chat template nor tokenizer has a token that ends a turn")
+            if pieces[-1][-1:] != [eos]:
+                pieces[-1] = [*pieces[-1], eos]
+        return pieces
+
+    def _messages(self, prompt: str | Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+        """The messages of a prompt, the configured system prompt first."""
+        messages = checked_prompt(prompt)
+        if isinstance(prompt, str) and not prompt.strip():
+            raise DataError("the prompt is empty")
+        if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
+            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+        return messages
+
+    def _turn_delimiters(self) -> frozenset[str]:
+        """The tokens that delimit turns, of a tokenizer that has added tokens other than special ones."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        if self.tokenizer.chat_template is None or all(token.special for token in added):
+            return frozenset()
+        try:
+            return turn_delimiters([str(token) for token in added], self._template)
+        except ModelError:
+            if self.uses_template:
+                raise
+            return frozenset()  # a template that does not end, and that the run does not use
+
+    def _found_end_of_turn(self) -> str | None:
+        try:
+            text = self._template([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], False)
+        except DataError:
+            return None  # a template of another kind of conversation
+        return self._control.last_at_end_of(text.rstrip())
+
+    def _without_written_end(self, message: Message) -> Message:
+        """The message without the token that ends it, written out in the data: the template writes it, too."""
+        content = message["content"]
+        if message["role"] == "assistant" and isinstance(content, str):
+            stripped = content.rstrip()
+            for token in (self._end_of_turn, self._eos_text()):
+                if token and stripped.endswith(token):
+                    return {**message, "content": stripped.removesuffix(token)}
+        return message
+
+    def _hidden(self, messages: Sequence[Message], tools: Sequence[Any]) -> Hidden:
+        """Messages and tools in which the data spell no control token, unless tokens are meant."""
+        value = (list(messages), list(tools))
+        if not self._spelled(value) or self.control_tokens == "special":
+            return Hidden(value, {})
+        return self._control.hide(value)
+
+    def _encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
+        if not text:
+            return []
+        return self._control.encode(text, hidden) if hidden.spelled else self._encode(text)
+
+    def completion(self, text: str) -> TokenIds:
+        """[C] tokens to imitate, ended by the end-of-sequence token.
+
+        Raises:
+            DataError: an empty completion, or a tokenizer without an end-of-sequence token; only the reason.
+        """
+        if not text.strip():
+            raise DataError("the completion is empty")
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so a completion cannot be ended")
+        self._check_length(text)
+        spelled = self._spelled(text)
+        if not spelled or self.control_tokens == "special":
+            ids = self._encode(text)
+        else:  # the one token that ends it, written out, is meant as such
+            hidden = self._control.hide(text.rstrip().removesuffix(self._eos_text()))
+            ids = self._control.encode(hidden.value, hidden)
+        return np.asarray([*ids, eos] if ids[-1:] != [eos] else ids, dtype=np.int64)
+
+    def _chat(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
+        """Text and ids of messages in the tokenizer's template, with the generation prompt."""
+        text = self._template(messages, True, tools)
+        self._check_length(text)
+        hidden = self._hidden(messages, tools)
+        if not hidden.spelled:
+            return text, self._encode(text)
+        rendered = self._template(hidden.value[0], True, hidden.value[1])
+        self._revealed(hidden, rendered, messages, tools, True)
+        return text, self._control.encode(rendered, hidden)
+
+    def _revealed(
+        self, hidden: Hidden, rendered: str, messages: Sequence[Message], tools: Sequence[Any], generation_prompt: bool
+    ) -> None:
+        """See that hiding control tokens changed nothing else.
+
+        Raises:
+            DataError: the template does something about them.
+        """
+        if hidden.reveal(rendered) != self._template(messages, generation_prompt, tools):
+            names = ", ".join(hidden.spelled.values())
+            raise DataError(
+                f"the chat template looks at the control tokens that the messages spell ({names}), so they cannot be "
+                "encoded as text; take them out, or set data.control_tokens=special if tokens are meant"
+            )
+
+    def _template(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
+        settings: dict[str, Any] = {"tools": list(tools)} if tools else {}
+
+        def rendered() -> Any:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **settings
+            )
+
+        try:
+            text = self._deadline.call(rendered)
+        except TooSlowError as error:
+            raise ModelError(
+                f"the tokenizer's chat template {error} for one conversation: it loops, or takes time that grows with"
+                " the length of a text; take another template, or set data.apply_chat_template=false"
+            ) from error
+        except Exception as error:  # templates are programs of other people and raise what they like
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise DataError(f"the chat template gives {type(text).__name__}, not text")
+        return text
+
+    def _verbatim(self, text: str) -> list[int]:
+        """Ids of plain text; an end-of-sequence token that the tokenizer appends would end the prompt: dropped."""
+        self._check_length(text)
+        eos = self.tokenizer.eos_token_id
+        if self._spelled(text) and self.control_tokens == "text":
+            ids = self._control.encode_verbatim(self._control.hide(text))
+            return ids[:-1] if ids and ids[-1] == eos else ids
+        ids = self._encode(text, add_special_tokens=True)
+        if ids and ids[-1] == eos and not text.endswith(self._eos_text()):
+            return ids[:-1]
+        return ids
+
+    def _spelled(self, value: Any) -> bool:
+        """Whether texts in ``value`` spell control tokens.
+
+        Raises:
+            DataError: they do, and that is to be refused.
+        """
+        spelled = self._control.spelled_in(value)
+        if spelled and self.control_tokens == "refuse":
+            raise DataError(f"the text spells control tokens ({', '.join(spelled)}), which data.control_tokens refuses")
+        return bool(spelled)
+
+    def _check_length(self, text: str) -> None:
+        if self.max_tokens is not None and len(text) > self.max_tokens:
+            at_least = self._shortest.num_tokens(text)
+            if at_least > self.max_tokens:
+                raise TooLongError(at_least)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # several libraries, the Rust one raising bare Exception
+            raise DataError(f"the tokenizer refuses the text: {type(error).__name__}: {error}") from error
+
+    def _eos_text(self) -> str:
+        """Empty without such a token."""
+        eos = self.tokenizer.eos_token_id
+        return "" if eos is None else self.tokenizer.decode([eos], skip_special_tokens=False)

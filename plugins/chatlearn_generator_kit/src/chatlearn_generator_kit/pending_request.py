@@ -1,0 +1,230 @@
+"""A request on its way through a generator: the call that waits for its completion, and what was sampled for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.protocols.generator import OnTokens
+from chatlearn_core.types import (
+    RAW_BASIS,
+    Completion,
+    FinishReason,
+    Floats,
+    GenerateRequest,
+    LogprobBasis,
+    TokenIds,
+    VersionSpan,
+    continued_spans,
+)
+
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request, the call that waits for it, and which policy versions sampled its tokens."""
+
+    number: int
+    """Order of submission; names the request inside an engine, since ids need not be unique."""
+    request: GenerateRequest
+    basis: LogprobBasis
+    """Of the logprobs that the completion will have."""
+    future: asyncio.Future[Completion]
+    on_tokens: OnTokens | None = None
+    is_aborted: bool = False
+    """Its end was asked for."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, policy version): from that token on, that version sampled."""
+    num_cached_tokens: int = 0
+
+    @property
+    def prior(self) -> Completion | None:
+        """What is resumed."""
+        return self.request.resume_from
+
+    @property
+    def num_prior(self) -> int:
+        """Tokens of what is resumed."""
+        return 0 if self.prior is None else len(self.prior.token_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How many tokens may be sampled beyond those that are resumed."""
+        return self.request.sampling.max_tokens - self.num_prior
+
+    def context(self) -> npt.NDArray[np.int64]:
+        """[P + prior] tokens to compute before the first one is sampled."""
+        prompt = np.asarray(self.request.prompt_ids, dtype=np.int64)
+        return prompt if self.prior is None else np.concatenate([prompt, self.prior.token_ids])
+
+    def version_spans(self, count: int) -> tuple[VersionSpan, ...]:
+        """Spans over [0, count), those of the resumed completion first."""
+        bounds = [*(start for start, _ in self.spans[1:]), count]
+        return continued_spans(
+            self.prior,
+            (VersionSpan(start, stop, version) for (start, version), stop in zip(self.spans, bounds, strict=False)),
+        )
+
+    def completion(
+        self,
+        token_ids: TokenIds,
+        logprobs: Floats,
+        reason: FinishReason,
+        text: str,
+        raw_logprobs: Floats | None = None,
+    ) -> Completion:
+        """The completion of these tokens; arrays are [C], resumed tokens included."""
+        return Completion(
+            request_id=self.request.id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            basis=self.basis,
+            finish_reason=reason,
+            sampling=self.request.sampling,
+            version_spans=self.version_spans(len(token_ids)),
+            raw_logprobs=raw_logprobs,
+            text=text,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def unstarted(self) -> Completion:
+        """The completion of a request that is aborted before anything was sampled for it."""
+        if self.prior is not None:
+            prior = self.prior
+            return self.completion(prior.token_ids, prior.logprobs, "abort", prior.text, prior.raw_logprobs)
+        none = np.zeros(0, dtype=np.float32)
+        return self.completion(np.zeros(0, dtype=np.int64), none, "abort", "", none)
+
+    def report(self, generator: str, start: int, token_ids: Sequence[int]) -> bool:
+        """Pass new tokens, from position ``start`` on, to ``on_tokens``; whether the request goes on.
+
+        A callback that raises fails its request.
+
+        Args:
+            generator: for the message.
+            start: position in the completion.
+            token_ids: what was sampled.
+        """
+        if self.on_tokens is None or not token_ids:
+            return True
+        try:
+            self.on_tokens(start, list(token_ids))
+        except Exception as error:
+            failure = BackendError(
+                f"{generator}, request {self.request.id!r}: on_tokens raised {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self.fail(failure)
+            return False
+        return True
+
+    def finish(self, completion: Completion) -> None:
+        """Let the call that waits return ``completion``, if it still waits."""
+        if not self.future.done():
+            self.future.set_result(completion)
+
+    def fail(self, error: BackendError) -> None:
+        """Let the call that waits raise ``error``, if it still waits. From any thread."""
+
+        def settle() -> None:
+            if not self.future.done():
+                self.future.set_exception(error)
+
+        loop = self.future.get_loop()
+        if _running_loop() is loop:
+            settle()
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(settle)
+
+    @property
+    def was_answered(self) -> bool:
+        """Whether the call that waits has a completion."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest(PendingRequest):
+    """A request of an engine that reports the tokens it has sampled as lists, without those that are resumed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def take(
+        self, token_ids: Iterable[int], logprobs: Iterable[float | None], spans: Iterable[tuple[int, int]]
+    ) -> None:
+        """Add sampled tokens.
+
+        Args:
+            token_ids: in their order.
+            logprobs: one for each; None: the engine gave none.
+            spans: (number of the first token among these, policy version), in order.
+        """
+        before = self.num_prior + len(self.token_ids)
+        for start, version in spans:
+            if not self.spans or self.spans[-1][1] != version:
+                self.spans.append((before + start, version))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(float("nan") if value is None else value for value in logprobs)
+
+    def note_cached(self, count: int) -> None:
+        """The engine had computed this many tokens of the context before; only those of the prompt are counted."""
+        self.num_cached_tokens = min(count, len(self.request.prompt_ids))
+
+    def all_token_ids(self) -> list[int]:
+        """Those of the resumed completion, then the new ones."""
+        return [*(self.prior.token_ids.tolist() if self.prior is not None else ()), *self.token_ids]
+
+    def problem(self, reason: str | None, said: str = "no reason given") -> str | None:
+        """Why what the engine sampled cannot be a completion; None if it can.
+
+        Args:
+            reason: the engine's finish reason.
+            said: the engine's words about it.
+        """
+        count, most = len(self.token_ids), self.max_new_tokens
+        if reason not in _REASONS or (reason == "abort" and not self.is_aborted):
+            return f"the engine ended it with {reason!r}: {said}"
+        if len(self.logprobs) != count:
+            return f"the engine returned {count} tokens and {len(self.logprobs)} logprobs"
+        if not np.isfinite(self.logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
+            return (
+                f"the logprob of token {self.num_prior + at} is {self.logprobs[at]}; the weights have overflowed or are"
+                " damaged"
+            )
+        if count > most or (reason == "length" and count < most):
+            return f"the engine ended it with reason {reason!r} after {count} of {most} tokens"
+        if reason == "stop" and not count:
+            return "the engine ended it with reason 'stop' without a token"
+        return None
+
+    def whole(self, reason: str, text: str) -> Completion:
+        """The completion of what was resumed and what was sampled since.
+
+        Args:
+            reason: the engine's finish reason.
+            text: of all tokens.
+        """
+        logprobs = np.array(self.logprobs, dtype=np.float32)
+        if self.prior is not None:
+            logprobs = np.concatenate([self.prior.logprobs, logprobs]).astype(np.float32)
+        return self.completion(
+            np.array(self.all_token_ids(), dtype=np.int64),
+            logprobs,
+            _REASONS[reason],
+            text,
+            logprobs if self.basis == RAW_BASIS else None,
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,281 @@
+"""One replica of a generator: its pending requests, its pauses, its state, and how callers learn of its death.
+
+What all generators do alike is here; a backend adds what its engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import ClassVar, Generic, TypeVar
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError
+from chatlearn_core.protocols.generator import OnTokens
+from chatlearn_core.protocols.lifecycle import ModelSource, RoleContext
+from chatlearn_core.types import Completion, GenerateRequest, LogprobBasis, ReplicaState, SamplingParams
+from chatlearn_generator_kit.pending_request import PendingRequest
+from chatlearn_generator_kit.request_checks import check_request
+
+P = TypeVar("P", bound=PendingRequest)
+
+CLOSED = "the generator was closed"
+
+
+class GeneratorReplica(ABC, Generic[P]):
+    """Implements ``generate``, ``abort``, ``pause`` and ``resume`` of ``chatlearn_core.protocols.Generator``, and what
+    a weight loader asks of its replica (``weight_loader.LoadingReplica``).
+
+    A request waits in ``_inbox`` until the backend hands it to its engine (``_take_inbox``), and while the replica is
+    paused in ``_held``. Whatever happens to the replica, every call of ``generate`` returns or raises.
+
+    Args:
+        backend: its name, for messages.
+        context: the role.
+    """
+
+    scores: ClassVar[bool] = False
+    """Whether requests with ``forced_ids`` reach the engine, as the record declares; others are refused."""
+
+    def __init__(self, backend: str, context: RoleContext) -> None:
+        self._context = context
+        self.name = f"generator role {context.role!r} replica {context.replica} ({backend})"
+        """For messages: role, replica, backend."""
+        self._state: ReplicaState = "loading"
+        self._problem: str | None = "setup has not run"
+        self._version = 0
+        self._model_length = self._vocab_size = 0
+        self._numbers = itertools.count()
+        self._pending: dict[int, P] = {}
+        """All that have not been answered, by number."""
+        self._inbox: dict[int, P] = {}
+        """Submitted, and not handed to the engine yet."""
+        self._held: dict[int, P] = {}
+        """Submitted while the replica is paused."""
+        self._paused = False
+
+    # What a backend does in its own way
+
+    @abstractmethod
+    def _new_request(
+        self,
+        number: int,
+        request: GenerateRequest,
+        basis: LogprobBasis,
+        future: asyncio.Future[Completion],
+        on_tokens: OnTokens | None,
+    ) -> P:
+        """The pending request, with what the backend keeps beside it."""
+
+    @abstractmethod
+    def _hand_over(self) -> None:
+        """A request has come into the inbox: see to it that ``_take_inbox`` is called soon."""
+
+    @abstractmethod
+    def _drop(self, pending: P) -> None:
+        """A request that the engine has is given up: no call waits for it any more."""
+
+    @abstractmethod
+    async def _abort(self, pending: Sequence[P]) -> None:
+        """End requests that the engine has: each is answered, now or soon, with what it has."""
+
+    @abstractmethod
+    async def _pause(self) -> None:
+        """Stop sampling. When it returns nothing runs; what the engine has stays there."""
+
+    @abstractmethod
+    async def _resume(self) -> None:
+        """Sample again. What came meanwhile is in the inbox."""
+
+    @abstractmethod
+    def _memory_problem(self) -> str | None:
+        """What of its memory is missing to generate, in words that follow the replica's name; None: nothing."""
+
+    def _basis(self, sampling: SamplingParams) -> LogprobBasis:
+        """Basis of the logprobs that the engine returns."""
+        return sampling.basis
+
+    def _find_loss(self) -> str | None:
+        """Why the engine is gone, where it can be seen without waiting; None: it is not, as far as is known."""
+        return None
+
+    # Life cycle
+
+    def _require_model(self) -> ModelSource:
+        """Raises: BackendError: the role has no model."""
+        if self._context.model is None:
+            raise BackendError(f"{self.name} has no model; set model.path or roles.{self._context.role}.model.path")
+        return self._context.model
+
+    def _start_serving(self, model_length: int, vocab_size: int) -> None:
+        """End of ``setup``.
+
+        Args:
+            model_length: longest sequence, tokens.
+            vocab_size: token ids are below it.
+        """
+        self._model_length, self._vocab_size = model_length, vocab_size
+        self._state, self._problem = "serving", None
+
+    def health(self) -> str | None:
+        """See ``Lifecycle``."""
+        self._notice_loss()
+        return self._problem
+
+    @property
+    def policy_version(self) -> int:
+        """See ``Generator``."""
+        return self._version
+
+    @property
+    def state(self) -> ReplicaState:
+        """See ``Generator``."""
+        self._notice_loss()
+        return self._state
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether requests are open and nothing holds them back."""
+        return bool(self._pending) and not self._paused and self._state == "serving"
+
+    def _notice_loss(self) -> None:
+        if self._state != "dead" and (found := self._find_loss()) is not None:
+            self._set_dead(found)
+
+    def _set_dead(self, reason: str, cause: BaseException | None = None) -> None:
+        """Answer every open request with an error. The first reason stays, unless the replica is closed."""
+        if self._state == "dead" and reason != CLOSED:
+            return
+        self._state, self._problem = "dead", reason
+        for pending in list(self._pending.values()):
+            error = BackendError(f"{self.name}: request {pending.request.id!r} failed: {reason}")
+            error.__cause__ = cause
+            pending.fail(error)
+        self._inbox.clear()
+        self._held.clear()
+
+    # Requests
+
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
+        """See ``Generator``. While the replica is paused a request waits; it never outlasts ``request.timeout_s``."""
+        self._check_serving(request)
+        basis = self._basis(request.sampling)
+        check_request(request, basis, self.name, self._model_length, self._vocab_size, scores=self.scores)
+        prior = request.resume_from
+        if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:
+            return replace(prior, request_id=request.id, finish_reason="length", sampling=request.sampling)
+        loop = asyncio.get_running_loop()
+        pending = self._new_request(next(self._numbers), request, basis, loop.create_future(), on_tokens)
+        self._pending[pending.number] = pending
+        if self._paused:
+            self._held[pending.number] = pending
+        else:
+            self._inbox[pending.number] = pending
+            self._hand_over()
+        expiry = None
+        if request.timeout_s is not None:
+            expiry = loop.call_later(request.timeout_s, self._expire, pending)
+        try:
+            return await pending.future
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+            del self._pending[pending.number]
+            if not self._recall(pending) and self._state != "dead" and not pending.was_answered:
+                self._drop(pending)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """See ``Generator``. Unknown ids are ignored: they may have finished just now."""
+        chosen = [
+            pending
+            for pending in self._pending.values()
+            if (request_ids is None or pending.request.id in request_ids) and not pending.future.done()
+        ]
+        running: list[P] = []
+        for pending in chosen:
+            pending.is_aborted = True
+            if self._recall(pending):
+                pending.finish(pending.unstarted())
+            else:
+                running.append(pending)
+        if running and self._state != "dead":
+            await self._abort(running)
+        if unanswered := [pending.future for pending in running if not pending.future.done()]:
+            await asyncio.wait(unanswered)
+
+    async def pause(self) -> None:
+        """See ``Generator``. Requests that arrive while paused wait for ``resume``."""
+        self._paused = True
+        self._held, self._inbox = self._inbox | self._held, {}
+        if self.state != "dead":
+            await self._pause()
+
+    async def resume(self) -> None:
+        """See ``Generator``.
+
+        Raises:
+            BackendError: weights or KV cache are offloaded; nothing has changed.
+        """
+        self._check_memory()
+        self._paused = False
+        self._inbox, self._held = self._inbox | self._held, {}
+        if self.state != "dead":
+            await self._resume()
+
+    def _take_inbox(self) -> list[P]:
+        """Requests for the engine, in the order of their submission."""
+        inbox, self._inbox = self._inbox, {}
+        return [pending for pending in inbox.values() if not pending.future.done()]
+
+    def _recall(self, pending: P) -> bool:
+        """Take back a request that the engine has not got; whether it had not."""
+        waiting = self._inbox.pop(pending.number, None) or self._held.pop(pending.number, None)
+        return waiting is not None
+
+    def _expire(self, pending: P) -> None:
+        request = pending.request
+        pending.fail(
+            BackendTimeoutError(
+                f"{self.name}: request {request.id!r} ({len(request.prompt_ids)} prompt tokens, max_tokens "
+                f"{request.sampling.max_tokens}) had no answer within {request.timeout_s} s; "
+                f"{len(self._pending)} requests were open. Raise its timeout or lower sampling.max_tokens"
+            )
+        )
+
+    def _check_serving(self, request: GenerateRequest) -> None:
+        state = self.state
+        if state == "dead" or (state == "loading" and not self._paused):
+            remedy = "restart it" if state == "dead" else "pause it before a sync to let requests wait"
+            raise BackendError(
+                f"{self.name} is {state} and cannot take request {request.id!r}; {remedy}: {self._problem}"
+            )
+        if not self._paused:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        problem = self._memory_problem()
+        if problem is not None:
+            raise BackendError(f"{self.name} {problem}")
+
+    # What a weight loader asks for
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether only a restart helps."""
+        return self.state == "dead"
+
+    async def stop_serving(self) -> None:
+        """See ``LoadingReplica``."""
+        self._state, self._problem = "loading", "weights are being loaded"
+
+    async def serve(self, policy_version: int) -> None:
+        """See ``LoadingReplica``."""
+        if self._state != "loading":
+            raise BackendError(f"{self.name} cannot serve version {policy_version}: {self._problem}")
+        self._version, self._state, self._problem = policy_version, "serving", None
+
+    async def die(self, reason: str, cause: BaseException | None = None) -> None:
+        """See ``LoadingReplica``."""
+        self._set_dead(reason, cause)

@@ -1,0 +1,80 @@
+"""What no generator can sample, refused before an engine sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.types import GenerateRequest, LogprobBasis
+
+
+def check_request(
+    request: GenerateRequest,
+    basis: LogprobBasis,
+    name: str,
+    model_length: int,
+    vocab_size: int,
+    *,
+    scores: bool = False,
+) -> None:
+    """Refuse what cannot be sampled, or scored.
+
+    Args:
+        request: what is asked for.
+        basis: of the logprobs that the generator will return for it.
+        name: of the generator, for messages: role, replica, backend.
+        model_length: longest sequence, tokens.
+        vocab_size: number of token ids.
+        scores: the generator takes requests with ``forced_ids``.
+
+    Raises:
+        BackendError: names the request, the numbers and the remedy.
+    """
+
+    def refuse(problem: str) -> BackendError:
+        return BackendError(f"{name}, request {request.id!r}: {problem}")
+
+    prompt_length = len(request.prompt_ids)
+    sampling = request.sampling
+    if prompt_length == 0:
+        raise refuse("the prompt is empty; give at least one token")
+    forced = request.forced_ids
+    if forced is not None and not scores:
+        raise refuse("it asks for logprobs of given tokens, which this generator does not give (GeneratorSpec.scores)")
+    if forced is not None and (sampling.top_p < 1.0 or sampling.top_k):
+        raise refuse(
+            f"top_p {sampling.top_p} and top_k {sampling.top_k} cut the distribution, and a token outside it has no "
+            "logprob; score with top_p 1 and top_k 0"
+        )
+    given = request.prompt_ids if forced is None else np.concatenate([request.prompt_ids, forced])
+    largest, smallest = int(np.max(given)), int(np.min(given))
+    if smallest < 0 or largest >= vocab_size:
+        raise refuse(
+            f"prompt token {smallest if smallest < 0 else largest} is outside the model's vocabulary of {vocab_size} "
+            "tokens; use the tokenizer that belongs to the model"
+        )
+    if prompt_length >= model_length:
+        raise refuse(
+            f"the prompt has {prompt_length} tokens and the model takes {model_length}, completion included; "
+            "lower data.max_prompt_tokens so that such prompts are filtered out"
+        )
+    if prompt_length + sampling.max_tokens > model_length:
+        raise refuse(
+            f"the prompt's {prompt_length} tokens and max_tokens {sampling.max_tokens} make "
+            f"{prompt_length + sampling.max_tokens}, the model takes {model_length}; lower sampling.max_tokens to "
+            f"{model_length - prompt_length} or less, or data.max_prompt_tokens"
+        )
+    prior = request.resume_from
+    if prior is not None:
+        if prior.basis != basis:
+            raise refuse(
+                f"it resumes logprobs of basis {prior.basis} with sampling of basis {basis}; resume with the "
+                "temperature, top_p and top_k it began with"
+            )
+        if prior.finish_reason == "stop":
+            raise refuse("it resumes a completion that has ended (finish reason 'stop')")
+        if len(prior.token_ids) > sampling.max_tokens:
+            raise refuse(
+                f"it resumes a completion of {len(prior.token_ids)} tokens under max_tokens {sampling.max_tokens}, "
+                "which bounds the whole"
+            )

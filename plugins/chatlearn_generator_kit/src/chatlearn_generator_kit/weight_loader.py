@@ -1,0 +1,302 @@
+"""The receiving side of one replica: every sync is checked, and one that fails leaves the replica dead."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    HostedCallError,
+    HostedProcessLostError,
+    WeightSyncError,
+)
+from chatlearn_core.types import GroupRendezvous, MemoryHandle, TensorSpec, WeightManifest, WeightShard
+from chatlearn_generator_kit.incoming_weights import (
+    IncomingWeights,
+    LoadingReplica,
+    names_tied_to,
+    require_payload,
+    require_ready,
+)
+from chatlearn_hosting import SharedBlock, handle_content
+
+_TIMEOUT_WORDS = ("timed out", "timeout")
+"""How torch.distributed says that a peer did not come."""
+
+
+class ReplicaWeightLoader(ABC):
+    """Implements ``begin``, ``load_tensors``, ``finish`` and ``fail`` of ``WeightLoader``.
+
+    Names, shapes and types are checked before the engine sees a byte. Requests that run are kept: they wait and go on
+    after ``finish``. After an error part of the weights may have changed, so the replica is dead.
+    """
+
+    def __init__(
+        self,
+        replica: LoadingReplica,
+        expected: WeightManifest,
+        *,
+        convert_dtype: bool,
+        takes_adapters: bool = False,
+    ) -> None:
+        """Wait for a sync.
+
+        Args:
+            replica: whose weights these are.
+            expected: what the model directory says must arrive.
+            convert_dtype: whether another dtype may be offered, since the engine casts.
+            takes_adapters: whether its engine serves LoRA adapters instead of whole models.
+        """
+        self._replica = replica
+        self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
+        self._takes_adapters = takes_adapters
+
+    # What a backend does in its own way
+
+    @abstractmethod
+    async def _begin(self, manifest: WeightManifest) -> None:
+        """The replica has stopped serving: make the engine ready for new weights."""
+
+    @abstractmethod
+    async def _load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Take these; they were checked and have the names of the model's manifest."""
+
+    @abstractmethod
+    async def _finish(self, policy_version: int) -> None:
+        """Everything arrived: drop caches of the old weights, and sample from the new ones from now on."""
+
+    def _check_offer(self, policy_version: int, manifest: WeightManifest) -> None:
+        """Raises: WeightSyncError: the engine cannot serve what a sync offers. By default it can."""
+        return
+
+    # WeightLoader
+
+    def expected_manifest(self) -> WeightManifest:
+        """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
+        return self._incoming.expected
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """See ``WeightLoader``."""
+        require_ready(self._replica, policy_version)
+        require_payload(self._replica, policy_version, manifest, takes_adapters=self._takes_adapters)
+        self._check_offer(policy_version, manifest)
+        self._incoming.begin(policy_version, manifest)
+        await self._replica.stop_serving()
+        async with self._or_die("preparing for new weights"):
+            await self._begin(manifest)
+
+    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``WeightLoader``.
+
+        Raises:
+            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or a name came twice.
+        """
+        self._incoming.require_begun("load_tensors")
+        async with self._or_die("loading tensors"):
+            await self._load_tensors(self._incoming.checked(tensors))
+
+    async def finish(self) -> int:
+        """See ``WeightLoader``."""
+        version = self._incoming.require_begun("finish")
+        async with self._or_die(f"finishing policy version {version}"):
+            self._incoming.finish()
+            await self._finish(version)
+            await self._replica.serve(version)
+        return version
+
+    async def fail(self, reason: str) -> None:
+        """See ``WeightLoader``."""
+        await self._die(reason)
+
+    # Inside
+
+    @asynccontextmanager
+    async def _or_die(self, what: str) -> AsyncIterator[None]:
+        """After an error the replica is dead; raises a ``WeightSyncError`` or ``BackendTimeoutError`` that says why."""
+        num_arrived = self._incoming.num_arrived
+        try:
+            yield
+        except Exception as error:
+            num_arrived = max(num_arrived, self._incoming.num_arrived)
+            refused = _weight_sync_error(error)
+            if refused is not None:
+                await self._die(f"{what} failed: {refused}", error)
+                raise refused from (None if refused is error else error)
+            text = error.text if isinstance(error, HostedCallError) else str(error)
+            name = error.type_name if isinstance(error, HostedCallError) else type(error).__name__
+            total = len(self._incoming.expected.tensors)
+            problem = f"{what} failed after {num_arrived} of {total} tensors: {name}: {text}"
+            await self._die(problem, error)
+            if isinstance(error, BackendTimeoutError) or is_timeout(error):
+                raise BackendTimeoutError(f"{self._replica.name}: {problem}") from error
+            raise WeightSyncError(f"{self._replica.name}: {problem}") from error
+
+    async def _die(self, reason: str, cause: BaseException | None = None) -> None:
+        self._incoming.reset()
+        await self._replica.die(reason, cause)
+
+
+class EngineWeightLoader(ReplicaWeightLoader):
+    """A loader whose engine's ranks read the weights themselves: from shared memory, files or a process group.
+
+    Implements ``MemoryHandleLoader`` and ``ProcessGroupLoader``, too. What the engine gets is made of plain builtins.
+    """
+
+    def __init__(
+        self,
+        replica: LoadingReplica,
+        expected: WeightManifest,
+        *,
+        num_ranks: int,
+        convert_dtype: bool,
+        takes_adapters: bool,
+        bucket_bytes: int,
+    ) -> None:
+        """Wait for a sync; see ``ReplicaWeightLoader``.
+
+        Args:
+            replica: as there.
+            expected: as there.
+            num_ranks: ranks of the engine that join a process group.
+            convert_dtype: as there.
+            takes_adapters: as there.
+            bucket_bytes: shared memory through which tensors reach the engine.
+        """
+        super().__init__(replica, expected, convert_dtype=convert_dtype, takes_adapters=takes_adapters)
+        self._num_ranks = num_ranks
+        self._bucket_bytes = bucket_bytes
+        self._copies = names_tied_to(expected)
+        """Name -> second names, which the engine holds apart."""
+        self._groups: dict[str, GroupRendezvous] = {}
+        """Those that the ranks have joined, by name."""
+
+    # What a backend does in its own way
+
+    @abstractmethod
+    async def _load(self, source: str, content: Mapping[str, Any]) -> None:
+        """Let every rank load a bucket.
+
+        Args:
+            source: ``block``, ``cuda_block``, ``checkpoint`` or ``broadcast``.
+            content: where it is; see the methods below.
+        """
+
+    @abstractmethod
+    async def _join(self, rendezvous: Mapping[str, Any]) -> None:
+        """Let every rank join a process group: the fields of ``GroupRendezvous``."""
+
+    @abstractmethod
+    async def _leave(self, name: str) -> None:
+        """Let every rank leave it."""
+
+    # WeightLoader
+
+    async def _load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy tensors into shared memory, bucket after bucket; the ranks read one before the next is filled."""
+        with await asyncio.to_thread(SharedBlock, self._bucket_bytes) as block:
+            handles = block.fill(tensors)
+            while (handle := await asyncio.to_thread(next, handles, None)) is not None:
+                await self._load("block", handle_content(handle))
+
+    async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
+        """Not a channel of these engines."""
+        raise WeightSyncError(
+            f"{self._replica.name} takes whole tensors, not boxes; choose a transport with channel 'tensors',"
+            " 'checkpoint', 'memory_handles' or 'process_group'"
+        )
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """See ``WeightLoader``: every rank reads one ``model.safetensors``, or the files its index names.
+
+        Raises:
+            WeightSyncError: see ``load_tensors``; or a file is missing or damaged.
+        """
+        self._incoming.require_begun("load_checkpoint")
+        async with self._or_die(f"loading the checkpoint {directory}"):
+            await self._load("checkpoint", {"files": self._incoming.check_checkpoint(directory)})
+
+    async def load_handles(self, handle: MemoryHandle) -> None:
+        """See ``MemoryHandleLoader``: every rank maps the block."""
+        self._incoming.require_begun("load_handles")
+        async with self._or_die(f"loading a block of kind {handle.kind!r}"):
+            content = {"num_bytes": handle.num_bytes, "tensors": self._incoming.check_places(handle.tensors)}
+            if handle.kind == "file":
+                await self._load("block", content | {"path": handle.content, "is_reused": True})
+            else:
+                await self._load("cuda_block", content | {"blocks": pickle.dumps(handle.content)})
+
+    @property
+    def num_group_ranks(self) -> int:
+        """See ``ProcessGroupLoader``."""
+        return self._num_ranks
+
+    async def join_group(self, rendezvous: GroupRendezvous) -> None:
+        """See ``ProcessGroupLoader``.
+
+        Raises:
+            BackendTimeoutError: the sender and the other receivers did not come.
+        """
+        if rendezvous.name in self._groups:
+            return
+        try:
+            await self._join(dataclasses.asdict(rendezvous))
+        except BackendError as error:
+            text = error.text if isinstance(error, HostedCallError) else str(error)
+            raise BackendTimeoutError(
+                f"{self._replica.name}: its {self._num_ranks} ranks could not meet the sender of the group"
+                f" {rendezvous.name!r} at {rendezvous.address} within {rendezvous.timeout_s:g} s: {text}"
+            ) from error
+        self._groups[rendezvous.name] = rendezvous
+
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
+        """See ``ProcessGroupLoader``: the tensors come as one flat bucket of bytes, in their order, without gaps."""
+        self._incoming.require_begun("load_broadcast")
+        async with self._or_die(f"receiving from the sender of the group {group!r}"):
+            if group not in self._groups:
+                raise WeightSyncError(f"the group {group!r} was not joined")
+            content = {
+                "group": group,
+                "tensors": self._incoming.check_broadcast(tensors),
+                "checksums": None if checksums is None else list(checksums),
+            }
+            try:
+                await self._load("broadcast", content)
+            except HostedCallError as error:
+                if not is_timeout(error):
+                    raise
+                raise BackendTimeoutError(
+                    f"rank 0 of the group {group!r} at {self._groups[group].address} sent nothing within"
+                    f" {self._groups[group].timeout_s:g} s: {error.text}"
+                ) from error
+
+    async def leave_group(self, group: str) -> None:
+        """See ``ProcessGroupLoader``."""
+        if self._groups.pop(group, None) is not None and not self._replica.is_dead:
+            await self._leave(group)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether an engine says that something did not come in time; one that is gone may have printed it before."""
+    if isinstance(error, HostedProcessLostError):
+        return False
+    text = error.text if isinstance(error, HostedCallError) else str(error)
+    return any(words in text.lower() for words in _TIMEOUT_WORDS)
+
+
+def _weight_sync_error(error: BaseException | None) -> WeightSyncError | None:
+    """The error of ours that an engine in this process passed on, if there is one."""
+    while error is not None and not isinstance(error, WeightSyncError):
+        error = error.__cause__
+    return error

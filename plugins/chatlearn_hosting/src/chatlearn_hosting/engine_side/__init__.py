@@ -1,0 +1,1 @@
+"""What of ``chatlearn_hosting`` runs in the engine's interpreter: standard library only, and torch in ``blocks``."""

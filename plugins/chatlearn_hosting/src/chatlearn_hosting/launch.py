@@ -1,0 +1,51 @@
+"""What a child process needs to find the packages that run in it: their directories, and a clean environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from chatlearn_hosting.bootstrap import PACKAGES_VARIABLE
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+OWN_PACKAGE = "chatlearn_hosting.engine_side"
+INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""What describes this interpreter and would mislead another one."""
+
+
+def package_directories(package: str) -> dict[str, str]:
+    """Where ``package``, and what of ours it may import, lie: import name -> directory."""
+    return {name: _directory(name) for name in (OWN_PACKAGE, package)}
+
+
+def child_environment(python: str, packages: Mapping[str, str], overrides: Mapping[str, str | None]) -> dict[str, str]:
+    """Variables of a child.
+
+    Args:
+        python: its interpreter.
+        packages: from ``package_directories``.
+        overrides: variables to set beside this process's own, None to unset one.
+    """
+    environment = dict(os.environ)
+    if Path(python) != Path(sys.executable):
+        for variable in INTERPRETER_VARIABLES:
+            environment.pop(variable, None)
+    environment[PACKAGES_VARIABLE] = json.dumps(packages)
+    environment["PYTHONUNBUFFERED"] = "1"
+    for variable, value in overrides.items():
+        if value is None:
+            environment.pop(variable, None)
+        else:
+            environment[variable] = value
+    return environment
+
+
+def _directory(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    assert spec.submodule_search_locations, f"{package} is not a package"
+    return str(Path(spec.submodule_search_locations[0]).resolve())

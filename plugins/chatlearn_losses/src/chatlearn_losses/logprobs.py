@@ -1,0 +1,216 @@
+"""Logprobs and entropies of given tokens without a second [T, V] tensor in memory.
+
+Rows are predictions: row t of the logits (or hidden states) is scored against ``labels[t]``. ``prediction_rows`` gives
+the shift for packed sequences. The softmax runs in float32 for half-precision input (float64 stays), a chunk of rows
+at a time; the backward pass recomputes each chunk's softmax from the saved log-normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+DEFAULT_CHUNK_TOKENS = 1024
+"""1024 rows of a 150k vocabulary are 0.6 GB in float32."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Per-row results."""
+
+    logprobs: Tensor
+    """[T] float32 (float64 for float64 logits)."""
+    entropy: Tensor | None
+    """[T] nats, of the same distribution; None if not asked for."""
+    topk_ids: Tensor | None = None
+    """[T, k] int64, the most likely tokens, the most likely first; None if not asked for."""
+    topk_logprobs: Tensor | None = None
+    """[T, k] of ``topk_ids``, with gradient."""
+    selected: Tensor | None = None
+    """[T, k] of the ids that were given, with gradient; None if none were."""
+
+
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    with_entropy: bool = False,
+) -> TokenLogprobs:
+    """log softmax(logits / temperature)[label] of every row, with gradient for the logits.
+
+    Args:
+        logits: [T, V]
+        labels: [T] int64, each in [0, V).
+        temperature: above 0.
+        chunk_tokens: rows whose softmax is in memory at once.
+        with_entropy: also the entropy of every row's distribution, with gradient.
+    """
+    assert temperature > 0.0, f"temperature is {temperature}; greedy logprobs are of the raw distribution: pass 1"
+    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
+        logits, labels, temperature, chunk_tokens, with_entropy
+    )
+    return TokenLogprobs(logprobs, entropy if with_entropy else None)
+
+
+def token_logprobs_from_hidden(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor] | Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    with_entropy: bool = False,
+    recompute: bool = True,
+    top_k: int = 0,
+    selected_ids: Tensor | None = None,
+) -> TokenLogprobs:
+    """The same from the last hidden states: the head runs a chunk at a time, so [T, V] logits never exist.
+
+    Args:
+        hidden: [T, H]
+        head: maps [C, H] to [C, V] logits (a module, adapters included), or a weight [V, H].
+        labels: [T] int64
+        temperature: above 0.
+        chunk_tokens: rows whose logits are in memory at once.
+        with_entropy: also the entropy of every row's distribution, with gradient.
+        recompute: run the head again in the backward pass instead of keeping every chunk's logits. False is faster by
+            one head forward where all the logits fit into memory.
+        top_k: also the most likely so many tokens of every row.
+        selected_ids: [T, k] int64; also the logprobs of these tokens.
+    """
+    project = partial(_linear, head) if isinstance(head, Tensor) else head
+
+    def of_chunk(rows: Tensor, row_labels: Tensor, row_ids: Tensor | None) -> TokenLogprobs:
+        logits = project(rows)
+        scored = token_logprobs(
+            logits,
+            row_labels,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )
+        topk_ids = logits.detach().topk(top_k, dim=-1).indices if top_k else None
+        return scored._replace(
+            topk_ids=topk_ids,
+            topk_logprobs=None if topk_ids is None else logprobs_at(logits, topk_ids, temperature),
+            selected=None if row_ids is None else logprobs_at(logits, row_ids, temperature),
+        )
+
+    chunks: list[TokenLogprobs] = []
+    # At least one chunk: with no rows the result must still hang on the graph of the head's parameters.
+    for start in range(0, max(len(hidden), 1), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        rows = (hidden[part], labels[part], None if selected_ids is None else selected_ids[part])
+        if recompute and torch.is_grad_enabled():
+            # The head has no dropout, so there is no random state to keep.
+            chunks.append(checkpoint(of_chunk, *rows, use_reentrant=False, preserve_rng_state=False))
+        else:
+            chunks.append(of_chunk(*rows))
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        there = [part for part in parts if part is not None]
+        return torch.cat(there) if there else None
+
+    return TokenLogprobs(
+        torch.cat([chunk.logprobs for chunk in chunks]),
+        joined([chunk.entropy for chunk in chunks]),
+        joined([chunk.topk_ids for chunk in chunks]),
+        joined([chunk.topk_logprobs for chunk in chunks]),
+        joined([chunk.selected for chunk in chunks]),
+    )
+
+
+def logprobs_at(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """[T, k] log softmax(logits / temperature) of the tokens ``ids`` [T, k] of every row, with gradient; in float32 for
+    half-precision logits [T, V].
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
+
+
+def prediction_rows(cu_seqlens: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Which row predicts which token in packed sequences.
+
+    Args:
+        cu_seqlens: [S + 1], 0 first.
+        token_mask: [T] bool; only the predictions of these tokens. A mask on the tokens that are learned spares the
+            head every prompt token.
+
+    Returns:
+        rows and targets, [N] int64 each, on the mask's device: logits[rows] predict token_ids[targets], where targets =
+        rows + 1. A sequence's first token has no prediction. Results belong at ``targets``, so that entry t is of token
+        t: ``torch.zeros(T).index_copy(0, targets, logprobs)``.
+    """
+    num_tokens = int(cu_seqlens[-1])
+    device = cu_seqlens.device if token_mask is None else token_mask.device
+    predicted = torch.ones(num_tokens, dtype=torch.bool, device=device)
+    if token_mask is not None:
+        predicted &= token_mask
+    # An empty sequence at the end starts at T, which is no token.
+    starts = cu_seqlens[:-1].to(device=device, dtype=torch.int64)
+    predicted[starts[starts < num_tokens]] = False
+    targets = predicted.nonzero().squeeze(-1)
+    return targets - 1, targets
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Logprob and entropy with hand-written gradients.
+
+    With z = logits / temperature, p = softmax(z), y the label and H the entropy: d logprob / dz_i = 1[i = y] − p_i, and
+    dH / dz_i = −p_i (log p_i + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        num_tokens = logits.shape[0]
+        logprobs = torch.empty(num_tokens, dtype=dtype, device=logits.device)
+        normaliser = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+        for start in range(0, num_tokens, chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            scaled = logits[rows].to(dtype) / temperature
+            normaliser[rows] = scaled.logsumexp(-1)
+            logprobs[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - normaliser[rows]
+            if with_entropy:
+                entropy[rows] = _entropy_terms((scaled - normaliser[rows, None]).exp_()).sum(-1)
+        ctx.save_for_backward(logits, labels, normaliser, entropy)
+        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, normaliser, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            outer = grad_logprobs[rows, None]
+            probabilities = (logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]).exp_()
+            if ctx.with_entropy:
+                slope = _entropy_terms(probabilities) - probabilities * entropy[rows, None]
+                grad = slope.mul_(grad_entropy[rows, None]).sub_(probabilities * outer)
+            else:
+                grad = probabilities.mul_(-outer)
+            grad.scatter_add_(-1, labels[rows, None], outer)
+            grad_logits[rows] = grad.div_(ctx.temperature)
+        return grad_logits, None, None, None, None
+
+
+def _entropy_terms(probabilities: Tensor) -> Tensor:
+    """−p log p, 0 where p = 0 (logits of −inf)."""
+    terms: Tensor = torch.special.entr(probabilities)
+    return terms
+
+
+def _linear(weight: Tensor, rows: Tensor) -> Tensor:
+    return torch.nn.functional.linear(rows, weight)

@@ -1,0 +1,156 @@
+"""Handing what arrived to a loader: as it is, or boxes put together where the loader takes whole tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.protocols import WeightLoader
+from chatlearn_core.types import BoxCover, SyncRequest, WeightShard
+from chatlearn_core.types.boxes import slices
+
+ASSEMBLY_SHARE = 2
+"""Of ``plan.bucket_bytes``, one part in so many is for tensors that are being put together."""
+STALL_S = 1.0
+"""How long a sender waits for room before it gets some anyway: another receiver may hold up the rest of a tensor."""
+
+
+class Delivery:
+    """One sync's way into a loader. Several senders' buckets may be handed on at the same time.
+
+    Args:
+        awaited: the ranks that may send more.
+    """
+
+    def __init__(self, plan: SyncRequest, loader: WeightLoader, awaited: Callable[[], frozenset[int]]) -> None:
+        self._loader = loader
+        self._takes_boxes = plan.channel == "boxes"
+        assembles = plan.export == "boxes" and not self._takes_boxes
+        self._assembly = Assembly(plan.bucket_bytes // ASSEMBLY_SHARE, awaited) if assembles else None
+        self._loading = asyncio.Lock()
+
+    async def load(self, shards: Iterable[WeightShard], sender_rank: int) -> None:
+        """Load one bucket, which lives until this returns. Those of one sender come one after the other."""
+        if self._assembly is not None:
+            await self._assemble(shards, sender_rank, self._assembly)
+            return
+        async with self._loading:
+            if self._takes_boxes:
+                await self._loader.load_boxes(shards)
+            else:
+                await self._loader.load_tensors((shard.name, shard.tensor) for shard in shards)
+
+    async def sender_ended(self) -> None:
+        """A sender has nothing more to send: who waits for room looks again."""
+        if self._assembly is not None:
+            await self._assembly.look_again()
+
+    async def _assemble(self, shards: Iterable[WeightShard], sender_rank: int, assembly: Assembly) -> None:
+        complete: list[tuple[str, Tensor]] = []
+
+        async def flush() -> None:
+            if not complete:
+                return
+            async with self._loading:
+                await self._loader.load_tensors(iter(complete))
+            names = [name for name, _ in complete]
+            complete.clear()
+            await assembly.let_go(names)
+
+        for shard in shards:
+            if shard.is_whole:
+                async with self._loading:
+                    await self._loader.load_tensors(iter([(shard.name, shard.tensor)]))
+                continue
+            if not assembly.has_room(shard):
+                await flush()
+                await assembly.wait_for_room(shard, sender_rank)
+            tensor = assembly.place(shard)
+            if tensor is not None:
+                complete.append((shard.name, tensor))
+                del tensor
+        await flush()
+
+
+@dataclass(slots=True, eq=False)
+class _Whole:
+    tensor: Tensor
+    cover: BoxCover
+
+
+class Assembly:
+    """Tensors that are being put together from the boxes of several senders.
+
+    Senders stream in one order, so few tensors are in the making at a time. A sender that is ahead waits for room, as
+    long as another one may complete a tensor; what is held exceeds the limit only where none can.
+
+    Args:
+        limit_bytes: of all tensors that are held.
+        awaited: the ranks that may send more.
+    """
+
+    def __init__(self, limit_bytes: int, awaited: Callable[[], frozenset[int]]) -> None:
+        self._limit_bytes = limit_bytes
+        self._awaited = awaited
+        self._tensors: dict[str, _Whole] = {}
+        self._waiting: set[int] = set()
+        self._changed = asyncio.Condition()
+        self.held_bytes = 0
+        self.most_bytes = 0
+        """The most that was held at a time."""
+
+    def has_room(self, shard: WeightShard) -> bool:
+        """Whether a shard can be placed within the limit; a tensor that is larger than that needs all room."""
+        return shard.name in self._tensors or not self._tensors or self.held_bytes + _size(shard) <= self._limit_bytes
+
+    async def wait_for_room(self, shard: WeightShard, sender_rank: int) -> None:
+        """Return when a shard can be placed, or when waiting does not help."""
+        async with self._changed:
+            self._waiting.add(sender_rank)
+            self._changed.notify_all()  # others may wait for this one
+            try:
+                with contextlib.suppress(TimeoutError):  # then more is held than the limit says, for a while
+                    async with asyncio.timeout(STALL_S):
+                        await self._changed.wait_for(lambda: self.has_room(shard) or self._awaited() <= self._waiting)
+            finally:
+                self._waiting.discard(sender_rank)
+
+    def place(self, shard: WeightShard) -> Tensor | None:
+        """Copy a box to its place; returns the tensor once every element has come.
+
+        Raises:
+            WeightSyncError: an element came twice.
+        """
+        whole = self._tensors.get(shard.name)
+        if whole is None:
+            tensor = torch.empty(shard.global_shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
+            whole = self._tensors[shard.name] = _Whole(tensor, BoxCover(shard.global_shape))
+            self.held_bytes += tensor.nbytes
+            self.most_bytes = max(self.most_bytes, self.held_bytes)
+        refusal = whole.cover.add(shard.box)
+        if refusal is not None:
+            raise WeightSyncError(f"tensor {shard.name!r}: {refusal}")
+        whole.tensor[slices(shard.box)] = shard.tensor
+        return whole.tensor if whole.cover.is_complete else None
+
+    async def let_go(self, names: Iterable[str]) -> None:
+        """These tensors have been loaded."""
+        async with self._changed:
+            for name in names:
+                self.held_bytes -= self._tensors.pop(name).tensor.nbytes
+            self._changed.notify_all()
+
+    async def look_again(self) -> None:
+        """Let waiting senders see what has changed."""
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _size(shard: WeightShard) -> int:
+    return int(torch.Size(shard.global_shape).numel()) * shard.tensor.element_size()

@@ -1,0 +1,1 @@
+"""The commands ``chatlearn plugins new`` and ``chatlearn plugins check``."""

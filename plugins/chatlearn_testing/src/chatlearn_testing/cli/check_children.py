@@ -1,0 +1,202 @@
+"""Runs the checks of plugins in child processes: where one hangs or ends, another goes on with the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_hosting.stack_file import StackFile
+from chatlearn_testing.cli.check_entries import STACK_SIGNAL, Check
+
+START_S = 60.0
+"""What a child may take beyond the limit of a test before it checks anything: it imports torch and pytest."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of one plugin."""
+
+    entry: PluginEntry
+    checks: list[Check] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    """Tests with a verdict."""
+    running: str = ""
+    """The test that began last."""
+    ended: bool = False
+
+    def add(self, test: str, verdict: str, reason: str) -> None:
+        """Count a verdict; of two on one test, such as of its end, the second one is added."""
+        suite = self.checks[-1]
+        told = f"{test}: {reason}" if test else reason
+        if verdict == "passed":
+            suite.passed += 1
+        elif verdict == "failed":
+            suite.failures.append(told)
+        else:
+            suite.not_applicable.append(told)
+        if test:
+            self.done.append(test)
+
+
+def run_checks(
+    distribution: str,
+    entries: Sequence[PluginEntry],
+    model: Path | None,
+    reference: str | None,
+    *,
+    test_limit_s: float,
+    limit_s: float,
+) -> list[Check]:
+    """Check plugins one after the other.
+
+    Args:
+        distribution: theirs.
+        model: a model directory, see ``check``.
+        reference: likewise.
+        test_limit_s: after which one test, or what leads to it, counts as hanging.
+        limit_s: of all together; what is not done by then is not run.
+    """
+    waiting = [_Progress(entry) for entry in entries]
+    everything = list(waiting)
+    deadline = time.monotonic() + limit_s
+    while waiting:
+        lost = _one_child(distribution, waiting, model, reference, test_limit_s, deadline)
+        waiting = [progress for progress in waiting if not progress.ended]
+        if not lost or not waiting:
+            break
+        if time.monotonic() >= deadline:
+            for progress in waiting:
+                _stop(progress, limit_s)
+            break
+        _blame(waiting[0], lost, test_limit_s)
+        if not waiting[0].running:  # not a test: what leads to one would fail again
+            waiting.pop(0)
+        else:
+            waiting[0].running = ""
+    return [check for progress in everything for check in progress.checks]
+
+
+def _blame(progress: _Progress, lost: str, test_limit_s: float) -> None:
+    """A child was lost with a plugin."""
+    if not progress.checks:
+        progress.checks.append(Check(progress.entry.kind or "?", progress.entry.name, "record"))
+    what = lost.format(limit=f"{test_limit_s:g} s (--test-timeout)")
+    progress.add(progress.running, "failed", what if progress.running else f"the suite could not be run: {what}")
+
+
+def _stop(progress: _Progress, limit_s: float) -> None:
+    """The time for all is over."""
+    reason = f"the limit of {limit_s:g} s for everything (--timeout) was over before all tests were run"
+    if not progress.checks:
+        progress.checks.append(Check(progress.entry.kind or "?", progress.entry.name, "record"))
+    progress.add("", "failed", reason)
+
+
+def _one_child(
+    distribution: str,
+    waiting: Sequence[_Progress],
+    model: Path | None,
+    reference: str | None,
+    test_limit_s: float,
+    deadline: float,
+) -> str:
+    """Let a child check what waits; how it was lost, or an empty string."""
+    reading, writing = os.pipe()
+    stacks = StackFile()
+    job = {
+        "path": sys.path,
+        "distribution": distribution,
+        "entries": [[f"{one.entry.kind}/{one.entry.name}", one.done] for one in waiting],
+        "model": str(model.absolute()) if model is not None else None,
+        "reference": reference,
+        "report": writing,
+        "stacks": stacks.descriptor,
+    }
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from chatlearn_testing.cli.check_entries import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(writing, stacks.descriptor),
+            start_new_session=True,
+        )
+        os.close(writing)
+        with os.fdopen(reading, "rb", buffering=0) as reports:
+            try:
+                assert child.stdin is not None
+                with contextlib.suppress(BrokenPipeError), child.stdin:
+                    child.stdin.write(json.dumps(job).encode())
+                lost = _follow(reports, waiting, test_limit_s, deadline)
+                if lost == "hangs":
+                    return f"did not end within {{limit}}; {_place(stacks.ask(child.pid, STACK_SIGNAL))}"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                status = child.wait()
+        return f"ended the process ({_how(status)})" if lost else ""
+    finally:
+        stacks.close()
+
+
+def _follow(reports: IO[bytes], waiting: Sequence[_Progress], test_limit_s: float, deadline: float) -> str:
+    """Take in what a child reports; ``hangs``, ``ended``, or an empty string if it did all."""
+    text = b""
+    current: _Progress | None = None
+    limit = time.monotonic() + test_limit_s + START_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(reports, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(min(limit, deadline) - time.monotonic(), 0)):
+                return "hangs"
+            data = reports.read(1 << 16)
+            if not data:
+                return "ended"
+            *lines, text = (text + data).split(b"\n")
+            for line in lines:
+                kind, *content = json.loads(line)
+                limit = time.monotonic() + test_limit_s
+                if kind in ("entry", "end") and current is not None:
+                    current.ended = True
+                if kind == "entry":
+                    current = waiting[content[0]]
+                elif kind == "end":
+                    return ""
+                elif current is not None:
+                    _take(current, kind, content)
+
+
+def _take(current: _Progress, kind: str, content: list[Any]) -> None:
+    if kind == "check":
+        known = {(check.kind, check.name, check.suite) for check in current.checks}
+        check = Check(**content[0])
+        if (check.kind, check.name, check.suite) not in known:
+            current.checks.append(check)
+    elif kind == "test":
+        current.running = content[0]
+    else:
+        assert kind == "verdict", kind
+        current.add(*content)
+
+
+def _place(stack: str | None) -> str:
+    """Where it hangs: the innermost line of a file that is not Python's own, then the rest."""
+    if not stack:
+        return "it does not say where"
+    lines = [line.strip() for line in stack.splitlines() if "File " in line]
+    own = [line for line in lines if f"{os.sep}lib{os.sep}python" not in line and "<frozen" not in line]
+    return f"it hangs in {(own or lines or [stack])[0].removeprefix('File ')}"
+
+
+def _how(status: int) -> str:
+    return f"exit code {status}" if status >= 0 else f"signal {-status} ({signal.Signals(-status).name})"

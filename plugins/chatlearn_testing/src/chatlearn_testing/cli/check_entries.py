@@ -1,0 +1,211 @@
+"""What ``chatlearn plugins check`` does with each plugin, in a child process that may hang or end."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.utils import canonicalize_name
+
+from chatlearn_core.exceptions import ChatLearnError, PluginError
+from chatlearn_core.plugins.entry import PluginEntry
+from chatlearn_core.plugins.exits import CODE_FIELDS
+from chatlearn_core.plugins.import_string import resolve_import_string
+from chatlearn_core.plugins.loader import describe, discover_plugins
+from chatlearn_core.plugins.records import Kind, PluginRecord
+from chatlearn_core.plugins.registry import PluginRegistry
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes the child write down where it is."""
+SETTINGS_MODULE = "conformance"
+"""``<package>.conformance`` may hold ``SETTINGS``: what the suites need to know of this distribution's plugins."""
+SUITE_NAMES: Mapping[Kind, str] = {
+    "trainer": "TrainerConformance",
+    "generator": "GeneratorConformance",
+    "reward": "RewardConformance",
+    "weight_sync": "WeightSyncConformance",
+    "runtime": "RuntimeConformance",
+}
+"""Classes of ``chatlearn_testing.suites``, whose import takes seconds."""
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""``kind/name`` -> attributes of the suite (``options``, ``cases``, ...). For trainers and generators also
+``load_reference`` and ``build_model``, import strings of ``(directory) -> module`` and ``(directory) -> directory``."""
+Report = Callable[..., None]
+"""Called with ``check`` and what is known of one before its tests, ``test`` and the name of one that begins, and
+``verdict`` with what it said."""
+
+
+@dataclass(slots=True)
+class Check:
+    """One suite on one plugin."""
+
+    kind: str
+    name: str
+    suite: str
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    """``test: reason``"""
+    not_applicable: list[str] = field(default_factory=list)
+    """``test: reason``"""
+    not_run: str = ""
+    """Why the suite was not run at all."""
+
+    @property
+    def verdict(self) -> Literal["passed", "failed", "not run"]:
+        """In a word."""
+        if self.failures:
+            return "failed"
+        return "passed" if self.passed else "not run"
+
+
+def entries_in(registry: PluginRegistry, distribution: str) -> list[PluginEntry]:
+    """What a distribution registers, in the order in which it is checked."""
+    wanted = canonicalize_name(distribution)
+    return [entry for entry in registry.entries if canonicalize_name(entry.distribution) == wanted]
+
+
+def check_entry(
+    registry: PluginRegistry,
+    entry: PluginEntry,
+    model: Path | None,
+    reference: str | None,
+    report: Report,
+    done: Collection[str] = (),
+) -> None:
+    """The record itself, then the suite for its kind.
+
+    Args:
+        done: tests that were run before; if there are any, the record was checked before, too.
+    """
+    record = entry.record
+    assert record is not None
+    if not done:
+        report("check", asdict(check_record(registry, record)))
+    check_suite(record, model, reference, report, done)
+
+
+def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
+    """What holds for every kind: the code that it names can be imported, and unknown options are errors."""
+    found = Check(record.kind, record.name, "record")
+    for attribute in (name for name in CODE_FIELDS if hasattr(record, name)):
+        try:
+            registry.load_factory(record, attribute)
+            found.passed += 1
+        except PluginError as error:
+            found.failures.append(f"{attribute} can be imported: {error}")
+    if hasattr(record, "options"):
+        try:
+            strict = registry.load_options(record).model_config.get("extra") == "forbid"
+        except PluginError as error:
+            found.failures.append(f"options can be imported: {error}")
+            return found
+        if strict:
+            found.passed += 1
+        else:
+            found.failures.append(
+                f"unknown options are errors: {record.options} ignores a misspelled option; "
+                'set model_config = ConfigDict(extra="forbid")'
+            )
+    return found
+
+
+def check_suite(
+    record: PluginRecord, model: Path | None, reference: str | None, report: Report, done: Collection[str]
+) -> None:
+    """The conformance suite, where there is one and what it needs is known."""
+    if record.kind not in SUITE_NAMES:
+        none = Check(record.kind, record.name, "none", not_run=f"there is no suite for the kind {record.kind}")
+        report("check", asdict(none))
+        return
+    found = Check(record.kind, record.name, SUITE_NAMES[record.kind])
+    key = f"{record.kind}/{record.name}"
+    try:
+        settings = dict(load_settings(record).get(key, {}))
+    except (Exception, SystemExit) as error:  # the plugin's own module may raise anything
+        found.failures.append(f"settings: {package_of(record)}.{SETTINGS_MODULE}: {describe(error)}")
+        report("check", asdict(found))
+        return
+    build_model = settings.pop("build_model", None)
+    load_reference = reference or settings.pop("load_reference", None)
+    settings.pop("load_reference", None)
+    if missing := missing_settings(record, settings, model or build_model, load_reference):
+        found.not_run = missing
+        report("check", asdict(found))
+        return
+    report("check", asdict(found))
+    from chatlearn_testing.check import run_conformance  # imports pytest and torch
+
+    with tempfile.TemporaryDirectory(prefix="chatlearn-check-") as scratch:
+        try:
+            directory = model or (resolve_import_string(build_model)(Path(scratch) / "model") if build_model else None)
+            run_conformance(
+                [record],
+                model_directory=directory,
+                load_reference=load_reference,
+                settings={key: settings},
+                done=done,
+                on_begin=lambda test: report("test", test),
+                on_verdict=lambda verdict: report("verdict", verdict.test, verdict.verdict, verdict.reason),
+            )
+        except (ChatLearnError, ImportError, OSError, SystemExit) as error:
+            report("verdict", "", "failed", f"the suite could not be run: {describe(error)}")
+
+
+def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: object, reference: object) -> str:
+    """What the suite needs and did not get, and how to provide it; empty if nothing is missing."""
+    where = f"{package_of(record)}.{SETTINGS_MODULE}:SETTINGS[{f'{record.kind}/{record.name}'!r}]"
+    if record.kind in ("trainer", "generator"):
+        if not model:
+            return f"no model to test on: give --model, or 'build_model' in {where}"
+        if not reference:
+            return f"nothing to compare with: give --reference, or 'load_reference' in {where}"
+    if record.kind == "reward" and "cases" not in settings:
+        return f"no samples with known rewards: give 'cases' in {where}"
+    return ""
+
+
+def load_settings(record: PluginRecord) -> Settings:
+    """``SETTINGS`` of the plugin's package; empty where it has none."""
+    name = f"{package_of(record)}.{SETTINGS_MODULE}"
+    if find_spec(name) is None:
+        return {}
+    settings: Settings = importlib.import_module(name).SETTINGS
+    return settings
+
+
+def package_of(record: PluginRecord) -> str:
+    """The top-level package of a record's code."""
+    code: str = next(getattr(record, name) for name in CODE_FIELDS if hasattr(record, name))
+    return code.partition(":")[0].partition(".")[0]
+
+
+def main() -> None:
+    """The child: reads its job from standard input, and reports JSON lines."""
+    job = json.loads(sys.stdin.buffer.read())
+    sys.path[:] = job["path"]
+    faulthandler.register(STACK_SIGNAL, file=job["stacks"], all_threads=True)
+
+    def report(kind: str, *content: Any) -> None:
+        line = json.dumps([kind, *content]) + "\n"
+        with os.fdopen(os.dup(job["report"]), "wb") as pipe:
+            pipe.write(line.encode())
+
+    registry = discover_plugins()
+    entries = {f"{entry.kind}/{entry.name}": entry for entry in entries_in(registry, job["distribution"])}
+    model = Path(job["model"]) if job["model"] is not None else None
+    for number, (key, done) in enumerate(job["entries"]):
+        report("entry", number)
+        check_entry(registry, entries[key], model, job["reference"], report, done)
+    report("end")
+    os._exit(0)  # whatever threads and locks the plugins left behind

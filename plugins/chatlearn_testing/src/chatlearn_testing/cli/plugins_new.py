@@ -1,0 +1,30 @@
+"""``chatlearn plugins new``: a package to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatlearn_testing.scaffold import TemplateKind, write_plugin
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-reward.", show_default=False)],
+    kind: Annotated[TemplateKind, typer.Option(help="What the plugin is.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Option(help="Where to make the package's folder.", show_default="the current directory")
+    ] = Path(),
+) -> None:
+    """Write a working plugin, with tests and packaging, to change into your own."""
+    names, written = write_plugin(name, kind.value, directory)
+    root = directory / names.distribution
+    # Without the dot pip would take a bare name for a distribution to download.
+    shown = root if root.is_absolute() else f"./{root}"
+    typer.echo(
+        f"wrote {len(written)} files of the {kind.value} {names.plugin!r} to {shown}\n\n"
+        f"  pip install -e '{shown}[testing]'\n"
+        f"  pytest {shown}\n"
+        f"  chatlearn plugins check {names.distribution}"
+    )

@@ -1,0 +1,81 @@
+"""What the fakes would register if they were a plugin. Imports no torch."""
+
+from __future__ import annotations
+
+from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+
+_FAKES = "chatlearn_testing.fakes"
+
+FAKE_TRAINER = TrainerSpec(
+    name="fake",
+    summary="A bigram model with exact gradients; rows sharded over ranks.",
+    factory=f"{_FAKES}.trainer:FakeTrainer",
+    options=f"{_FAKES}.options:FakeTrainerOptions",
+    outputs=frozenset({"logprobs", "entropy"}),
+    exports=frozenset({"full_tensors", "boxes"}),
+)
+
+FAKE_PIPELINE_TRAINER = TrainerSpec(
+    name="fake_pipeline",
+    summary="A Llama over pipeline stages of several shards: loss on the last, boxes of every rank.",
+    factory=f"{_FAKES}.pipeline_trainer:FakePipelineTrainer",
+    options=f"{_FAKES}.options:FakePipelineOptions",
+    outputs=frozenset({"logprobs"}),
+    exports=frozenset({"boxes"}),
+    parallel={"pp": "stages"},
+    devices=frozenset({"cpu"}),
+)
+
+FAKE_GENERATOR = GeneratorSpec(
+    name="fake",
+    summary="Samples from a bigram model on the event loop.",
+    factory=f"{_FAKES}.generator:FakeGenerator",
+    options=f"{_FAKES}.options:FakeGeneratorOptions",
+    channels=frozenset({"tensors", "boxes", "checkpoint"}),
+    kv_after_sync="recomputed",
+    streaming=True,
+    resumable=True,
+    seeded=True,
+    model_families=frozenset({"bigram"}),
+)
+
+REMOTE_FAKE_GENERATOR = GeneratorSpec(
+    name="fake_remote",
+    summary="FakeGenerator in a process of its own, spoken to over its standard streams.",
+    factory=f"{_FAKES}.remote_generator:RemoteFakeGenerator",
+    options=f"{_FAKES}.options:FakeGeneratorOptions",
+    channels=frozenset({"tensors", "boxes", "checkpoint"}),
+    kv_after_sync="recomputed",
+    streaming=True,
+    resumable=True,
+    seeded=True,
+    own_interpreter=True,
+    model_families=frozenset({"bigram"}),
+)
+
+FAKE_REWARD = RewardSpec(
+    name="fake",
+    summary="The share of one token among the completion's.",
+    factory=f"{_FAKES}.reward:FakeReward",
+    options=f"{_FAKES}.options:FakeRewardOptions",
+)
+
+FAKE_WEIGHT_SYNC = WeightSyncSpec(
+    name="fake",
+    summary="Whole tensors through a queue in one process.",
+    sender=f"{_FAKES}.queue_sync:FakeSender",
+    receiver=f"{_FAKES}.queue_sync:FakeReceiver",
+    options=f"{_FAKES}.options:FakeOptions",
+    reach="process",
+)
+
+FAKE_BOX_SYNC = WeightSyncSpec(
+    name="fake_boxes",
+    summary="Boxes of every rank through files, assembled by the receiver.",
+    sender=f"{_FAKES}.box_sync:FakeBoxSender",
+    receiver=f"{_FAKES}.box_sync:FakeBoxReceiver",
+    options=f"{_FAKES}.options:FakeOptions",
+    exports=("boxes",),
+    channels=("tensors",),
+    reach="anywhere",
+)

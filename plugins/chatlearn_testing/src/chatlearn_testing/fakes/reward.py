@@ -1,0 +1,47 @@
+"""A reward whose value is known from the tokens alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.types import RewardResult, Sample
+from chatlearn_testing.fakes.options import FakeRewardOptions
+
+
+class FakeReward:
+    """The share of ``options.target`` among the completion's tokens."""
+
+    def __init__(self, options: FakeRewardOptions, context: RoleContext) -> None:
+        self.options = options
+        self.context = context
+        self._ready = False
+
+    def setup(self) -> None:
+        self._ready = True
+
+    def health(self) -> str | None:
+        return None if self._ready else "not set up, or closed"
+
+    def offload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def onload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def close(self) -> None:
+        self._ready = False
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """An empty completion is an error: its share is not defined."""
+        if self.options.seconds_per_call:
+            await asyncio.sleep(self.options.seconds_per_call)
+        return [self._judge(sample) for sample in samples]
+
+    def _judge(self, sample: Sample) -> RewardResult:
+        if not sample.num_completion_tokens:
+            return RewardResult(None, error=f"sample {sample.id!r} has no completion")
+        tokens = sample.completion_ids
+        share = float((tokens == self.options.target).mean())
+        return RewardResult(share, {"share": share})

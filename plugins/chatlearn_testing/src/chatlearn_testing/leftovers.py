@@ -1,0 +1,100 @@
+"""What a test leaves behind: processes, shared memory, listening ports. Linux only."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chatlearn_hosting.engine_side.shared_files import mapped_files
+from chatlearn_testing.listeners import tcp_ports
+from chatlearn_testing.processes import command, descendants, environment, open_files, processes
+
+MARK = "CHATLEARN_TEST_MARK"
+"""An environment variable that marks every process the test started, even if its parents have died."""
+SHARED_MEMORY = Path("/dev/shm")
+MEMORY_NAMES = ("chatlearn", "torch_")
+"""How names of ours and torch's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
+other programs on the machine leave there meanwhile is not the test's affair."""
+WAIT_S = 60.0
+"""A process whose parent was killed needs a moment to notice."""
+_LOOK_EVERY_S = 0.1
+_OUTLIVING = ("raylet", "gcs_server", "/ray/", "ray._private", "multiprocessing.resource_tracker")
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """Compares what there was with what there is; used as a context manager, or by the fixture ``leaves_nothing``."""
+
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    wait_s: float = WAIT_S
+    memory_names: tuple[str, ...] = MEMORY_NAMES
+    _memory: frozenset[str] = frozenset()
+    _ports: frozenset[int] = frozenset()
+    _children: frozenset[int] = frozenset()
+    _outer_mark: str | None = None
+
+    def __enter__(self) -> Leftovers:
+        self._memory, self._ports = shared_memory(), tcp_ports(os.getpid())
+        self._children = frozenset(descendants(os.getpid()))
+        self._outer_mark = os.environ.get(MARK)
+        os.environ[MARK] = self.mark
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._outer_mark is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = self._outer_mark
+        if kind is None:  # a test that failed has said what matters
+            self.check()
+
+    def check(self) -> None:
+        """Wait a while for everything to go.
+
+        Raises:
+            AssertionError: what is still there, by name.
+        """
+        left = wait_until_empty(self.find, self.wait_s)
+        assert not left, "left behind: " + "; ".join(left)
+
+    def find(self) -> list[str]:
+        """What is there now, was not before, and belongs to no other process."""
+        started = {pid for pid in processes() if environment(pid).get(MARK) == self.mark}
+        started |= set(descendants(os.getpid())) - self._children
+        found = [f"process {pid}: {command(pid)}" for pid in sorted(started) if not outlives_tests(command(pid))]
+        memory = {name for name in shared_memory() - self._memory if name.startswith(self.memory_names)}
+        found += [f"shared memory {name}" for name in sorted(unheld(frozenset(memory)))]
+        found += [f"port {port}, listening" for port in sorted(tcp_ports(os.getpid()) - self._ports)]
+        return found
+
+
+def wait_until_empty(find: Callable[[], list[str]], wait_s: float = WAIT_S) -> list[str]:
+    """Call ``find`` until it finds nothing, or the time is over; returns what it found last."""
+    deadline = time.monotonic() + wait_s
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+    return found
+
+
+def outlives_tests(command_line: str) -> bool:
+    """Whether a process is meant to outlive a test: Ray's servers and unused workers, Python's own helper."""
+    title = command_line.removeprefix("ray::")
+    if title != command_line:
+        return title.startswith("IDLE")
+    return any(name in command_line for name in _OUTLIVING)
+
+
+def shared_memory() -> frozenset[str]:
+    """Names in ``/dev/shm``."""
+    return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
+
+
+def unheld(names: frozenset[str], besides: int | None = None) -> set[str]:
+    """Those that no living process, ``besides`` left out, has open or mapped: they would stay for ever."""
+    others = [pid for pid in processes() if pid != besides] if names else []
+    held = mapped_files(others).union(*map(open_files, others))
+    return {name for name in names if str(SHARED_MEMORY / name) not in held}

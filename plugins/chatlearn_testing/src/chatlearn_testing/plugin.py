@@ -1,0 +1,25 @@
+"""What chatlearn-testing registers: ``chatlearn plugins new`` and ``chatlearn plugins check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import CliCommandSpec
+
+
+@hookimpl
+def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
+    """Both join the core's group ``plugins``."""
+    return [
+        CliCommandSpec(
+            name="plugins new",
+            app="chatlearn_testing.cli.plugins_new:new",
+            help="Write a working plugin, with tests and packaging, to change into your own.",
+        ),
+        CliCommandSpec(
+            name="plugins check",
+            app="chatlearn_testing.cli.plugins_check:check",
+            help="Run the conformance suites on every plugin of a distribution.",
+        ),
+    ]

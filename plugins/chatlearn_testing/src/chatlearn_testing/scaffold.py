@@ -1,0 +1,160 @@
+"""Writes a new plugin's package from the template: ``chatlearn plugins new``.
+
+The templates are ordinary Python packages in ``template/<kind>``, called ``acme``, and a new one is a copy with other
+names. They lie inside this package, and ``plugins/template`` at the repository's root is a link to them: so there is
+one source, which editable installs, wheels and sdists all hold without a build step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata, resources
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from chatlearn_core.exceptions import PluginError
+from chatlearn_core.plugins.sources import did_you_mean
+from chatlearn_core.plugins.validation import name_problem
+
+
+class TemplateKind(StrEnum):
+    """Kinds of plugins that there is a template for."""
+
+    trainer = "trainer"
+    generator = "generator"
+    reward = "reward"
+    weight_sync = "weight_sync"
+    algorithm = "algorithm"
+    dataset = "dataset"
+    logger = "logger"
+
+
+TEMPLATE_KINDS = tuple(kind.value for kind in TemplateKind)
+
+PLACEHOLDER = re.compile("acme-plugin|acme_plugin|acme|Acme")
+"""Distribution, import name, plugin name and class prefix in the templates; replaced in one pass."""
+
+DISTRIBUTION_NAME = re.compile(r"[a-z]([a-z0-9]|[-_.](?=[a-z0-9]))*", re.IGNORECASE)
+"""PEP 508, and a letter first, so that the import name is one."""
+
+
+@dataclass(slots=True, frozen=True)
+class PackageNames:
+    """What a new package and the things in it are called."""
+
+    distribution: str
+    """``acme-reward``: what pip installs."""
+    package: str
+    """``acme_reward``: what Python imports."""
+    plugin: str
+    """``acme``: what a configuration asks for."""
+    class_prefix: str
+    """``Acme``: with what names of classes begin."""
+
+    @classmethod
+    def of(cls, name: str, kind: str) -> PackageNames:
+        """Derive all from a distribution's name: the plugin's leaves out ``chatlearn`` and the kind.
+
+        Raises:
+            PluginError: the name cannot be a distribution's, a package's or a plugin's; says why.
+        """
+        if not DISTRIBUTION_NAME.fullmatch(name):
+            raise PluginError(
+                f"{name!r} cannot be the name of a distribution: it is letters, digits and single '-', '_' or '.', a "
+                "letter first, such as 'acme-reward'."
+            )
+        distribution = str(canonicalize_name(name))
+        package = distribution.replace("-", "_")
+        words = distribution.split("-")
+        own = strip_words(words, {"chatlearn"}, {word for part in kind.split("_") for word in (part, f"{part}s")})
+        plugin = "_".join(own)
+        if problem := name_problem(plugin):
+            raise PluginError(f"{name!r} would give a plugin that cannot be selected: {problem}.")
+        prefix = "".join(word.capitalize() for word in own)
+        if iskeyword(package) or not prefix.isidentifier():
+            raise PluginError(f"{name!r} would give the package {package!r} and classes {prefix!r}...; choose another.")
+        return cls(distribution, package, plugin, prefix)
+
+    def replace_in(self, text: str) -> str:
+        """A template's text or path with these names."""
+        replacements = {
+            "acme-plugin": self.distribution,
+            "acme_plugin": self.package,
+            "acme": self.plugin,
+            "Acme": self.class_prefix,
+        }
+        return PLACEHOLDER.sub(lambda match: replacements[match.group()], text)
+
+
+def write_plugin(name: str, kind: str, directory: Path) -> tuple[PackageNames, list[Path]]:
+    """Write a package for a plugin of ``kind`` into a new folder of ``directory``.
+
+    Returns:
+        Its names, and the files written.
+
+    Raises:
+        PluginError: no template of that kind, a name that cannot be used or is taken, or a folder that exists.
+    """
+    if kind not in TEMPLATE_KINDS:
+        raise PluginError(
+            f"There is no template for plugins of kind {kind!r}; there are: {', '.join(TEMPLATE_KINDS)}."
+            + did_you_mean(kind, TEMPLATE_KINDS)
+        )
+    names = PackageNames.of(name, kind)
+    if taken := taken_by(names):
+        raise PluginError(f"{name!r} is taken: {taken}. Choose another name.")
+    root = directory / names.distribution
+    if root.exists() or root.is_symlink():
+        raise PluginError(f"{root} exists already; nothing was written. Remove it, or give another --directory.")
+    written = []
+    for relative, source in template_files(kind):
+        target = root / names.replace_in(relative)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(names.replace_in(source.read_text(encoding="utf-8")), encoding="utf-8")
+        except OSError as error:
+            raise PluginError(f"{target} cannot be written: {error.strerror}; give another --directory.") from error
+        written.append(target)
+    return names, written
+
+
+def template_files(kind: str) -> Iterator[tuple[str, Traversable]]:
+    """Path in the new package, and the file, of everything in the template of a kind."""
+    templates = resources.files("chatlearn_testing") / "template"
+    yield "LICENSE", templates / "LICENSE"
+    yield from files_below(templates / kind)
+
+
+def files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Every file, sorted by name; caches, which installers leave beside modules, are not part of a template."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_file():
+            yield prefix + entry.name, entry
+        elif entry.name.isidentifier() and entry.name != "__pycache__":
+            yield from files_below(entry, f"{prefix}{entry.name}/")
+
+
+def taken_by(names: PackageNames) -> str:
+    """What is installed under the same name, or nothing."""
+    try:
+        found = metadata.distribution(names.distribution)
+    except metadata.PackageNotFoundError:
+        return f"a package {names.package!r} can be imported already" if find_spec(names.package) else ""
+    return f"{found.metadata['Name']} {found.version} is installed"
+
+
+def strip_words(words: list[str], leading: Iterable[str], trailing: Iterable[str]) -> list[str]:
+    """Without these words at the start and at the end, unless nothing would be left."""
+    first, last = set(leading), set(trailing)
+    while len(words) > 1 and words[0] in first:
+        words = words[1:]
+    while len(words) > 1 and words[-1] in last:
+        words = words[:-1]
+    return words

@@ -1,0 +1,18 @@
+"""The conformance suites, one for each kind of backend. ``chatlearn_testing`` says how to use them."""
+
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.generator import GeneratorConformance
+from chatlearn_testing.suites.reward import RewardCase, RewardConformance
+from chatlearn_testing.suites.runtime import RuntimeConformance
+from chatlearn_testing.suites.trainer import TrainerConformance
+from chatlearn_testing.suites.weight_sync import WeightSyncConformance
+
+__all__ = [
+    "ConformanceSuite",
+    "GeneratorConformance",
+    "RewardCase",
+    "RewardConformance",
+    "RuntimeConformance",
+    "TrainerConformance",
+    "WeightSyncConformance",
+]

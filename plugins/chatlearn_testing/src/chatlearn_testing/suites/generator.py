@@ -1,0 +1,169 @@
+"""The contract of a generator: it samples what it says it samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import BackendError
+from chatlearn_core.executor.logprob_bases import DeclaredBases
+from chatlearn_core.plugins.compatibility import bases_of
+from chatlearn_core.plugins.records import Kind
+from chatlearn_core.protocols import Generator
+from chatlearn_core.types import RAW_BASIS
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.fakes.sampling import basis_logprobs
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.generator_fixtures import (
+    MODEL_LENGTH,
+    NUM_TOKENS,
+    PROMPTS,
+    GeneratorFixtures,
+    Replica,
+    ask,
+    assert_completion,
+    plain_greedy,
+    plain_logits,
+)
+from chatlearn_testing.suites.generator_interruption import InterruptionContract
+from chatlearn_testing.suites.generator_weights import GeneratorWeightsContract
+
+PROCESSED: dict[str, Any] = {"temperature": 0.7, "top_k": 11, "top_p": 0.85}
+NUM_DRAWS = 400
+SIGMAS = 5.0
+"""A correct sampler fails the test of its mean once in two million runs; with fixed seeds, never or always."""
+
+
+class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, GeneratorFixtures, ConformanceSuite):
+    """Every generator passes this.
+
+    A subclass sets ``backend``, a fixture ``model_directory`` and ``load_reference``.
+    """
+
+    kind: ClassVar[Kind] = "generator"
+
+    def test_is_a_generator(self, replica: Replica) -> None:
+        """Every method of ``Generator``; serving, healthy and at version 0 after ``setup``."""
+        generator = replica.generator
+        assert isinstance(generator, Generator), "a method of chatlearn_core.protocols.Generator is missing"
+        assert (generator.state, generator.policy_version, generator.health()) == ("serving", 0, None)
+
+    def test_greedy_equals_a_plain_forward(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """Temperature 0 takes the most likely token; many requests at once change nothing.
+
+        Right for one request and wrong for several: padding or the KV cache of neighbours leaks.
+        """
+        requests = [ask(f"greedy-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
+        for request, completion in zip(requests, replica.ask(*requests), strict=True):
+            assert completion.token_ids.tolist() == plain_greedy(reference, request.prompt_ids.tolist()), request.id
+            assert completion.finish_reason == "length"
+            assert completion.basis == RAW_BASIS, "a greedy completion's logprobs are of the raw distribution"
+            assert_completion(reference, request, completion)
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [{"temperature": 1.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, PROCESSED],
+        ids=["plain", "temperature", "top_k", "top_p", "all"],
+    )
+    def test_logprobs_are_of_the_stated_basis(
+        self, replica: Replica, reference: torch.nn.Module, sampling: dict[str, Any]
+    ) -> None:
+        """``logprobs`` are of the distribution that ``basis`` names: raw, or processed as the request said.
+
+        Right at temperature 1 and wrong otherwise: raw logprobs under a processed basis, or the other way round. The
+        importance ratio would then be of two different distributions. A run also counts on what the record (or an
+        attribute ``bases`` of the options) declares, and ends at a completion of another basis.
+        """
+        settings = {"temperature": 1.0} | sampling
+        requests = [ask(f"basis-{i}", prompt, seed=i, **settings) for i, prompt in enumerate(PROMPTS)]
+        declared = DeclaredBases("generator", self.record().name, bases_of(self.record(), self.make_options()))
+        for request, completion in zip(requests, replica.ask(*requests), strict=True):
+            assert_completion(reference, request, completion)
+            expected = declared.expected(request.sampling)
+            assert completion.basis == expected, (
+                f"states the basis {completion.basis} where {expected} is due: the record declares "
+                f"{', '.join(sorted(declared.bases))}"
+            )
+
+    def test_samples_from_the_stated_distribution(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """The mean logprob of many draws is minus the entropy of the processed distribution, and no cut token comes."""
+        requests = [ask(f"draw-{seed}", max_tokens=1, seed=seed, **PROCESSED) for seed in range(NUM_DRAWS)]
+        drawn = torch.tensor([int(c.token_ids[0]) for c in replica.ask(*requests)])
+        distribution = basis_logprobs(plain_logits(reference, PROMPTS[0], [0]), requests[0].sampling.basis)[0]
+        logprobs = distribution[drawn]
+        assert bool(torch.isfinite(logprobs).all()), "drew a token that top-k and top-p had cut"
+        kept = distribution[torch.isfinite(distribution)]
+        mean = float((kept.exp() * kept).sum())
+        spread = math.sqrt(max(0.0, float((kept.exp() * kept.square()).sum()) - mean**2))
+        assert abs(float(logprobs.mean()) - mean) <= SIGMAS * spread / math.sqrt(NUM_DRAWS) + 1e-6, (
+            f"mean logprob {float(logprobs.mean())} of {NUM_DRAWS} draws, the distribution's is {mean}"
+        )
+
+    def test_seeds_decide(self, replica: Replica) -> None:
+        """The same seed gives the same tokens whatever runs beside it; another seed gives others.
+
+        Different in company: random numbers come from a shared stream instead of from (seed, token).
+        """
+        if not self.record().seeded:
+            not_applicable("the record does not declare 'seeded'")
+        crowd = [ask(f"seed-{i}", PROMPTS[i % 4], temperature=1.0, seed=i // 2) for i in range(12)]
+        together = [completion.token_ids.tolist() for completion in replica.ask(*crowd)]
+        alone = [replica.ask(request)[0].token_ids.tolist() for request in crowd[:4]]
+        assert alone == together[:4], "a request's tokens depend on what it is batched with"
+        others = {
+            tuple(replica.ask(ask("other", temperature=1.0, seed=seed))[0].token_ids.tolist()) for seed in range(8)
+        }
+        assert len(others) > 1, "eight seeds gave the same tokens: the seed is ignored"
+
+    def test_stop_tokens_end_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """The token that stops is the last one and is part of the completion; the reason is ``stop``."""
+        expected = plain_greedy(reference, PROMPTS[0])
+        stop = expected[NUM_TOKENS // 2]
+        request = ask("stop-token", stop_token_ids=(stop,))
+        [completion] = replica.ask(request)
+        assert completion.token_ids.tolist() == expected[: expected.index(stop) + 1]
+        assert completion.finish_reason == "stop"
+        assert_completion(reference, request, completion)
+
+    def test_stop_strings_end_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """The text that matched stays in the tokens, and nothing is sampled after it."""
+        prompt, whole = next(
+            (
+                (prompt, c)
+                for prompt in PROMPTS
+                if any(map(str.isalnum, (c := replica.ask(ask("text", prompt))[0]).text))
+            ),
+            (PROMPTS[0], replica.ask(ask("text"))[0]),
+        )
+        letters = [character for character in whole.text if character.isascii() and character.isalnum()]
+        assert letters, f"no completion of the suite's prompts has a letter in its text: {whole.text!r}"
+        stop = letters[len(letters) // 2]
+        request = ask("stop-string", prompt, stop=(stop,))
+        [completion] = replica.ask(request)
+        count = len(completion.token_ids)
+        assert completion.token_ids.tolist() == whole.token_ids.tolist()[:count]
+        assert stop in completion.text, f"the completion {completion.text!r} does not hold its stop string {stop!r}"
+        assert completion.finish_reason == "stop"
+        if count > 1:
+            [shorter] = replica.ask(ask("before", prompt, max_tokens=count - 1))
+            assert stop not in shorter.text, f"went on after {stop!r} had appeared"
+        assert_completion(reference, request, completion)
+
+    def test_max_tokens_bounds_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """Exactly ``max_tokens`` where nothing stops it, with reason ``length``."""
+        requests = [ask(f"length-{count}", max_tokens=count) for count in (1, 2, 7)]
+        for request, completion in zip(requests, replica.ask(*requests), strict=True):
+            assert len(completion.token_ids) == request.sampling.max_tokens
+            assert completion.finish_reason == "length"
+            assert_completion(reference, request, completion)
+
+    @pytest.mark.parametrize("prompt", [(), (1,) * (MODEL_LENGTH + 1)], ids=["empty", "too long"])
+    def test_errors_name_the_request(self, replica: Replica, prompt: tuple[int, ...]) -> None:
+        """A prompt that cannot be sampled is a ``BackendError`` with the request's id, and harms no other."""
+        with pytest.raises(BackendError) as caught:
+            replica.ask(ask("the-bad-one", prompt))
+        assert "the-bad-one" in str(caught.value), f"does not name the request: {caught.value}"
+        assert len(replica.ask(ask("after"))[0].token_ids) == NUM_TOKENS

@@ -1,0 +1,263 @@
+"""The contract of a generator under interruption: abort, resume, pause, timeout, offload, close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError
+from chatlearn_core.protocols import Generator, MeasuresMemory
+from chatlearn_core.types import Completion, GenerateRequest
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.generator_fixtures import (
+    LONG,
+    PROMPTS,
+    GeneratorFixtures,
+    Replica,
+    ask,
+    assert_completion,
+    plain_greedy,
+)
+
+TURNS = 50
+"""Turns of the event loop in which a generator that is not really paused would sample."""
+TURN_S = 0.001
+ATTEMPTS = 5
+"""To interrupt a request before it is whole: on a busy machine an engine may be done before the abort arrives."""
+
+
+class InterruptionContract(GeneratorFixtures, ConformanceSuite):
+    """Part of ``GeneratorConformance``."""
+
+    def test_streaming_tells_a_prefix(self, replica: Replica) -> None:
+        """``on_tokens`` calls, put together, are the completion: in order, without gaps or repeats."""
+        if not self.record().streaming:
+            not_applicable("the record does not declare 'streaming'")
+        told: list[int] = []
+
+        def on_tokens(start: int, token_ids: list[int]) -> None:
+            assert start == len(told), f"told of position {start} after {len(told)} tokens"
+            told.extend(token_ids)
+
+        completion = replica.run(replica.generator.generate(ask("stream"), on_tokens))
+        assert told == completion.token_ids.tolist()
+
+    def test_abort_returns_what_was_sampled(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """``generate`` returns the tokens so far with reason ``abort``; unknown ids are ignored; others go on."""
+
+        async def interrupt() -> tuple[Completion, Completion]:
+            other = asyncio.ensure_future(replica.generator.generate(ask("bystander")))
+            partial = await _interrupted(replica.generator, ask("aborted", max_tokens=LONG), self.record().streaming)
+            return partial, await other
+
+        partial, other = replica.run(interrupt())
+        request = ask("aborted", max_tokens=LONG)
+        assert partial.finish_reason in ("abort", "length"), partial.finish_reason
+        expected = plain_greedy(reference, PROMPTS[0], len(partial.token_ids))
+        assert partial.token_ids.tolist() == expected, "the partial completion is no prefix of the whole"
+        if self.record().streaming:
+            assert 0 < len(partial.token_ids) < LONG, (
+                f"{len(partial.token_ids)} tokens were kept of the aborted request"
+            )
+        assert_completion(reference, request, partial)
+        assert other.finish_reason == "length", "a request that was not named was aborted"
+
+    def test_abort_without_names_ends_all(self, replica: Replica) -> None:
+        """``abort(None)``: every open request returns."""
+
+        async def interrupt() -> list[Completion]:
+            tasks = [
+                asyncio.ensure_future(replica.generator.generate(ask(f"all-{i}", prompt, max_tokens=LONG)))
+                for i, prompt in enumerate(PROMPTS)
+            ]
+            await asyncio.sleep(0)
+            await replica.generator.abort()
+            return list(await asyncio.gather(*tasks))
+
+        assert {completion.finish_reason for completion in replica.run(interrupt())} <= {"abort", "length"}
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+    def test_resume_continues_an_aborted_completion(
+        self, replica: Replica, reference: torch.nn.Module, temperature: float
+    ) -> None:
+        """Aborted and resumed equals never interrupted: tokens, logprobs and spans, under one ``max_tokens``.
+
+        Sampled tokens differ: the random numbers start again instead of being keyed by the token's position.
+        """
+        if not self.record().resumable:
+            not_applicable("the record does not declare 'resumable'")
+        if temperature and not self.record().seeded:
+            not_applicable("the record does not declare 'seeded'")
+        fields: dict[str, Any] = {"max_tokens": LONG, "temperature": temperature, "seed": 3}
+        [whole] = replica.ask(ask("whole", **fields))
+        partial = replica.run(_interrupted(replica.generator, ask("part", **fields), self.record().streaming))
+        request = ask("rest", **fields, resume_from=partial)
+        [resumed] = replica.ask(request)
+        assert resumed.token_ids.tolist() == whole.token_ids.tolist()
+        assert resumed.finish_reason == whole.finish_reason
+        assert_completion(reference, request, resumed)
+
+    def test_a_paused_request_goes_on_later(self, replica: Replica, reference: torch.nn.Module) -> None:
+        """Nothing is sampled until ``resume``, and the completion is as if there had been no pause."""
+
+        async def interrupt() -> Completion:
+            sampled: list[int] = []
+            begun = asyncio.Event()
+
+            def on_tokens(start: int, token_ids: list[int]) -> None:
+                sampled.extend(token_ids)
+                begun.set()
+
+            callback = on_tokens if self.record().streaming else None
+            task = asyncio.ensure_future(replica.generator.generate(ask("kept", max_tokens=LONG), callback))
+            await (begun.wait() if callback else asyncio.sleep(0))
+            await replica.generator.pause()
+            count = len(sampled)
+            await _idle()
+            assert len(sampled) == count, f"{len(sampled) - count} tokens were sampled while paused"
+            await replica.generator.resume()
+            return await task
+
+        completion = replica.run(interrupt())
+        assert completion.token_ids.tolist() == plain_greedy(reference, PROMPTS[0], LONG)
+        assert_completion(reference, ask("kept", max_tokens=LONG), completion)
+
+    def test_what_comes_while_paused_waits(self, replica: Replica) -> None:
+        """A request that comes while paused is answered after ``resume``; an abort answers it at once."""
+
+        async def interrupt() -> tuple[Completion, Completion]:
+            await replica.generator.pause()
+            late = asyncio.ensure_future(replica.generator.generate(ask("late")))
+            cut = asyncio.ensure_future(replica.generator.generate(ask("cut", max_tokens=LONG)))
+            await _idle()
+            assert not late.done(), "a request was answered while paused"
+            await replica.generator.abort(["cut"])
+            cut_short = await cut
+            await replica.generator.resume()
+            return cut_short, await late
+
+        cut, late = replica.run(interrupt())
+        assert (cut.finish_reason, len(cut.token_ids)) == ("abort", 0)
+        assert late.finish_reason == "length"
+
+    def test_a_timeout_names_the_request(self, replica: Replica) -> None:
+        """``request.timeout_s`` ends a request with ``BackendTimeoutError``, and the replica serves on.
+
+        The suite pauses the replica, so that the request cannot be answered.
+        """
+
+        async def wait() -> None:
+            await replica.generator.pause()
+            try:
+                await replica.generator.generate(ask("too-slow", timeout_s=0.05))
+            finally:
+                await replica.generator.resume()
+
+        with pytest.raises(BackendTimeoutError) as caught:
+            replica.run(wait())
+        assert "too-slow" in str(caught.value), f"does not name the request: {caught.value}"
+        assert replica.ask(ask("in-time"))[0].finish_reason == "length"
+
+    def test_offload_and_onload_change_nothing(self, replica: Replica) -> None:
+        """Weights come back as they were and the KV cache empty; other parts are ignored."""
+        [before] = replica.ask(ask("before", temperature=1.0))
+
+        async def move() -> None:
+            await replica.generator.pause()
+            replica.generator.offload({"weights", "kv_cache", "optimizer"})
+            replica.generator.onload({"weights", "kv_cache", "optimizer"})
+            await replica.generator.resume()
+
+        replica.run(move())
+        [after] = replica.ask(ask("after", temperature=1.0))
+        if self.record().seeded:
+            assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert replica.generator.state == "serving"
+
+    def test_an_offloaded_generator_occupies_nothing(self, replica: Replica) -> None:
+        """After a generation weights and KV cache have 0 live bytes while they are offloaded, and the weights as many
+        as before when they are back.
+
+        Memory that is only said to be free is used by another role on the same device, and the run ends out of memory.
+        """
+        generator = replica.generator
+        if not isinstance(generator, MeasuresMemory):
+            not_applicable("the generator has no live_bytes, so what it says of its memory is taken on trust")
+        replica.ask(ask("before"))
+        weights = generator.live_bytes("weights")
+        assert weights > 0, "the weights of a generator that serves occupy memory"
+        generator.offload({"weights", "kv_cache"})
+        assert [generator.live_bytes("weights"), generator.live_bytes("kv_cache")] == [0, 0]
+        generator.onload({"weights"})
+        assert [generator.live_bytes("weights"), generator.live_bytes("kv_cache")] == [weights, 0]
+        generator.onload({"kv_cache"})
+        assert replica.ask(ask("after"))[0].finish_reason == "length"
+
+    def test_closing_ends_open_requests(self, start: Callable[[], Replica]) -> None:
+        """``close`` twice is fine; requests that wait get a ``BackendError``, and so do later ones.
+
+        The suite pauses the replica first: a fast engine may be done with any request by the time it is closed, and
+        what was complete before has its completion.
+        """
+        replica = start()
+
+        async def close() -> list[Completion | BaseException]:
+            waiting = [asyncio.ensure_future(replica.generator.generate(ask("begun", max_tokens=LONG)))]
+            await asyncio.sleep(0)
+            await replica.generator.pause()
+            waiting.append(asyncio.ensure_future(replica.generator.generate(ask("held", max_tokens=LONG))))
+            await asyncio.sleep(0)
+            replica.generator.close()
+            replica.generator.close()
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+            with pytest.raises(BackendError):
+                await replica.generator.generate(ask("late"))
+            return outcomes
+
+        begun, *held = replica.run(close())
+        assert all(isinstance(outcome, BackendError) for outcome in held), f"who waited for it got {held[0]!r}"
+        if isinstance(begun, BaseException):
+            assert isinstance(begun, BackendError), f"who waited for it got {begun!r}"
+        else:
+            assert (begun.finish_reason, len(begun.token_ids)) == ("length", LONG), f"closing gave {begun}"
+        assert replica.generator.health() is not None, "healthy although closed"
+
+
+async def _interrupted(generator: Generator, request: GenerateRequest, streaming: bool) -> Completion:
+    """Abort ``request`` once a few tokens are there (where they can be seen), and return what it gives.
+
+    A completion that was whole before the engine heard of it is asked for again, ``ATTEMPTS`` times in all.
+    """
+    for _ in range(ATTEMPTS):
+        completion = await _aborted(generator, request, streaming)
+        if completion.finish_reason == "abort":
+            break
+    return completion
+
+
+async def _aborted(generator: Generator, request: GenerateRequest, streaming: bool) -> Completion:
+    begun = asyncio.Event()
+
+    def on_tokens(start: int, token_ids: list[int]) -> None:
+        if start + len(token_ids) >= 3:
+            begun.set()
+
+    task = asyncio.ensure_future(generator.generate(request, on_tokens if streaming else None))
+    if streaming:
+        waiting = asyncio.ensure_future(begun.wait())
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+    else:
+        await asyncio.sleep(0)
+    await generator.abort({request.id, "a request nobody made"})
+    return await task
+
+
+async def _idle() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(TURN_S)

@@ -1,0 +1,250 @@
+"""The contract of a generator that takes new weights: all of them, the right ones, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import BackendError, WeightSyncError
+from chatlearn_core.plugins.compatibility import kv_after_sync_of
+from chatlearn_core.types import Completion, ReplicaState, TensorSpec, WeightManifest, WeightShard
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, perturbed, read_checkpoint
+from chatlearn_testing.reused_memory import ReusedMemoryLoader
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
+from chatlearn_testing.suites.generator_fixtures import (
+    LONG,
+    PROMPTS,
+    GeneratorFixtures,
+    Replica,
+    ask,
+    assert_completion,
+    plain_greedy,
+)
+
+DRIVEN_CHANNELS = ("tensors", "boxes", "checkpoint")
+"""Channels that the suite can drive without a transport."""
+
+
+class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
+    """Part of ``GeneratorConformance``. Invariant 4 of the design."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tensors(cls, model_directory: Path) -> dict[str, Tensor]:
+        """The model directory's weights."""
+        return read_checkpoint(model_directory)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def new_model(
+        cls, tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tensors: Mapping[str, Tensor]
+    ) -> Path:
+        """The same model with other weights."""
+        target = tmp_path_factory.mktemp("conformance") / "new"
+        return copy_with_weights(model_directory, perturbed(tensors, seed=1), target)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def new_reference(cls, load_plain: ReferenceLoader, new_model: Path) -> torch.nn.Module:
+        """Those weights in a plain module."""
+        return load_plain(new_model)
+
+    def test_expects_the_names_of_the_model_directory(self, replica: Replica, tensors: Mapping[str, Tensor]) -> None:
+        """``expected_manifest`` is the checkpoint's names, shapes and dtypes; tied weights are aliases."""
+        expected = replica.generator.loader.expected_manifest()
+        assert not (lines := expected.differences(manifest_of(tensors, expected.aliases))), "\n".join(lines)
+
+    def test_reloading_the_same_weights_changes_nothing(
+        self, synced: Replica, reference: torch.nn.Module, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """The model directory's own weights, loaded again, give the same completions under a new version.
+
+        An engine that fuses, transposes or quantises weights on loading must do it again, not twice.
+        """
+        version = synced.generator.policy_version + 1
+        assert synced.sync(tensors, version) == version
+        self._assert_serves(synced, reference, version)
+
+    @pytest.mark.parametrize("channel", DRIVEN_CHANNELS)
+    def test_new_weights_change_the_output(
+        self, synced: Replica, new_reference: torch.nn.Module, new_model: Path, channel: str
+    ) -> None:
+        """After a sync greedy output is a plain forward's with the new weights, and every token has the new version.
+
+        Some prompts right, others old: a prefix cache survived the sync. Nothing changed: tied or packed weights were
+        not updated. A wrong version: it is stamped when a request arrives instead of when a token is sampled.
+        """
+        if channel not in self.record().channels:
+            not_applicable(f"the record does not declare the channel {channel!r}")
+        new = read_checkpoint(new_model)
+        loader = ReusedMemoryLoader(synced.generator.loader)
+        version = synced.generator.policy_version + 1
+        synced.ask(*(ask(f"warm-{i}", prompt) for i, prompt in enumerate(PROMPTS)))
+
+        async def load() -> int:
+            await loader.begin(version, manifest_of(new, loader.expected_manifest().aliases))
+            if channel == "tensors":
+                names = sorted(new, reverse=True)
+                await loader.load_tensors((name, new[name]) for name in names[::2])
+                await loader.load_tensors((name, new[name]) for name in names[1::2])
+            elif channel == "boxes":
+                await loader.load_boxes(shard for name in sorted(new) for shard in _halves(name, new[name]))
+            else:
+                await loader.load_checkpoint(new_model)
+            return await loader.finish()
+
+        assert synced.run(load()) == version, "finish confirmed another version"
+        self._assert_serves(synced, new_reference, version)
+
+    def test_tensors_that_were_given_are_not_kept(
+        self, synced: Replica, new_reference: torch.nn.Module, new_model: Path, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """What is loaded lives in the generator's own memory: tensors are overwritten when ``load_tensors`` returns.
+
+        Garbage or the weights of a later version: parameters were replaced by what was given, instead of filled from
+        it. Transports use their buffers again, and a trainer in the same process goes on updating what it streamed.
+        """
+        if "tensors" not in self.record().channels:
+            not_applicable("the record does not declare the channel 'tensors'")
+        version = synced.generator.policy_version + 1
+        synced.sync(tensors, version)
+        synced.sync(read_checkpoint(new_model), version + 1)
+        self._assert_serves(synced, new_reference, version + 1)
+
+    def test_an_unfinished_request_lives_through_a_sync_as_declared(
+        self,
+        start: Callable[[], Replica],
+        reference: torch.nn.Module,
+        new_reference: torch.nn.Module,
+        new_model: Path,
+    ) -> None:
+        """Tokens before the sync carry the old version; those after it, if ``kv_after_sync`` allows any, the new one.
+
+        ``recomputed``: they are what the new weights sample after those before; ``dropped``: the request has ended.
+        """
+        if not self.record().streaming or "tensors" not in self.record().channels:
+            not_applicable("the record does not declare 'streaming' and the channel 'tensors'")
+        policy = kv_after_sync_of(self.record(), self.make_options(dtype="float32"))
+        replica, new = start(), read_checkpoint(new_model)
+
+        async def interrupt() -> Completion:
+            begun = asyncio.Event()
+            task = asyncio.ensure_future(
+                replica.generator.generate(ask("kept", max_tokens=LONG), lambda start, tokens: begun.set())
+            )
+            await begun.wait()
+            await replica.generator.pause()
+            loader = replica.generator.loader
+            await loader.begin(1, manifest_of(new, loader.expected_manifest().aliases))
+            await loader.load_tensors(new.items())
+            await loader.finish()
+            await replica.generator.resume()
+            return await task
+
+        completion = replica.run(interrupt())
+        old, *later = completion.version_spans
+        tokens = completion.token_ids.tolist()
+        assert (old.start, old.version) == (0, 0), completion.version_spans
+        assert tokens[: old.stop] == plain_greedy(reference, PROMPTS[0], old.stop)
+        if policy == "dropped":
+            assert (completion.finish_reason, later) == ("abort", []), completion
+            return
+        [fresh] = later
+        assert (fresh.start, fresh.version, fresh.stop) == (old.stop, 1, LONG), completion.version_spans
+        if policy == "recomputed":
+            context = [*PROMPTS[0], *tokens[: old.stop]]
+            assert tokens[old.stop :] == plain_greedy(new_reference, context, LONG - old.stop)
+
+    def test_a_manifest_that_does_not_fit_is_refused(
+        self, synced: Replica, tensors: Mapping[str, Tensor], reference: torch.nn.Module
+    ) -> None:
+        """``begin`` raises before the first byte, names the tensor, and the replica serves on as before.
+
+        Engines accept unknown names silently and die of wrong shapes: the adapter checks, not the engine.
+        """
+        synced.sync(tensors, synced.generator.policy_version + 1)
+        version = synced.generator.policy_version
+        loader = synced.generator.loader
+        good = manifest_of(tensors, loader.expected_manifest().aliases)
+        name = sorted(tensors)[0]
+        spec = good.tensors[name]
+        rest = {key: value for key, value in good.tensors.items() if key != name}
+        bad = {
+            "no.such.weight": dict(good.tensors) | {"no.such.weight": TensorSpec("no.such.weight", (2,), "float32")},
+            name: rest,
+            f"{name}: shape": rest | {name: TensorSpec(name, (*spec.shape[:-1], spec.shape[-1] + 1), spec.dtype)},
+        }
+        for what, manifest in bad.items():
+            with pytest.raises(WeightSyncError) as caught:
+                synced.run(loader.begin(version + 1, WeightManifest(manifest, good.aliases)))
+            assert what.split(":")[0] in str(caught.value), f"does not name {what}: {caught.value}"
+            assert synced.generator.state == "serving", f"a refused manifest ({what}) stopped the replica"
+        self._assert_serves(synced, reference, version)
+
+    @pytest.mark.parametrize("fault", ["unknown name", "wrong shape", "missing tensor", "one name for another"])
+    def test_weights_that_were_not_announced_are_refused(
+        self, start: Callable[[], Replica], tensors: Mapping[str, Tensor], fault: str
+    ) -> None:
+        """What arrives is checked against what was announced; half-loaded weights are never served: ``dead``."""
+        if "tensors" not in self.record().channels:
+            not_applicable("the record does not declare the channel 'tensors'")
+        replica = start()
+        names = sorted(tensors)
+        sent = dict(tensors)
+        if fault == "unknown name":
+            sent["no.such.weight"] = torch.zeros(2)
+        elif fault == "wrong shape":
+            sent[names[0]] = torch.zeros(*tensors[names[0]].shape, 2)
+        elif fault == "missing tensor":
+            del sent[names[-1]]
+        else:
+            sent[f"{names[0]}.renamed"] = sent.pop(names[0])
+        manifest = manifest_of(tensors, replica.generator.loader.expected_manifest().aliases)
+        with pytest.raises(WeightSyncError):
+            replica.sync(sent, 1, manifest)
+        assert replica.generator.state == "dead", f"{fault}: the replica is {replica.generator.state}, not dead"
+        with pytest.raises(BackendError) as caught:
+            replica.ask(ask("after-the-fault"))
+        assert "after-the-fault" in str(caught.value)
+
+    def test_a_loading_replica_serves_nothing(
+        self, start: Callable[[], Replica], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Between ``begin`` and ``finish`` the state is ``loading``; a failed sync leaves it ``dead`` and says why."""
+        replica = start()
+        loader = replica.generator.loader
+        replica.run(loader.begin(1, manifest_of(tensors, loader.expected_manifest().aliases)))
+        assert replica.generator.state == "loading"
+        with pytest.raises(BackendError):
+            replica.ask(ask("while-loading"))
+        replica.run(loader.fail("the sender went away"))
+        state: ReplicaState = replica.generator.state
+        assert state == "dead"
+        assert "the sender went away" in str(replica.generator.health())
+
+    def _assert_serves(self, replica: Replica, reference: torch.nn.Module, version: int) -> None:
+        """Greedy output and versions are those of ``reference`` under ``version``."""
+        assert (replica.generator.policy_version, replica.generator.state) == (version, "serving")
+        requests = [ask(f"check-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
+        for request, completion in zip(requests, replica.ask(*requests), strict=True):
+            expected = plain_greedy(reference, request.prompt_ids.tolist())
+            assert completion.token_ids.tolist() == expected, f"{request.id}: not what these weights give"
+            assert_completion(reference, request, completion, version)
+
+
+def _halves(name: str, tensor: Tensor) -> list[WeightShard]:
+    """A tensor as two boxes along its first dimension."""
+    shape, middle = tuple(tensor.shape), tensor.shape[0] // 2
+    rest = tuple((0, size) for size in shape[1:])
+    cuts = [(0, middle), (middle, shape[0])]
+    return [
+        WeightShard(name, shape, ((start, stop), *rest), rank, tensor[start:stop])
+        for rank, (start, stop) in enumerate(cuts)
+        if stop > start
+    ]

@@ -1,0 +1,418 @@
+"""The contract of a runtime: the same results wherever roles run, and nothing lost, silent or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from chatlearn_core.exceptions import (
+    BackendError,
+    BackendTimeoutError,
+    ChatLearnError,
+    ConfigError,
+    ReplicaLostError,
+    TrainerLostError,
+)
+from chatlearn_core.plugins.records import Kind
+from chatlearn_core.protocols import Runtime
+from chatlearn_core.runtime.local import LocalRuntime
+from chatlearn_core.runtime.options import LocalRuntimeOptions
+from chatlearn_core.types import pack_samples
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.batches import LENGTHS, MaskedPolicyLoss
+from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, read_bigram_tensors
+from chatlearn_testing.leftovers import Leftovers
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.runtime_fixtures import (
+    LOGPROBS,
+    RuntimeFixtures,
+    Stand,
+    WaitingLoss,
+    blocking_file,
+    doubled,
+    generated,
+    kill_replica,
+    prepared,
+    process_of,
+    request,
+    samples_of,
+    tokens,
+)
+
+NAMES = tuple(f"request-{number}" for number in range(6))
+SHORT_S = 1.0
+"""A role's timeout where something is to hang."""
+SLOW_S = 0.05
+"""A token of a slow generator, so that a request is still open when its replica is killed."""
+LOSS = MaskedPolicyLoss()
+ROLES: dict[str, Kind] = {"trainer": "trainer", "generator": "generator", "reward": "reward"}
+
+
+class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
+    """Every runtime passes this, with the kit's fakes as roles. A subclass sets ``backend``.
+
+    A runtime whose record says ``placement="process"`` hosts one rank a role; what takes several, or a process that
+    can be killed, does not apply to it.
+    """
+
+    kind: ClassVar[Kind] = "runtime"
+    patience_s: ClassVar[float] = 240.0
+
+    @classmethod
+    def hosts_processes(cls) -> bool:
+        """Whether roles run in processes of their own."""
+        return bool(cls.record().placement != "process")
+
+    def require_processes(self, what: str) -> None:
+        """End a test of what takes several processes."""
+        if not self.hosts_processes():
+            not_applicable(f"{what} takes processes of its own; the record says placement='process'")
+
+    def test_is_a_runtime(self, stand: Stand) -> None:
+        """Every method of ``Runtime``; places, devices and backends are known before ``start``."""
+
+        async def test() -> None:
+            runtime = stand.build(stand.plan(stand.role("policy", "trainer"), stand.role("sampler", "generator")))
+            assert isinstance(runtime, Runtime), "a method of Runtime is missing"
+            described = runtime.describe()
+            assert {name: (d["kind"], d["backend"]) for name, d in described.items()} == {
+                "policy": ("trainer", "fake"),
+                "sampler": ("generator", "fake"),
+            }
+            json.dumps(dict(described))
+            assert all(runtime.devices()[role] for role in ("policy", "sampler"))
+
+        self.run(stand, test)
+
+    def test_one_rank_gives_the_bits_of_the_local_runtime(self, stand: Stand) -> None:
+        """Three steps of sampling, judging, computing, updating and syncing end with the same tokens, logprobs,
+        rewards, metrics and weights, bit for bit.
+
+        Usually broken by requests that are not submitted in the order of their calls, by another number of threads in
+        a worker, and by arrays that change type on their way.
+        """
+
+        async def test() -> None:
+            roles = [stand.role(name, kind) for name, kind in ROLES.items()]
+            expected_runtime = LocalRuntime(LocalRuntimeOptions(), stand.plan(*roles))
+            await expected_runtime.start()
+            expected = await three_steps(expected_runtime, stand.run_dir / "expected")
+            await expected_runtime.close()
+            found = await three_steps(await stand.start(*roles, num_threads=1), stand.run_dir / "found")
+            for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                for name, value in theirs.items():
+                    assert ours[name] == value, f"{name} of step {step} differs"
+
+        self.run(stand, test)
+
+    def test_ranks_split_a_batch_and_merge_metrics_by_name(self, stand: Stand) -> None:
+        """Every sequence is on one data-parallel rank; sums and means are those of the whole batch, a metric that one
+        rank reports counts once, outputs come in batch order. A rank may have nothing to do.
+        """
+        self.require_processes("a trainer of several ranks")
+
+        async def test() -> None:
+            one = await stand.start(stand.role("trainer", "trainer"))
+            several = await stand.start(stand.role("trainer", "trainer", ranks=2))
+            for lengths in (LENGTHS, (5,)):
+                batch = prepared(lengths)
+                for split, num_parts in (("group", min(2, len(lengths))), ("batch", 1)):
+                    derived = await several.trainer("trainer").derive(batch, doubled, split)
+                    total = derived.metrics["token_ids"].value
+                    assert total == float(batch.token_ids.sum()), "a sequence was lost, or is on two ranks"
+                    assert derived.token_data["doubled"].tolist() == (2.0 * batch.token_ids).tolist()
+                    assert derived.sequence_data["length"].tolist() == list(lengths)
+                    assert len(derived.exclusions) == num_parts
+                computed = [await runtime.trainer("trainer").compute(batch, LOGPROBS) for runtime in (one, several)]
+                whole, parts = (np.asarray(outputs["logprobs"].tolist()) for outputs in computed)
+                assert np.allclose(whole, parts, atol=1e-6), "outputs are not in the order of the batch"
+                metrics = [await runtime.trainer("trainer").update(batch, LOSS) for runtime in (one, several)]
+                for name in ("loss", "policy/logprob", "grad_norm", "lr"):
+                    expected, found = (by_name[name] for by_name in metrics)
+                    assert found.value == pytest.approx(expected.value, rel=1e-5), name
+                    assert found.reducer == "sum" or found.count == expected.count, f"{name} counts twice"
+
+        self.run(stand, test)
+
+    def test_more_ranks_than_it_hosts_are_refused_before_start(self, stand: Stand) -> None:
+        """A runtime of one process says so when it is built, and names the role and the number."""
+        if self.hosts_processes():
+            not_applicable("it hosts several ranks")
+
+        async def test() -> None:
+            with pytest.raises(ConfigError, match=r"roles\.trainer\.ranks is 2"):
+                stand.build(stand.plan(stand.role("trainer", "trainer", ranks=2)))
+
+        self.run(stand, test)
+
+    def test_weights_reach_every_replica(self, stand: Stand) -> None:
+        """After ``sync_weights`` every replica serves the version and samples greedily what the trainer's exported
+        weights say; a receipt for each says so.
+        """
+
+        async def test() -> None:
+            runtime = await stand.start(
+                stand.role("trainer", "trainer", ranks=2 if self.hosts_processes() else 1),
+                stand.role("generator", "generator", replicas=2),
+            )
+            trainer, fleet = runtime.trainer("trainer"), runtime.generator("generator")
+            for version in (1, 2):
+                await trainer.update(prepared(LENGTHS, version), LOSS)
+                receipts = await runtime.sync_weights("trainer", "generator", version)
+                assert [(r.replica, r.state, r.policy_version) for r in receipts] == [
+                    (replica, "serving", version) for replica in range(2)
+                ]
+                assert fleet.policy_version == version
+                await trainer.export_model(stand.run_dir / f"exported-{version}")
+                expected = greedy_tokens(stand.run_dir / f"exported-{version}")
+                for replica in range(2):
+                    completion = await fleet.generate(request("greedy", temperature=0.0), replica)
+                    assert tokens([completion]) == [expected], f"replica {replica} serves other weights"
+                    assert completion.version_spans[-1].version == version
+
+        self.run(stand, test)
+
+    def test_a_dead_replica_is_reported_and_its_requests_start_again(self, stand: Stand) -> None:
+        """It is rebuilt once, however many requests it had, takes the current weights before it serves, and every
+        request ends with the tokens that it would have had anyway. The restart is an event that names role, worker,
+        number and limit.
+        """
+
+        async def test() -> None:
+            runtime = await stand.start(
+                stand.role("trainer", "trainer"),
+                stand.role("generator", "generator", replicas=2, seconds_per_token=SLOW_S),
+                max_generator_restarts=1,
+            )
+            await runtime.trainer("trainer").update(prepared(LENGTHS), LOSS)
+            await runtime.sync_weights("trainer", "generator", 1)
+            expected = tokens(await generated(runtime, NAMES))
+            assert not stand.events
+            fleet = runtime.generator("generator")
+            waiting = asyncio.gather(*(fleet.generate(request(name), 0) for name in NAMES))
+            await asyncio.sleep(4 * SLOW_S)
+            await kill_replica(runtime, "generator", 0)
+            completions = await waiting
+            assert tokens(completions) == expected
+            assert {span.version for c in completions for span in c.version_spans} == {1}
+            [event] = stand.events
+            facts = {"role": "generator", "worker": "replica 0", "restart": 1, "limit": 1}
+            assert dict(event.facts).items() >= facts.items(), event
+            assert "'generator'" in event.text, event.text
+
+        self.run(stand, test)
+
+    def test_a_dead_replica_beyond_its_limit_is_refused(self, stand: Stand) -> None:
+        """The error names role, replica, the restarts that were used and the setting that limits them."""
+        if "max_generator_restarts" not in self.options_model().model_fields:
+            not_applicable("it has no option max_generator_restarts")
+
+        async def test() -> None:
+            runtime = await stand.start(stand.role("generator", "generator"), max_generator_restarts=0)
+            await kill_replica(runtime, "generator", 0)
+            with pytest.raises(ReplicaLostError, match=r"'generator': replica 0 died, and 0 restart\(s\)") as caught:
+                await generated(runtime, NAMES)
+            assert "runtime.options.max_generator_restarts" in str(caught.value)
+
+        self.run(stand, test)
+
+    def test_a_lost_rank_is_rebuilt_and_goes_on_from_what_was_saved(self, stand: Stand) -> None:
+        """The call that met it, and every later one, raises ``TrainerLostError``; ``recover`` builds all ranks anew,
+        and after ``load`` the next update is the one that it would have been.
+        """
+
+        async def test() -> None:
+            ranks = 2 if self.hosts_processes() else 1
+            runtime = await stand.start(stand.role("trainer", "trainer", ranks=ranks), max_trainer_restarts=1)
+            trainer = runtime.trainer("trainer")
+            await trainer.update(prepared(LENGTHS, 1), LOSS)
+            await trainer.save(stand.run_dir / "saved")
+            if not self.hosts_processes():
+                lost = TrainerLostError("the suite says so")
+                with pytest.raises(TrainerLostError) as caught:
+                    await runtime.recover(lost)
+                assert caught.value is lost
+                return
+            expected = await trainer.update(prepared(LENGTHS, 2), LOSS)
+            process = process_of(runtime, "trainer", 1)
+            assert process is not None, "describe() names no process"
+            os.kill(process, signal.SIGKILL)
+            with pytest.raises(TrainerLostError, match=r"role 'trainer', rank \d of 2"):
+                await trainer.update(prepared(LENGTHS, 3), LOSS)
+            with pytest.raises(TrainerLostError, match="role 'trainer'") as again:
+                await trainer.save(stand.run_dir / "never")
+            await runtime.recover(again.value)
+            assert [event.facts["role"] for event in stand.events] == ["trainer"]
+            await trainer.load(stand.run_dir / "saved")
+            found = await trainer.update(prepared(LENGTHS, 2), LOSS)
+            assert found["loss"].value == expected["loss"].value, "it does not go on from what was saved"
+
+        self.run(stand, test)
+
+    def test_a_call_that_hangs_ends_by_its_timeout(self, stand: Stand, tmp_path: Path) -> None:
+        """The error names role, method and setting, and shows where the call hangs."""
+
+        async def test() -> None:
+            runtime = await stand.start(stand.role("trainer", "trainer", timeout_s=SHORT_S))
+            with blocking_file(tmp_path) as file, pytest.raises(BackendError) as caught:
+                await runtime.trainer("trainer").update(prepared(LENGTHS), WaitingLoss(path=file))
+            assert isinstance(caught.value, BackendTimeoutError | TrainerLostError)
+            for part in ("role 'trainer'", "update", "1 s", "roles.trainer.timeout_s", "time.sleep"):
+                assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+        self.run(stand, test)
+
+    def test_a_request_that_takes_too_long_ends_by_its_timeout(self, stand: Stand) -> None:
+        """The error names role, replica, request and setting; the replica lives on."""
+
+        async def test() -> None:
+            slow = stand.role("generator", "generator", timeout_s=SHORT_S, seconds_per_token=60.0)
+            runtime = await stand.start(slow, max_generator_restarts=0)
+            with pytest.raises(BackendTimeoutError) as caught:
+                await generated(runtime, NAMES[:1])
+            for part in ("role 'generator'", "replica 0", NAMES[0], "1 s", "roles.generator.timeout_s"):
+                assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+        self.run(stand, test)
+
+    def test_a_reward_that_takes_too_long_costs_its_samples(self, stand: Stand) -> None:
+        """``score`` returns a result for each sample, in order; what hung has an error that names the setting."""
+
+        async def test() -> None:
+            runtime = await stand.start(
+                stand.role("generator", "generator"),
+                stand.role("reward", "reward"),
+                stand.role("slow", "reward", timeout_s=SHORT_S, seconds_per_call=60.0),
+            )
+            samples = samples_of(await generated(runtime, NAMES))
+            results = await runtime.reward("reward").score(samples)
+            shares = [float((np.asarray(s.token_ids)[s.num_prompt_tokens :] == 1).mean()) for s in samples]
+            assert [result.value for result in results] == shares
+            [late] = await runtime.reward("slow").score(samples[:1])
+            assert late.value is None
+            assert "roles.slow.timeout_s" in str(late.error)
+
+        self.run(stand, test)
+
+    def test_pause_keeps_and_abort_returns_what_was_sampled(self, stand: Stand) -> None:
+        """Requests that are paused go on where they were; aborted ones return what they have."""
+
+        async def test() -> None:
+            runtime = await stand.start(stand.role("generator", "generator", replicas=2, seconds_per_token=SLOW_S))
+            fleet = runtime.generator("generator")
+            expected = tokens(await generated(runtime, NAMES))
+            waiting = asyncio.gather(*(fleet.generate(request(name)) for name in NAMES))
+            await asyncio.sleep(4 * SLOW_S)
+            await fleet.pause()
+            await asyncio.sleep(4 * SLOW_S)
+            await fleet.resume()
+            assert tokens(await waiting) == expected
+            waiting = asyncio.gather(*(fleet.generate(request(name)) for name in NAMES))
+            await asyncio.sleep(4 * SLOW_S)
+            await fleet.abort(NAMES[:3])
+            ended = await waiting
+            assert [c.finish_reason for c in ended] == ["abort"] * 3 + ["length"] * 3
+            for short, whole in zip(tokens(ended), expected, strict=True):
+                assert short == whole[: len(short)]
+
+        self.run(stand, test)
+
+    def test_parts_are_moved_out_and_back(self, stand: Stand) -> None:
+        """An event a worker and part, with what is live afterwards; values are unchanged."""
+
+        async def test() -> None:
+            runtime = await stand.start(
+                stand.role("trainer", "trainer"), stand.role("generator", "generator", replicas=2)
+            )
+            trainer, fleet = runtime.trainer("trainer"), runtime.generator("generator")
+            before = await trainer.compute(prepared(LENGTHS), LOGPROBS), tokens(await generated(runtime, NAMES))
+            for group, worker_count in ((trainer, 1), (fleet, 2)):
+                away = await group.offload({"weights"})
+                assert [(e.worker, e.action, e.part, e.live_bytes) for e in away] == [
+                    (worker, "offload", "weights", 0) for worker in range(worker_count)
+                ]
+            with pytest.raises(BackendError, match="weights"):
+                await trainer.compute(prepared(LENGTHS), LOGPROBS)
+            for group in (trainer, fleet):
+                assert all(e.live_bytes > 0 for e in await group.onload({"weights"}))
+            after = await trainer.compute(prepared(LENGTHS), LOGPROBS), tokens(await generated(runtime, NAMES))
+            assert after[0]["logprobs"].tolist() == before[0]["logprobs"].tolist()
+            assert after[1] == before[1]
+
+        self.run(stand, test)
+
+    def test_a_role_that_does_not_start_closes_the_others(self, stand: Stand) -> None:
+        """``start`` raises what the role said, with its name, and leaves nothing behind."""
+
+        async def test() -> None:
+            with Leftovers():
+                broken = stand.role("trainer", "trainer", model=stand.run_dir / "no-model")
+                with pytest.raises(ChatLearnError, match="no-model"):
+                    await stand.start(stand.role("generator", "generator"), broken)
+                await stand.close()
+
+        self.run(stand, test)
+
+    def test_close_twice_leaves_nothing(self, stand: Stand) -> None:
+        """No process, no shared memory, no listening port, also after a worker was killed."""
+
+        async def test() -> None:
+            with Leftovers():
+                runtime = await stand.start(
+                    stand.role("trainer", "trainer", ranks=2 if self.hosts_processes() else 1),
+                    stand.role("generator", "generator", replicas=2),
+                    stand.role("reward", "reward"),
+                )
+                await runtime.reward("reward").score(samples_of(await generated(runtime, NAMES)))
+                await kill_replica(runtime, "generator", 1)
+                await runtime.close()
+                await runtime.close()
+
+        self.run(stand, test)
+
+
+async def three_steps(runtime: Any, exported: Path) -> list[dict[str, Any]]:
+    """What three steps of a small training give, in plain values."""
+    trainer, found = runtime.trainer("trainer"), []
+    for step in range(3):
+        completions = await generated(runtime, [f"{name}-{step}" for name in NAMES])
+        samples = samples_of(completions)
+        rewards = await runtime.reward("reward").score(samples)
+        derived = await trainer.derive(pack_samples(samples), doubled)
+        outputs = await trainer.compute(pack_samples(samples), LOGPROBS)
+        metrics = await trainer.update(prepared(LENGTHS, step), LOSS)
+        receipts = await runtime.sync_weights("trainer", "generator", step + 1)
+        found.append(
+            {
+                "token_ids": tokens(completions),
+                "generator_logprobs": [np.asarray(c.logprobs).tobytes() for c in completions],
+                "text": [c.text for c in completions],
+                "rewards": [(result.value, result.components) for result in rewards],
+                "derived": derived.token_data["doubled"].tolist(),
+                "derived_metrics": {name: metric.value for name, metric in derived.metrics.items()},
+                "trainer_logprobs": torch.tensor(outputs["logprobs"].tolist()).numpy().tobytes(),
+                "metrics": [metrics[name].value for name in ("loss", "grad_norm", "policy/logprob")],
+                "receipts": [(receipt.replica, receipt.state, receipt.policy_version) for receipt in receipts],
+            }
+        )
+    await trainer.export_model(exported)
+    tensors = read_bigram_tensors(exported)
+    found.append({"weights": [tensors[name].numpy().tobytes() for name in (TRANSITION, UNIGRAM)]})
+    return found
+
+
+def greedy_tokens(model: Path) -> list[int]:
+    """What the weights of a model directory say after the prompt of ``request("greedy")``."""
+    tensors, asked = read_bigram_tensors(model), request("greedy")
+    found = [int(asked.prompt_ids[-1])]
+    for _ in range(asked.sampling.max_tokens):
+        found.append(int((tensors[TRANSITION][found[-1]] + tensors[UNIGRAM]).argmax()))
+    return found[1:]

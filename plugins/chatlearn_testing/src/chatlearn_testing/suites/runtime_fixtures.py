@@ -1,0 +1,246 @@
+"""What the suite of a runtime builds on: plans of fakes that worker processes find, and ways to kill workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.records import Kind
+from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.protocols import LossOutput, ModelSource, Runtime, RuntimeEvent
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
+from chatlearn_core.types import (
+    Completion,
+    Derived,
+    GenerateRequest,
+    Metric,
+    OutputRequest,
+    Outputs,
+    Prompt,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    sample_from_completion,
+)
+from chatlearn_testing.batches import MaskedPolicyLoss, make_batch
+from chatlearn_testing.fake_environment import FakeEnvironment
+from chatlearn_testing.fakes.bigram import build_bigram_model
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+
+VOCAB_SIZE = 32
+SYNC_TIMEOUT_S = 60.0
+ENTRY_POINTS = "[chatlearn]\nfakes = chatlearn_testing.fakes.plugin\n"
+_PROCESS = re.compile(r"process (\d+)")
+
+
+def doubled(batch: TrainBatch) -> Derived:
+    """What a rank derives from its slice of a batch. A function of a module, so that it can travel."""
+    return Derived(
+        {"doubled": 2.0 * batch.token_ids},
+        {"length": torch.tensor(batch.lengths, dtype=torch.float64)},
+        {batch.sample_ids[0]: "the first of a slice"},
+        {"token_ids": Metric(float(batch.token_ids.sum()), reducer="sum")},
+    )
+
+
+@dataclass(frozen=True)
+class WaitingLoss(MaskedPolicyLoss):
+    """Waits in the trainer for as long as a file exists."""
+
+    path: Path = Path()
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        """See ``Loss``."""
+        while self.path.exists():
+            time.sleep(0.01)
+        return super().__call__(outputs, batch)
+
+
+@dataclass
+class Stand:
+    """Writes plans, starts runtimes, and closes them when the test ends."""
+
+    suite: type[ConformanceSuite]
+    registry: PluginRegistry
+    model: Path
+    run_dir: Path
+    events: list[RuntimeEvent] = field(default_factory=list)
+    """What the runtimes reported."""
+    _runtimes: list[Runtime] = field(default_factory=list)
+
+    def role(
+        self,
+        name: str,
+        kind: Kind,
+        *,
+        ranks: int = 1,
+        replicas: int = 1,
+        timeout_s: float = 60.0,
+        model: Path | None = None,
+        **options: object,
+    ) -> RolePlan:
+        """A role of the fake of that kind."""
+        record: Any = self.registry.select(kind, "fake")
+        source = ModelSource(str(model or self.model), str(self.model), vocab_size=VOCAB_SIZE)
+        return RolePlan(
+            name=name,
+            kind=kind,
+            backends=(BackendPlan(f"roles.{name}", record, self.registry.load_options(record)(**options)),),
+            model=None if kind == "reward" else source,
+            head="lm",
+            device="cpu",
+            replicas=replicas,
+            ranks=ranks,
+            trainable=True,
+            engine={},
+            timeout_s=timeout_s,
+        )
+
+    def plan(self, *roles: RolePlan) -> RunPlan:
+        """A plan of these roles; weights flow from a trainer to a generator, where there are both."""
+        trainers, generators = ([role.name for role in roles if role.kind == kind] for kind in ("trainer", "generator"))
+        record: Any = self.registry.select("weight_sync", "fake_boxes")
+        routes = tuple(
+            WeightRoute(
+                trainer,
+                generator,
+                record,
+                self.registry.load_options(record)(),
+                "the suite's",
+                fleet_rule="barrier",
+                bucket_bytes=1 << 20,
+                timeout_s=SYNC_TIMEOUT_S,
+            )
+            for trainer in trainers
+            for generator in generators
+        )
+        return RunPlan(self.registry, {role.name: role for role in roles}, routes, self.run_dir, seed=0)
+
+    def build(self, plan: RunPlan, **options: object) -> Any:
+        """The runtime under test, not started. Options that it does not know are left out."""
+        runtime: Runtime = self.suite.build()(self.suite.make_options(**options), plan)
+        runtime.on_event = self.events.append
+        self._runtimes.append(runtime)
+        return runtime
+
+    async def start(self, *roles: RolePlan, **options: object) -> Any:
+        """The runtime under test with these roles."""
+        runtime = self.build(self.plan(*roles), **options)
+        await runtime.start()
+        return runtime
+
+    async def close(self) -> None:
+        """Close every runtime that was started."""
+        for runtime in self._runtimes:
+            await runtime.close()
+
+
+def process_of(runtime: Runtime, role: str, index: int) -> int | None:
+    """The process of a worker, as the runtime describes it; None where workers have none of their own."""
+    places: Sequence[str] = runtime.describe()[role].get("places", ())
+    found = _PROCESS.search(places[index]) if index < len(places) else None
+    return int(found[1]) if found else None
+
+
+async def kill_replica(runtime: Any, role: str, index: int) -> None:
+    """End a replica as the kernel would; where it is an object of this process, its engine dies."""
+    process = process_of(runtime, role, index)
+    if process is None:
+        await runtime.generator(role).replicas[index].loader.fail("the suite killed its engine")
+    else:
+        os.kill(process, signal.SIGKILL)
+
+
+def request(name: str, *, max_tokens: int = 12, temperature: float = 1.0) -> GenerateRequest:
+    """A request of a group of its own; the name alone decides what is sampled."""
+    seed = sum(name.encode())
+    sampling = SamplingParams(max_tokens, temperature, seed=seed, ignore_eos=True)
+    return GenerateRequest(name, np.array([3, 7, 1 + seed % (VOCAB_SIZE - 1)]), sampling, name)
+
+
+async def generated(runtime: Any, names: Sequence[str], role: str = "generator") -> list[Completion]:
+    """Completions of requests that are made together."""
+    fleet = runtime.generator(role)
+    completions: list[Completion] = await asyncio.gather(*(fleet.generate(request(name)) for name in names))
+    return completions
+
+
+def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+    """What was sampled."""
+    return [np.asarray(completion.token_ids).tolist() for completion in completions]
+
+
+def samples_of(completions: Sequence[Completion]) -> list[Sample]:
+    """One sample a completion."""
+    names = [completion.request_id for completion in completions]
+    prompts = [Prompt(name, request(name).prompt_ids, "") for name in names]
+    return [
+        sample_from_completion(name, name, prompt, completion)
+        for name, prompt, completion in zip(names, prompts, completions, strict=True)
+    ]
+
+
+def prepared(lengths: Sequence[int], seed: int = 0) -> TrainBatch:
+    """A mini-batch that ``MaskedPolicyLoss`` can be computed on."""
+    return MaskedPolicyLoss().prepare(make_batch(VOCAB_SIZE, lengths, seed))
+
+
+LOGPROBS = OutputRequest(frozenset({"logprobs"}))
+
+
+class RuntimeFixtures:
+    """Base of ``RuntimeConformance``."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def plugins(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginRegistry]:
+        """The installed plugins and the fakes, which worker processes find on the driver's module path."""
+        site = tmp_path_factory.mktemp("fakes")
+        FakeEnvironment(site).install("chatlearn-testing-fakes", entry_points=ENTRY_POINTS)
+        sys.path.append(str(site))
+        yield discover_plugins()
+        sys.path.remove(str(site))
+
+    @pytest.fixture
+    def stand(self, plugins: PluginRegistry, tmp_path: Path) -> Stand:
+        """Plans and runtimes of one test."""
+        suite: Any = type(self)
+        return Stand(suite, plugins, build_bigram_model(tmp_path / "model", vocab_size=VOCAB_SIZE), tmp_path / "run")
+
+    def run(self, stand: Stand, test: Callable[[], Awaitable[None]]) -> None:
+        """Run a test to its end and close its runtimes; hanging is an error."""
+        patience_s: float = self.patience_s  # type: ignore[attr-defined]  # of the suite
+
+        async def bounded() -> None:
+            async with asyncio.timeout(patience_s):
+                try:
+                    await test()
+                finally:
+                    await stand.close()
+
+        asyncio.run(bounded())
+
+
+@contextlib.contextmanager
+def blocking_file(folder: Path) -> Iterator[Path]:
+    """A file that makes a ``WaitingLoss`` wait; when it is gone, what waits goes on."""
+    path = folder / "wait"
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink()

@@ -1,0 +1,205 @@
+"""The contract of a trainer's weights: what is saved, exported and streamed is what it computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import CheckpointError, ModelError
+from chatlearn_core.metrics.durable_files import file_facts
+from chatlearn_core.types import TrainBatch
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.batches import MaskedPolicyLoss, make_batch, reference_logprobs, sequences
+from chatlearn_testing.model_directory import copy_with_weights, manifest_of, read_checkpoint
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite, ReferenceLoader
+from chatlearn_testing.suites.trainer_fixtures import (
+    MakeTrainer,
+    TrainerFixtures,
+    assert_close,
+    logprobs_of,
+    stream,
+    whole_manifest,
+)
+
+
+class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
+    """Part of ``TrainerConformance``."""
+
+    def test_save_and_load_continue_bit_identically(
+        self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
+    ) -> None:
+        """A new trainer that loads a checkpoint makes the very step that the old one makes next.
+
+        Weights equal after loading but not after the step: optimizer state, schedule or step count was not saved.
+        """
+        trainer, loss = make_trainer(), MaskedPolicyLoss()
+        prepared = loss.prepare(batch)
+        trainer.update(prepared, loss)
+        trainer.save(tmp_path / "checkpoint")
+        resumed = make_trainer()
+        resumed.load(tmp_path / "checkpoint")
+        for step in ("after loading", "after the next step"):
+            expected, found = stream(trainer), stream(resumed)
+            different = [name for name in expected if not torch.equal(expected[name], found[name])]
+            assert not different, f"{step}, these differ: {', '.join(different)}"
+            continued, again = trainer.update(prepared, loss), resumed.update(prepared, loss)
+            assert continued["loss"] == again["loss"]
+            assert continued["grad_norm"] == again["grad_norm"]
+
+    def test_what_is_told_of_saved_files_is_true(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+        """``save`` returns size and SHA-256 of files that are there: a run seals its checkpoint with them unread.
+
+        A file of which nothing is told is read by the run, which is slow and right.
+        """
+        told = make_trainer().save(tmp_path / "checkpoint")
+        assert isinstance(told, Mapping), f"save returned a {type(told).__name__}, not a mapping; {{}} tells nothing"
+        assert told == file_facts(tmp_path / "checkpoint", told), "the files are not what save says of them"
+
+    def test_a_model_is_loaded_in_place(
+        self, make_trainer: MakeTrainer, batch: TrainBatch, model_directory: Path, tmp_path: Path
+    ) -> None:
+        """``load_model`` makes a trainer that has learned the one that starts from that directory, step for step.
+
+        Equal weights and another next step: optimizer state or the schedule's count of updates was kept.
+        """
+        teacher, trainer, loss = make_trainer(), make_trainer(), MaskedPolicyLoss()
+        prepared = loss.prepare(batch)
+        for _ in range(2):
+            teacher.update(prepared, loss)
+        trainer.update(prepared, loss)
+        teacher.export_model(tmp_path / "model")
+        trainer.load_model(tmp_path / "model")
+        fresh = make_trainer(path=tmp_path / "model")
+        for step in ("after loading", "after the next step"):
+            expected, found = stream(fresh), stream(trainer)
+            different = [name for name in expected if not torch.equal(expected[name], found[name])]
+            assert not different, f"{step}, these differ: {', '.join(different)}"
+            assert fresh.update(prepared, loss)["grad_norm"] == trainer.update(prepared, loss)["grad_norm"]
+
+    def test_models_are_averaged_as_they_are_loaded(
+        self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
+    ) -> None:
+        """``decay`` d, twice: the weights are d^2 own + d (1 - d) first + (1 - d) second.
+
+        The first or second model itself: ``decay`` is ignored, or means the other share.
+        """
+        teacher, follower, loss, decay = make_trainer(), make_trainer(trainable=False), MaskedPolicyLoss(), 0.75
+        expected = {name: tensor.double() for name, tensor in stream(follower).items()}
+        for number in range(2):
+            teacher.update(loss.prepare(batch), loss)
+            teacher.export_model(tmp_path / f"{number}")
+            for name, tensor in stream(teacher).items():
+                expected[name] = decay * expected[name] + (1 - decay) * tensor.double()
+            follower.load_model(tmp_path / f"{number}", decay=decay)
+        for name, tensor in stream(follower).items():
+            assert_close(tensor, expected[name].to(tensor.dtype), name)
+
+    def test_another_model_is_not_loaded(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+        """``load_model`` of what is no such model is a ``ModelError``, and the weights are what they were."""
+        trainer = make_trainer()
+        before = stream(trainer)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ModelError):
+            trainer.load_model(tmp_path / "empty")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in stream(trainer).items())
+
+    def test_an_incomplete_checkpoint_is_refused(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+        """``CheckpointError``, and it names the place: a run falls back to an earlier checkpoint on that class."""
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(CheckpointError) as caught:
+            make_trainer().load(tmp_path / "empty")
+        assert "empty" in str(caught.value)
+
+    def test_manifest_has_the_names_of_the_model_directory(
+        self, make_trainer: MakeTrainer, model_directory: Path
+    ) -> None:
+        """Checkpoint names are what ``save_pretrained`` writes: experts unfused, tied weights once, no prefixes."""
+        manifest = whole_manifest(make_trainer())
+        lines = manifest.differences(manifest_of(read_checkpoint(model_directory), manifest.aliases))
+        assert not lines, "\n".join(lines)
+        assert not manifest.aliases.keys() & manifest.tensors.keys(), "an alias is streamed as a tensor of its own"
+
+    def test_manifest_describes_the_stream(self, make_trainer: MakeTrainer) -> None:
+        """Every tensor comes once, whole, under the name, shape and dtype that the manifest announced."""
+        trainer = make_trainer()
+        manifest = whole_manifest(trainer)
+        shards = list(trainer.weights("full_tensors"))
+        names = [shard.name for shard in shards]
+        assert sorted(names) == sorted(manifest.tensors), "streamed and announced names differ"
+        for shard in shards:
+            spec = manifest.tensors[shard.name]
+            assert shard.is_whole, f"{shard.name} is not whole: box {shard.box} of {shard.global_shape}"
+            found = (tuple(shard.tensor.shape), shard.global_shape, str(shard.tensor.dtype).removeprefix("torch."))
+            assert found == (spec.shape, spec.shape, spec.dtype), f"{shard.name}: {found} streamed, {spec} announced"
+
+    def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer) -> None:
+        """Export ``boxes``: together the boxes are the whole tensors, and no element comes twice."""
+        if "boxes" not in self.record().exports:
+            not_applicable("the record does not declare the export 'boxes'")
+        trainer = make_trainer()
+        whole = stream(trainer)
+        times = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
+        for shard in trainer.weights("boxes"):
+            place = tuple(slice(start, stop) for start, stop in shard.box)
+            times[shard.name][place] += 1
+            assert torch.equal(shard.tensor.cpu(), whole[shard.name][place]), f"{shard.name}: box {shard.box} differs"
+        assert all(bool((count == 1).all()) for count in times.values()), "an element came twice or not at all"
+
+    def test_streamed_tensors_outlive_the_step_of_the_stream(self, make_trainer: MakeTrainer) -> None:
+        """A yielded tensor keeps its values while the stream goes on: senders hold a bucket of them.
+
+        Values of a later tensor: all are gathered into one buffer.
+        """
+        trainer = make_trainer()
+        held: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for shard in trainer.weights("full_tensors"):
+            held.append((shard.name, shard.tensor, shard.tensor.detach().clone()))
+        changed = [name for name, tensor, before in held if not torch.equal(tensor, before)]
+        assert not changed, f"these changed while the stream went on: {', '.join(changed)}"
+
+    def test_stream_starts_as_the_model_directory(self, make_trainer: MakeTrainer, model_directory: Path) -> None:
+        """Before any update the stream is the model directory's tensors, bit for bit."""
+        expected, found = read_checkpoint(model_directory), stream(make_trainer())
+        different = [name for name in found if name in expected and not torch.equal(expected[name], found[name])]
+        assert not different, f"these are not the model directory's: {', '.join(different)}"
+
+    def test_stream_and_export_follow_updates(
+        self,
+        make_trainer: MakeTrainer,
+        batch: TrainBatch,
+        model_directory: Path,
+        load_plain: ReferenceLoader,
+        tmp_path: Path,
+    ) -> None:
+        """After an update stream and export are the weights the trainer now computes with, every time.
+
+        Old weights in the stream: a cache, or gathered copies that were not refreshed after the optimizer step.
+        """
+        trainer, loss = make_trainer(), MaskedPolicyLoss()
+        for step in range(2):
+            trainer.update(loss.prepare(batch), loss)
+            computed = logprobs_of(trainer, batch)
+            trainer.export_model(tmp_path / f"export-{step}")
+            streamed = copy_with_weights(model_directory, stream(trainer), tmp_path / f"stream-{step}")
+            for what, directory in (("the export", tmp_path / f"export-{step}"), ("the stream", streamed)):
+                plain = load_plain(directory)
+                with torch.no_grad():
+                    expected = [reference_logprobs(plain, ids) for ids in sequences(batch, batch.token_ids)]
+                assert_close(
+                    torch.cat(expected) * batch.loss_mask, computed, f"logprobs from {what} after update {step + 1}"
+                )
+
+    def test_export_is_a_model_directory(
+        self, make_trainer: MakeTrainer, model_directory: Path, reference: torch.nn.Module, tmp_path: Path
+    ) -> None:
+        """An export can be trained on: same names, and a trainer that starts from it computes the same."""
+        make_trainer().export_model(tmp_path / "export")
+        expected, found = read_checkpoint(model_directory), read_checkpoint(tmp_path / "export")
+        assert not (lines := manifest_of(expected).differences(manifest_of(found))), "\n".join(lines)
+        with torch.no_grad():
+            batch = make_batch(reference(torch.zeros(1, dtype=torch.int64)).shape[-1], seed=1)
+        again = logprobs_of(make_trainer(path=tmp_path / "export"), batch)
+        assert_close(again, logprobs_of(make_trainer(), batch), "logprobs")

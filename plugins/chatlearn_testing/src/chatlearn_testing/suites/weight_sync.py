@@ -1,0 +1,258 @@
+"""The contract of a transport: every tensor, bit for bit, under its name; or an error at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
+from chatlearn_core.plugins.records import Kind
+from chatlearn_core.protocols import WeightReceiver, WeightSender
+from chatlearn_core.types import SyncOffer
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.leftovers import shared_memory, unheld, wait_until_empty
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+from chatlearn_testing.suites.weight_sync_fixtures import (
+    KeepingLoader,
+    StreamingTrainer,
+    Transport,
+    WeightSyncFixtures,
+    assert_loaded,
+    make_tensors,
+    offers_of,
+)
+
+FILES_S = 2.0
+"""Within which a transport that goes through files has written the suite's few kilobytes."""
+SHORT_S = 0.3
+"""Timeout of a plan whose other end never answers."""
+LOAD_METHODS = {
+    "tensors": "load_tensors",
+    "boxes": "load_boxes",
+    "checkpoint": "load_checkpoint",
+    "memory_handles": "load_handles",
+    "process_group": "load_broadcast",
+}
+
+
+class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
+    """Every transport passes this. A subclass sets ``backend``."""
+
+    kind: ClassVar[Kind] = "weight_sync"
+
+    def test_has_both_ends(self, transport: Transport) -> None:
+        """Every method of ``WeightSender`` and ``WeightReceiver``."""
+        [sender], [receiver] = transport.ends(transport.plan(make_tensors()))
+        assert isinstance(sender, WeightSender), "a method of WeightSender is missing"
+        assert isinstance(receiver, WeightReceiver), "a method of WeightReceiver is missing"
+
+    def test_every_tensor_arrives_bit_for_bit(self, transport: Transport) -> None:
+        """All dtypes and shapes under the right names, through the declared channel only.
+
+        ``begin``, ``finish`` and ``fail`` are the caller's: a receiver that calls them serves weights before they were
+        confirmed.
+        """
+        tensors = make_tensors()
+        outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)]))
+        assert not outcome.errors, outcome.errors
+        [loader] = outcome.loaders
+        assert_loaded(loader, tensors)
+        expected = {LOAD_METHODS[str(self.channel_under_test())]}
+        assert loader.called == expected, f"the receiver called {sorted(loader.called)}, not only {expected}"
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert min(*outcome.senders, *outcome.receivers) >= num_bytes, "fewer bytes are reported than the tensors have"
+
+    @pytest.mark.parametrize(("ranks", "replicas"), [(1, 2), (2, 1), (2, 2)])
+    def test_several_ranks_and_replicas(self, transport: Transport, ranks: int, replicas: int) -> None:
+        """Every rank sends what it owns or holds, and every replica gets everything."""
+        tensors = make_tensors()
+        trainers = [StreamingTrainer(tensors, rank, ranks) for rank in range(ranks)]
+        outcome = self.run(transport.run(transport.plan(tensors, ranks=ranks, replicas=replicas), trainers))
+        assert not outcome.errors, outcome.errors
+        assert len(outcome.loaders) == replicas
+        for loader in outcome.loaders:
+            assert_loaded(loader, tensors)
+
+    def test_several_syncs_in_a_row(self, transport: Transport) -> None:
+        """The same two ends move new weights each time, and what they leave behind does not grow."""
+        ends = transport.ends(transport.plan(make_tensors()))
+        left: list[int] = []
+        for seed in range(4):
+            tensors = make_tensors(seed)
+            outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)], ends=ends))
+            assert not outcome.errors, outcome.errors
+            assert_loaded(outcome.loaders[0], tensors)
+            left.append(len(_files(transport.workspace)))
+        assert left[-1] <= left[1], f"files left in the workspace after each sync: {left}"
+
+    def test_nothing_is_left_behind(self, transport: Transport) -> None:
+        """After ``release`` and ``close``: no shared memory, no thread, and files only where a replay needs them."""
+        memory, threads = shared_memory(), threading.active_count()
+        tensors = make_tensors()
+        outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)]))
+        assert not outcome.errors, outcome.errors
+        transport.close()
+        # /dev/shm is everybody's: what another process holds is that one's.
+        left = wait_until_empty(lambda: sorted(unheld(shared_memory() - memory, besides=os.getpid())))
+        assert not left, f"shared memory was left behind: {left}"
+        assert threading.active_count() <= threads, f"threads were left behind: {threading.enumerate()}"
+        if not self.record().replayable:
+            assert not (files := _files(transport.workspace)), f"files were left behind: {sorted(files)}"
+
+    @pytest.mark.parametrize("fault", ["unknown name", "wrong shape", "wrong dtype", "missing", "renamed"])
+    def test_a_stream_that_breaks_its_manifest_is_refused(self, transport: Transport, fault: str) -> None:
+        """What streams is compared with what was announced; the error names the tensor, and a receiver raises too."""
+        tensors = make_tensors()
+        plan, sent, name = transport.plan(tensors), dict(tensors), "layers.1.proj.weight"
+        if fault == "unknown name":
+            name = "no.such.weight"
+            sent[name] = torch.zeros(3)
+        elif fault == "wrong shape":
+            sent[name] = torch.zeros(3, 3)
+        elif fault == "wrong dtype":
+            sent[name] = sent[name].double()
+        elif fault == "missing":
+            del sent[name]
+        else:
+            sent["layers.9.proj.weight"] = sent.pop(name)
+        outcome = self.run(transport.run(plan, [StreamingTrainer(sent)]))
+        assert any(isinstance(error, WeightSyncError) for error in outcome.errors), f"no error, only {outcome}"
+        assert any(name in str(error) or "layers.9" in str(error) for error in outcome.errors), outcome.errors
+        assert all(isinstance(end, BackendError) for end in outcome.receivers), "the receiver took it for whole"
+
+    def test_a_failing_sender_reaches_the_receivers(self, transport: Transport) -> None:
+        """The trainer's error is raised by ``send`` and, in its words, by every ``receive``, without a timeout."""
+        tensors = make_tensors()
+        plan = transport.plan(tensors, replicas=2, timeout_s=self.patience_s / 2)
+        outcome = self.run(transport.run(plan, [StreamingTrainer(tensors, before=_fail_at("layers.1.proj.weight"))]))
+        assert "broken on purpose" in str(outcome.senders[0]), "send swallowed the trainer's error"
+        for end in outcome.receivers:
+            assert isinstance(end, BackendError), f"the receiver returned {end!r}"
+            assert not isinstance(end, BackendTimeoutError), "the receiver learned of it by timeout only"
+            assert "broken on purpose" in str(end), f"the receiver does not say why: {end}"
+
+    def test_a_failing_loader_fails_its_replica_only(self, transport: Transport) -> None:
+        """``receive`` raises what the loader raised; the other replica gets everything; nothing hangs."""
+        tensors = make_tensors()
+        loaders = [KeepingLoader(before=_fail_at("layers.1.proj.weight")), KeepingLoader()]
+        plan = transport.plan(tensors, replicas=2)
+        outcome = self.run(transport.run(plan, [StreamingTrainer(tensors)], loaders))
+        assert "broken on purpose" in str(outcome.receivers[0]), f"receive swallowed it: {outcome.receivers[0]!r}"
+        assert not isinstance(outcome.receivers[1], BaseException), outcome.receivers[1]
+        assert_loaded(outcome.loaders[1], tensors)
+
+    def test_a_silent_sender_is_a_timeout_that_names_it(self, transport: Transport) -> None:
+        """``plan.timeout_s`` without a byte: ``BackendTimeoutError`` that names the sender ranks."""
+        plan = transport.plan(make_tensors(), timeout_s=SHORT_S)
+        [sender], [receiver] = transport.ends(plan)
+        offers = offers_of([sender], plan)
+        with pytest.raises(BackendTimeoutError) as caught:
+            self.run(receiver.receive(plan, offers, KeepingLoader()))
+        sender.release(plan)
+        assert re.search(r"rank\D*0", str(caught.value)), f"does not name who is waited for: {caught.value}"
+
+    def test_a_silent_receiver_does_not_hold_the_sender(self, transport: Transport) -> None:
+        """``send`` either needs no receiver, or raises ``BackendTimeoutError`` that names it."""
+        tensors = make_tensors()
+        plan = transport.plan(tensors, timeout_s=SHORT_S)
+        [sender], _ = transport.ends(plan)
+        offers_of([sender], plan)
+
+        async def send() -> list[int | BaseException]:
+            sending = asyncio.to_thread(sender.send, plan, StreamingTrainer(tensors))  # type: ignore[arg-type]  # a trainer in what senders use of it
+            return list(await asyncio.gather(sending, return_exceptions=True))
+
+        [end] = self.run(send())
+        sender.release(plan)
+        assert isinstance(end, int | BackendTimeoutError), f"send ended with {end!r}"
+        assert isinstance(end, int) or "generator" in str(end), f"does not name who is waited for: {end}"
+
+    def test_corrupted_files_are_refused(self, transport: Transport) -> None:
+        """A byte that changed on its way through a file is a ``WeightSyncError``, not a slightly different policy."""
+        if self.record().reach == "process":
+            not_applicable("the record declares the reach 'process': no byte leaves it")
+        tensors = make_tensors()
+        plan = transport.plan(tensors, timeout_s=FILES_S)
+        [sender], [receiver] = transport.ends(plan)
+
+        async def corrupt() -> bool:
+            offers = offers_of([sender], plan)
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, plan, StreamingTrainer(tensors)))  # type: ignore[arg-type]  # a trainer in what senders use of it
+            await asyncio.wait([sending], timeout=FILES_S)
+            files = sorted(_files(transport.workspace), key=lambda file: file.stat().st_size)
+            if not sending.done() or not files:
+                sender.release(plan)
+                await asyncio.wait([sending])
+                return False
+            content = bytearray(files[-1].read_bytes())
+            content[-len(content) // 4] ^= 0x10
+            files[-1].write_bytes(content)
+            with pytest.raises(WeightSyncError):
+                await receiver.receive(plan, offers, KeepingLoader())
+            sender.release(plan)
+            return True
+
+        if not self.run(corrupt()):
+            not_applicable("this transport keeps no bytes in files")
+
+    def test_a_foreign_offer_is_refused(self, transport: Transport) -> None:
+        """Both ends must be given the same transport: anything else is a ``WeightSyncError``, at once."""
+        plan = transport.plan(make_tensors())
+        [sender], [receiver] = transport.ends(plan)
+        sender.offer(plan)
+        with pytest.raises(WeightSyncError):
+            self.run(receiver.receive(plan, [SyncOffer(0, {"of": "another transport"})], KeepingLoader()))
+        sender.release(plan)
+
+    def test_reach_is_what_the_record_says(self, transport: Transport) -> None:
+        """A transport with the reach ``process`` refuses a receiver in another one when it is offered, not later."""
+        if self.record().reach != "process":
+            not_applicable(f"the record declares the reach {self.record().reach!r}")
+        plan = transport.plan(make_tensors())
+        [here] = plan.receivers
+        plan = replace(plan, receivers=(replace(here, process=here.process + 1),))
+        with pytest.raises(WeightSyncError):
+            transport.sender(plan.senders[0]).offer(plan)
+
+    def test_a_replica_that_missed_a_sync_takes_it_later(self, transport: Transport) -> None:
+        """``replayable``: after the sync, without the trainer, a new receiver gets the same version without offers."""
+        if not self.record().replayable:
+            not_applicable("the record does not declare 'replayable'")
+        tensors = make_tensors()
+        plan = transport.plan(tensors)
+        assert not self.run(transport.run(plan, [StreamingTrainer(tensors)])).errors
+        late = KeepingLoader()
+        self.run(transport.receiver(plan.receivers[0]).receive(plan, [], late))
+        assert_loaded(late, tensors)
+
+    def test_release_without_send_is_fine(self, transport: Transport) -> None:
+        """A sync may end before it began, and be released twice; the next one is not disturbed."""
+        tensors = make_tensors()
+        ends = transport.ends(transport.plan(tensors))
+        plan = transport.plan(tensors)
+        offers_of(ends[0], plan)
+        ends[0][0].release(plan)
+        ends[0][0].release(plan)
+        outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)], ends=ends))
+        assert not outcome.errors, outcome.errors
+
+
+def _files(directory: Path) -> set[Path]:
+    return {path for path in directory.rglob("*") if path.is_file()} if directory.is_dir() else set()
+
+
+def _fail_at(name: str) -> Callable[[str], None]:
+    def before(current: str) -> None:
+        if current == name:
+            raise RuntimeError(f"broken on purpose at {name}")
+
+    return before

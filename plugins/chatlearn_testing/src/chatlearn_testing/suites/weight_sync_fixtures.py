@@ -1,0 +1,348 @@
+"""How the weight-sync suite drives a transport: trainers that stream given tensors, loaders that keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from chatlearn_core.exceptions import WeightSyncError
+from chatlearn_core.plugins.compatibility import BOX_CHANNELS, FULL_CHANNELS
+from chatlearn_core.plugins.records import Channel, Export
+from chatlearn_core.protocols import WeightReceiver, WeightSender
+from chatlearn_core.types import (
+    Endpoint,
+    GroupRendezvous,
+    MemoryHandle,
+    Payload,
+    SyncOffer,
+    SyncRequest,
+    TensorSpec,
+    WeightManifest,
+    WeightShard,
+)
+from chatlearn_hosting.engine_side.blocks import MappedBlock
+from chatlearn_hosting.engine_side.checksums import CorruptedTensorError, require_intact
+from chatlearn_hosting.engine_side.groups import SenderGroup, join, tensors_in
+from chatlearn_hosting.shared_block import handle_content
+from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.model_directory import manifest_of, read_checkpoint
+from chatlearn_testing.suites.conformance_suite import ConformanceSuite
+
+BUCKET_BYTES = 4096
+"""Less than the suite's tensors together, so that a transport has to cut its stream."""
+DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint", "memory_handles", "process_group"})
+"""Channels whose arrivals the suite's loader can keep; others need an engine behind them."""
+
+
+def make_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Weights with everything that trips a transport: two dtypes, a scalar, a large and a non-contiguous tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(64, 16, generator=generator),
+        "layers.0.proj.weight": torch.randn(8, 16, generator=generator).t(),
+        "layers.0.norm.weight": torch.randn(16, generator=generator).to(torch.bfloat16),
+        "layers.1.proj.weight": torch.randn(16, 8, generator=generator),
+        "layers.1.norm.weight": torch.randn(16, generator=generator).to(torch.bfloat16),
+        "scale": torch.randn((), generator=generator),
+    }
+
+
+class StreamingTrainer:
+    """The part of a trainer that a sender uses: ``manifest`` and ``weights`` of one rank."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        rank: int = 0,
+        num_ranks: int = 1,
+        before: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tensors = dict(tensors)
+        self._rank, self._num_ranks, self._before = rank, num_ranks, before
+
+    def manifest(self, payload: Payload = "full") -> WeightManifest:
+        """Of the tensors, whatever they are said to be."""
+        return manifest_of(self.tensors)
+
+    def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
+        """``full_tensors``: every rank yields all, owned in turns. ``boxes``: rows of each, or the whole on rank 0."""
+        for index, (name, tensor) in enumerate(self.tensors.items()):
+            if self._before is not None:
+                self._before(name)
+            shape = tuple(tensor.shape)
+            if export == "full_tensors":
+                box = tuple((0, size) for size in shape)
+                yield WeightShard(name, shape, box, index % self._num_ranks, tensor)
+            elif shape or self._rank == 0:
+                start, stop = (shape[0] * (self._rank + i) // self._num_ranks for i in (0, 1)) if shape else (0, 0)
+                rest = tuple((0, size) for size in shape[1:])
+                box = ((start, stop), *rest) if shape else ()
+                yield WeightShard(name, shape, box, self._rank, tensor[start:stop] if shape else tensor)
+
+
+@dataclass(slots=True)
+class KeepingLoader:
+    """A weight loader that keeps copies of what it is given; calls ``before(name)`` ahead of each."""
+
+    before: Callable[[str], None] | None = None
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    """Methods that the receiver called."""
+    _groups: dict[str, SenderGroup] = field(default_factory=dict)
+
+    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep whole tensors."""
+        self.called.add("load_tensors")
+        for name, tensor in tensors:
+            if self.before is not None:
+                self.before(name)
+            assert name not in self.loaded, f"{name} was loaded twice"
+            self.loaded[name] = tensor.clone()
+            await asyncio.sleep(0)
+
+    async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
+        """Put boxes together."""
+        self.called.add("load_boxes")
+        for shard in shards:
+            if self.before is not None:
+                self.before(shard.name)
+            whole = self.loaded.setdefault(shard.name, shard.tensor.new_empty(shard.global_shape))
+            whole[tuple(slice(start, stop) for start, stop in shard.box)] = shard.tensor
+            await asyncio.sleep(0)
+
+    async def load_handles(self, handle: MemoryHandle) -> None:
+        """Read the tensors of a mapped file."""
+        self.called.add("load_handles")
+        with MappedBlock(handle_content(handle)) as block:
+            for name, tensor in block.tensors():
+                if self.before is not None:
+                    self.before(name)
+                assert name not in self.loaded, f"{name} was loaded twice"
+                self.loaded[name] = tensor.clone()
+                del tensor
+                await asyncio.sleep(0)
+
+    @property
+    def num_group_ranks(self) -> int:
+        """As an engine on one device."""
+        return 1
+
+    async def join_group(self, rendezvous: GroupRendezvous) -> None:
+        """Join by gloo; the groups stay until the loader is gone."""
+        r = rendezvous
+        self._groups[r.name] = await asyncio.to_thread(
+            join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s
+        )
+
+    async def load_broadcast(
+        self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
+    ) -> None:
+        """Receive into new memory and keep it."""
+        self.called.add("load_broadcast")
+        flat = torch.empty(sum(spec.num_bytes for spec in tensors), dtype=torch.uint8)
+        await asyncio.to_thread(self._groups[group].broadcast(flat).wait)
+        named = tensors_in(flat, [(spec.name, spec.dtype, list(spec.shape)) for spec in tensors])
+        if checksums is not None:
+            try:
+                require_intact(named, checksums)
+            except CorruptedTensorError as error:
+                raise WeightSyncError(str(error)) from error
+        for name, tensor in named:
+            if self.before is not None:
+                self.before(name)
+            assert name not in self.loaded, f"{name} was loaded twice"
+            self.loaded[name] = tensor
+
+    async def leave_group(self, group: str) -> None:
+        """One that was never joined is no error."""
+        left = self._groups.pop(group, None)
+        if left is not None:
+            left.close()
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """Read safetensors."""
+        self.called.add("load_checkpoint")
+        for name, tensor in read_checkpoint(directory).items():
+            if self.before is not None:
+                self.before(name)
+            self.loaded[name] = tensor
+
+    async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
+        """The caller's, not the receiver's."""
+        self.called.add("begin")
+
+    async def finish(self) -> int:
+        """The caller's, not the receiver's."""
+        self.called.add("finish")
+        return 0
+
+    async def fail(self, reason: str) -> None:
+        """The caller's, not the receiver's."""
+        self.called.add("fail")
+
+    def expected_manifest(self) -> WeightManifest:
+        """Of what was kept."""
+        return manifest_of(self.loaded)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one sync: of each sender and receiver its byte count, or what it raised."""
+
+    senders: list[Any]
+    receivers: list[Any]
+    loaders: list[KeepingLoader]
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """All that was raised."""
+        return [end for end in [*self.senders, *self.receivers] if isinstance(end, BaseException)]
+
+
+class Transport:
+    """Both ends of the transport under test, driven as a runtime does."""
+
+    def __init__(self, suite: type[ConformanceSuite], workspace: Path, export: Export, channel: Channel) -> None:
+        self._suite = suite
+        self._export: Export = export
+        self._channel: Channel = channel
+        self.workspace = workspace
+        self.closables: list[WeightSender | WeightReceiver] = []
+        self._count = 0
+
+    def sender(self, endpoint: Endpoint) -> WeightSender:
+        """A sender with the suite's options, closed at the end."""
+        made: WeightSender = self._suite.build("sender")(self._suite.make_options(), endpoint)
+        self.closables.append(made)
+        return made
+
+    def receiver(self, endpoint: Endpoint) -> WeightReceiver:
+        """A receiver with the suite's options, closed at the end."""
+        made: WeightReceiver = self._suite.build("receiver")(self._suite.make_options(), endpoint)
+        self.closables.append(made)
+        return made
+
+    def plan(self, tensors: Mapping[str, Tensor], *, ranks: int = 1, replicas: int = 1, **changes: Any) -> SyncRequest:
+        """A plan for these tensors, with its own id and version."""
+        self._count += 1
+        plan = SyncRequest(
+            sync_id=f"sync-{self._count}",
+            policy_version=self._count,
+            base_version=None,
+            payload="full",
+            channel=self._channel,
+            export=self._export,
+            manifest=manifest_of(tensors),
+            senders=tuple(_endpoint("trainer", 0, rank) for rank in range(ranks)),
+            receivers=tuple(_endpoint("generator", replica, 0) for replica in range(replicas)),
+            fleet_rule="barrier",
+            bucket_bytes=BUCKET_BYTES,
+            timeout_s=20.0,
+            workspace=str(self.workspace),
+        )
+        return replace(plan, **changes)
+
+    async def run(
+        self,
+        plan: SyncRequest,
+        trainers: Sequence[StreamingTrainer],
+        loaders: Sequence[KeepingLoader] | None = None,
+        ends: tuple[Sequence[WeightSender], Sequence[WeightReceiver]] | None = None,
+    ) -> Outcome:
+        """One sync: offers, then sends in threads beside receives on the loop, then release."""
+        senders, receivers = ends or self.ends(plan)
+        kept = list(loaders) if loaders is not None else [KeepingLoader() for _ in receivers]
+        offers = [sender.offer(plan) for sender in senders]
+        try:
+            found = await asyncio.gather(
+                *(asyncio.to_thread(s.send, plan, trainer) for s, trainer in zip(senders, trainers, strict=True)),  # type: ignore[arg-type]  # a trainer in what senders use of it
+                *(r.receive(plan, offers, loader) for r, loader in zip(receivers, kept, strict=True)),
+                return_exceptions=True,
+            )
+        finally:
+            for sender in senders:
+                sender.release(plan)
+        return Outcome(found[: len(senders)], found[len(senders) :], kept)
+
+    def ends(self, plan: SyncRequest) -> tuple[list[WeightSender], list[WeightReceiver]]:
+        """New ends for all of a plan's endpoints."""
+        return [self.sender(e) for e in plan.senders], [self.receiver(e) for e in plan.receivers]
+
+    def close(self) -> None:
+        """Close every end, twice: that is fine."""
+        for end in self.closables * 2:
+            end.close()
+
+
+class WeightSyncFixtures(ConformanceSuite):
+    """``transport``, which delivers by the channel under test."""
+
+    settable: ClassVar[frozenset[str]] = ConformanceSuite.settable | {"channel", "export"}
+    channel: ClassVar[Channel | None] = None
+    """One that the record declares; None: the first that carries the export under test and that the suite can drive."""
+    export: ClassVar[Export | None] = None
+    """One that the record declares; None: its first."""
+
+    @classmethod
+    def export_under_test(cls) -> Export:
+        """The form in which weights are streamed."""
+        exports: tuple[Export, ...] = cls.record().exports
+        assert cls.export is None or cls.export in exports, f"the record declares {exports}, not {cls.export!r}"
+        return cls.export or exports[0]
+
+    @classmethod
+    def channel_under_test(cls) -> Channel | None:
+        """The channel under test; None: the suite can drive none of those that the record declares."""
+        channels: tuple[Channel, ...] = cls.record().channels
+        if cls.channel is not None:
+            assert cls.channel in channels, f"the record declares {channels}, not {cls.channel!r}"
+            return cls.channel
+        carried = BOX_CHANNELS if cls.export_under_test() == "boxes" else FULL_CHANNELS
+        return next((channel for channel in channels if channel in DRIVEN_CHANNELS & carried), None)
+
+    @pytest.fixture
+    def transport(self, tmp_path: Path) -> Iterator[Transport]:
+        """Closed at the end of the test."""
+        channel = self.channel_under_test()
+        if channel is None:
+            not_applicable(f"channels {self.record().channels} need an engine behind the loader")
+        if self.record().needs_gpus:
+            not_applicable("the record declares 'needs_gpus': its ends are processes on GPUs; here one process is both")
+        made = Transport(type(self), tmp_path / "workspace", self.export_under_test(), channel)
+        yield made
+        made.close()
+
+    def run(self, work: Any) -> Any:
+        """Run to the end; hanging is an error."""
+
+        async def bounded() -> Any:
+            return await asyncio.wait_for(work, self.patience_s)
+
+        return asyncio.run(bounded())
+
+
+def assert_loaded(loader: KeepingLoader, tensors: Mapping[str, Tensor]) -> None:
+    """Every tensor arrived under its name, bit for bit, and nothing else."""
+    assert sorted(loader.loaded) == sorted(tensors), "names that arrived and names that were sent differ"
+    for name, tensor in tensors.items():
+        found = loader.loaded[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), f"{name}: {found.dtype} {list(found.shape)}"
+        assert torch.equal(found, tensor), f"{name}: other values arrived than were sent"
+
+
+def offers_of(senders: Sequence[WeightSender], plan: SyncRequest) -> list[SyncOffer]:
+    """Open a sync on every sender."""
+    return [sender.offer(plan) for sender in senders]
+
+
+def _endpoint(role: str, replica: int, rank: int) -> Endpoint:
+    return Endpoint(role, replica, rank, socket.gethostname(), "cpu", os.getpid())

@@ -1,0 +1,20 @@
+"""What the conformance suite needs to know; ``chatlearn plugins check`` and the tests read it, a run never does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chatlearn_testing.suites import RewardCase
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "reward/acme": {
+        "options": {"keywords": ["red", "blue"], "length_budget": 20, "length_penalty": 0.125},
+        "cases": (
+            RewardCase("red and Blue", 1.0),
+            RewardCase("red", 0.5),
+            RewardCase("green", 0.0),
+            RewardCase("red, blue and two more", 1.0 - 2 * 0.125),
+        ),
+    }
+}

@@ -1,0 +1,26 @@
+"""Registers the transport ``acme``. Imports no torch: this module is loaded whenever plugins are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatlearn_core.plugins import hookimpl
+from chatlearn_core.plugins.records import WeightSyncSpec
+
+
+@hookimpl
+def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
+    """The transport of this distribution. It names no trainer and no generator: what it needs of them decides."""
+    return [
+        WeightSyncSpec(
+            name="acme",
+            summary="Buckets of whole tensors in files that both ends see.",
+            sender="acme_plugin.sender:AcmeSender",
+            receiver="acme_plugin.receiver:AcmeReceiver",
+            options="acme_plugin.options:AcmeOptions",
+            exports=("full_tensors",),
+            channels=("tensors",),
+            reach="anywhere",
+            speed_rank=95,
+        )
+    ]

@@ -1,0 +1,108 @@
+"""A worker's process, which becomes what its spec says.
+
+Imports no torch until ``start``, so that environment variables are set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from chatlearn_workers.user_code import UserCode, enter_directory
+
+
+class WorkerHost:
+    """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread.
+
+    Args:
+        environment: variables of this process.
+        path: where the driver finds modules.
+        directory: the driver's.
+        code: the Python files there, for machines that do not have them.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], path: Sequence[str], directory: str, code: UserCode | None
+    ) -> None:
+        os.environ.update(environment)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._problem = enter_directory(directory, code)
+        # Child processes (reward pools, engines) import what this one does.
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*sys.path, *_python_path()]))
+        self._worker: Any = None
+
+    def check(self) -> None:
+        """Raises ChatLearnError: this process cannot host the worker that it was started for."""
+        from chatlearn_core.exceptions import ConfigError
+
+        if self._problem is not None:
+            raise ConfigError(self._problem)
+
+    def node_address(self) -> str:
+        """The address under which other nodes reach this one."""
+        return socket.gethostbyname(socket.gethostname())
+
+    async def start(self, spec: Any) -> Any:
+        """Build the worker; returns an ``RpcResult`` with nothing, or a ``Failure``."""
+        from chatlearn_workers.rpc_result import Failure, RpcResult
+        from chatlearn_workers.workers import build_worker
+
+        try:
+            self.check()
+            self._worker = build_worker(spec, self.node_address)
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+        return RpcResult(None)
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        """Call a coroutine method of the worker; returns ``RpcResult`` or ``Failure``, and raises nothing."""
+        from chatlearn_workers.rpc_result import Failure, RpcResult
+
+        try:
+            return RpcResult(await getattr(self._worker, method)(*args))
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+
+    async def invoke_with_block(self, method: str, *args: Any) -> tuple[Any, Any]:
+        """The same for a method that returns (facts, arrays), as two results: the caller may leave the second."""
+        from chatlearn_workers.rpc_result import RpcResult
+
+        answer = await self.invoke(method, *args)
+        if not isinstance(answer, RpcResult):
+            return answer, None
+        facts, arrays = answer.value
+        return RpcResult(facts), arrays
+
+    async def is_there(self) -> list[int]:
+        """Answers while the process lives and its interpreter turns: which processes of an engine below are stopped.
+
+        What a user's reward does with its own processes is its affair.
+        """
+        is_reward = self._worker is None or self._worker.spec.kind == "reward"
+        return [] if is_reward else stopped_below(os.getpid())
+
+    async def stacks(self) -> str:
+        """Where every thread of this process is now."""
+        from chatlearn_workers.stacks import all_stacks
+
+        return all_stacks()
+
+
+def stopped_below(pid: int) -> list[int]:
+    """Processes that one has started, or one of those, and that are stopped (SIGSTOP)."""
+    stopped: list[int] = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                stopped.append(process.pid)
+    return stopped
+
+
+def _python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -1,0 +1,75 @@
+"""Outputs of a trainer rank on their way: what is per token in a block, what is per sequence by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from chatlearn_core.plugins.records import OutputSpec
+from chatlearn_core.types import Derived, Metrics, Outputs
+from chatlearn_core.types.remote import Array, Block, RemoteArray, RemoteTensor, Rows
+from chatlearn_workers.arrays import TensorArray, to_arrays, to_tensors
+
+
+@dataclass(slots=True, frozen=True)
+class ComputedFacts:
+    """What the driver hears of a rank's outputs."""
+
+    at_hand: Mapping[str, TensorArray]
+    """Outputs with one row a sequence."""
+    stored: Mapping[str, tuple[tuple[int, ...], str]]
+    """Shape and type of the arrays in the block, those with one row a token."""
+
+    def outputs(self, block: Block) -> Outputs:
+        """The outputs, those in the block by reference."""
+        outputs: dict[str, torch.Tensor] = to_tensors(self.at_hand)
+        for name, (shape, dtype) in self.stored.items():
+            rows = Rows(block, name, 0, shape[0])
+            outputs[name] = RemoteTensor([cast(Array, RemoteArray([rows], shape[1:], dtype))])
+        return outputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the block."""
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.stored.values())
+
+
+@dataclass(slots=True, frozen=True)
+class DerivedFacts:
+    """What the driver hears of what a rank derived from its slice; what is per token is in the block."""
+
+    computed: ComputedFacts
+    per_sequence: frozenset[str]
+    """Names of the data with one row a sequence."""
+    exclusions: Mapping[str, str]
+    metrics: Metrics
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the block."""
+        return self.computed.num_bytes
+
+
+def pack_derived(derived: Derived) -> tuple[DerivedFacts, dict[str, Array]]:
+    """Facts, and the block."""
+    block = {name: _array(tensor) for name, tensor in derived.token_data.items()}
+    stored = {name: (array.shape, array.dtype.str) for name, array in block.items()}
+    computed = ComputedFacts(to_arrays(derived.sequence_data), stored)
+    return DerivedFacts(computed, frozenset(derived.sequence_data), derived.exclusions, derived.metrics), block
+
+
+def pack_outputs(outputs: Outputs, specs: Mapping[str, OutputSpec]) -> tuple[ComputedFacts, dict[str, Array]]:
+    """Facts, and the block. What numpy has no type for (bfloat16) becomes float32, which holds the same numbers."""
+    block = {name: _array(tensor) for name, tensor in outputs.items() if specs[name].per == "token"}
+    at_hand = {name: tensor for name, tensor in outputs.items() if specs[name].per == "sequence"}
+    stored = {name: (array.shape, array.dtype.str) for name, array in block.items()}
+    return ComputedFacts(to_arrays(at_hand), stored), block
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    host = tensor.detach().cpu()
+    return (host.float() if host.dtype in (torch.bfloat16, torch.float16) else host).numpy()

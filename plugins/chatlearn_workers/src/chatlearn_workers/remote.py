@@ -1,0 +1,237 @@
+"""One worker as the driver sees it: calls with a timeout, errors that say who, what and where."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RuntimeLostError, WorkerPlace
+from chatlearn_workers.errors import WorkerDiedError
+from chatlearn_workers.rpc import AnswerLostError, CallError, ProcessEndedError, UnreachableError, WorkerHandle
+from chatlearn_workers.rpc_result import Failure
+from chatlearn_workers.worker import GRACE_S, WorkerFacts
+
+_STACK_WAIT_S = 5.0
+LOOKS = 6
+"""In the time after which a silent process is given up. Looks are counted, not seconds: while the driver's own event
+loop is held up, the worker is not to blame."""
+PATIENCE_LOOKS = 3
+"""More of them, for an engine whose processes are stopped: a worker that watches them itself is faster."""
+START_PATIENCE = 5
+"""A worker that is starting may be silent so many times as long: libraries are loaded with the interpreter's lock."""
+PEERS_S = 10.0
+"""When one rank failed: how long to wait for what the others say. A death is noticed after their broken connections."""
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteWorker:
+    """One ``WorkerHost`` behind a handle.
+
+    The process is asked now and then whether it is there, beside whatever it does. One that does not answer, such as
+    one that was stopped, is killed: a call that waits for it then fails because the process died.
+
+    Args:
+        label: leads every message, such as ``role 'trainer', rank 1 of 2``.
+        handle: reaches the process.
+        timeout_s: longest wait for an answer, unless a call has a limit of its own.
+        timeout_key: the setting that bounds its calls, for messages.
+        silence_s: how long it may not answer.
+        lost: done, with a sentence, when what all workers stand on is gone (Ray itself); then the handle must not be
+            used any more.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        handle: WorkerHandle,
+        timeout_s: float,
+        timeout_key: str,
+        silence_s: float,
+        lost: asyncio.Future[str] | None = None,
+    ) -> None:
+        self.name = label
+        self.handle = handle
+        self.timeout_s = timeout_s
+        self.timeout_key = timeout_key
+        self.silence_s = silence_s
+        self.facts: WorkerFacts | None = None
+        self._lost = lost
+        self._is_starting = True
+        self._watch: asyncio.Task[None] | None = None
+        self._silence = ""
+        """Why it was killed, if it was silent."""
+
+    @property
+    def label(self) -> str:
+        """Name, process and host, as far as they are known."""
+        if self.facts is None:
+            return self.name
+        return f"{self.name} (process {self.facts.pid} on {self.facts.host})"
+
+    def place(self, method: str) -> WorkerPlace:
+        """Who this is, for errors."""
+        role, _, worker = self.name.partition(", ")
+        process, host = (self.facts.pid, self.facts.host) if self.facts is not None else (None, "")
+        return WorkerPlace(role.removeprefix("role ").strip("'"), worker, method, process, host)
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the worker and wait for its result.
+
+        The worker's own limit ends first and shows the stack that hangs; this one speaks for a worker that cannot.
+
+        Raises:
+            BackendTimeoutError: no answer in time.
+            WorkerDiedError: its process is gone.
+            RuntimeLostError: what all workers stand on is gone.
+            ChatLearnError: what the worker raised.
+        """
+        self.check()
+        limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
+        return await self._answer(method, self.handle.call("invoke", method, *args), limit)
+
+    async def call_for_block(self, method: str, *args: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
+        """Call a method that returns (facts, arrays); gives the facts and a reference to the arrays."""
+        self.check()
+        limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
+        facts, arrays = self.handle.call_stored("invoke_with_block", method, *args)
+        return await self._answer(method, facts, limit), arrays
+
+    async def start(self, spec: Any, timeout_s: float) -> None:
+        """Wait until the process is up and has built its worker; from then on it must answer."""
+        self._watch = asyncio.create_task(self._keep_asking())
+        await self._answer("start", self.handle.call("start", spec), timeout_s)
+        self._is_starting = False
+
+    async def _keep_asking(self) -> None:
+        look_s, num_missed, is_up = self.silence_s / LOOKS, 0, False
+        num_stopped: dict[int, int] = {}
+        while self._lost is None or not self._lost.done():
+            answer = asyncio.ensure_future(self._is_there())
+            while not (await asyncio.wait({answer}, timeout=look_s))[0]:
+                num_missed += is_up  # a process that is not up yet cannot answer
+                if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
+                    answer.cancel()
+                    self._give_up(
+                        f"it did not answer for {num_missed * look_s:.0f} s (runtime.options.heartbeat_timeout_s is "
+                        f"{self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
+                    )
+                    return
+            try:
+                stopped = answer.result()
+            except ProcessEndedError:
+                return  # which calls that wait for it learn as well
+            except CallError as error:
+                logger.warning("%s: cannot be asked whether it is there: %s", self.label, error)
+                await asyncio.sleep(look_s)
+                continue
+            num_missed, is_up = 0, True
+            num_stopped = {process: num_stopped.get(process, 0) + 1 for process in stopped}
+            for process, looks in num_stopped.items():
+                if looks > LOOKS + PATIENCE_LOOKS:
+                    self._give_up(
+                        f"process {process}, which it started, has been stopped (SIGSTOP) for {looks * look_s:.0f} s, "
+                        "and it was killed with it"
+                    )
+                    return
+            await asyncio.sleep(look_s)
+
+    def _give_up(self, reason: str) -> None:
+        self._silence = reason
+        self.handle.kill()
+
+    async def _is_there(self) -> list[int]:
+        """Processes below it that are stopped."""
+        found: list[int] = await self.handle.ask("is_there")
+        return found
+
+    def check(self) -> None:
+        """Raises RuntimeLostError: what all workers stand on is gone, and a call could end this process."""
+        if self._lost is not None and self._lost.done():
+            raise RuntimeLostError(self._lost.result())
+
+    async def _result(self, call: Awaitable[Any], limit_s: float) -> Any:
+        """What was answered; TimeoutError, or RuntimeLostError if everything is lost meanwhile."""
+        answer = asyncio.ensure_future(call)
+        lost = [] if self._lost is None else [self._lost]
+        try:
+            await asyncio.wait([answer, *lost], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        self.check()
+        raise TimeoutError
+
+    async def _answer(self, method: str, call: Awaitable[Any], limit_s: float) -> Any:
+        try:
+            answer = await self._result(call, limit_s)
+        except TimeoutError:
+            stack = await self.stacks()
+            raise BackendTimeoutError(
+                f"{self.label}, {method}: no answer within {limit_s:g} s ({self.timeout_key}). {stack}"
+            ).at(self.place(method), stack) from None
+        except (ProcessEndedError, UnreachableError) as error:
+            raise WorkerDiedError(f"{self.label}, {method}: the process is gone: {self._silence or error}").at(
+                self.place(method)
+            ) from None
+        except AnswerLostError as error:
+            raise WorkerDiedError(f"{self.label}, {method}: its answer was lost with its node: {error}").at(
+                self.place(method)
+            ) from None
+        except CallError as error:
+            raise BackendError(f"{self.label}, {method}: {error}").at(self.place(method)) from None
+        if isinstance(answer, Failure):
+            raise answer.error(self.label, method, self.place(method))
+        return answer.value
+
+    async def stacks(self) -> str:
+        """Where the worker's threads are, or why that cannot be told."""
+        try:
+            async with asyncio.timeout(_STACK_WAIT_S):
+                text = await self.handle.ask("stacks")
+        except TimeoutError:
+            return (
+                "It does not even say where it hangs: the process is stopped, or C code holds the interpreter. "
+                "Look at it with py-spy"
+            )
+        except CallError as error:
+            return f"Its stack cannot be had: {error}"
+        return f"It hangs here:\n{text}"
+
+    def kill(self) -> None:
+        """End the process now."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._lost is None or not self._lost.done():
+            self.handle.kill()
+
+
+async def all_or_first_error(calls: Sequence[Awaitable[Any]], grace_s: float = PEERS_S) -> list[Any]:
+    """Results of calls to several ranks of one group, in order.
+
+    When one fails the others may wait for it in a collective for long: they get ``grace_s`` to say what they see, and
+    are then left alone. A dead process is the cause of what its peers report, so it is named first.
+
+    Raises:
+        ChatLearnError: the most telling failure; the others are notes on it.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=grace_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    errors = [error for error in failures if error is not None]
+    if errors:
+        first = min(errors, key=lambda error: not isinstance(error, WorkerDiedError))
+        for other in errors:
+            if other is not first:
+                first.add_note(f"and: {other}")
+        raise first
+    return [task.result() for task in tasks]

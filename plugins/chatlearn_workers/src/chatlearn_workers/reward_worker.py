@@ -1,0 +1,45 @@
+"""One worker of a reward role, in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from chatlearn_core.protocols import MemoryPart
+from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
+from chatlearn_core.types import RewardResult, Sample
+from chatlearn_workers.sample_codec import fetched_samples
+from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
+from chatlearn_workers.worker_spec import WorkerSpec
+
+
+class RewardWorker(Worker):
+    """One worker of a reward role: all its parts, combined."""
+
+    def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
+        super().__init__(spec, node_address)
+        self._group = CombinedReward(self.context.role, (), spec.timeout_s)
+
+    async def setup(self) -> WorkerFacts:
+        """Build and start every part."""
+        parts: list[RewardPart] = []
+        for share in self.spec.shares:
+            reward = self.build(share.plugin)
+            parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit))
+            self._group = CombinedReward(self.context.role, parts, self.spec.timeout_s)
+            await self.set_up(reward)
+        return self.facts()
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        return await self._group.score(await asyncio.to_thread(fetched_samples, samples))
+
+    async def offload(self, parts: Collection[MemoryPart]) -> None:
+        await self._group.offload(parts)
+
+    async def onload(self, parts: Collection[MemoryPart]) -> None:
+        await self._group.onload(parts)
+
+    async def close(self) -> None:
+        """Close every part."""
+        group, self._group = self._group, CombinedReward(self.context.role, (), 1.0)
+        await self.close_all([part.reward.close for part in group.parts])

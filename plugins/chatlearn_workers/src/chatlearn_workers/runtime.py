@@ -1,0 +1,398 @@
+"""The driver's side of a run over worker processes, for any framework that starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chatlearn_core.exceptions import ChatLearnError, RuntimeLostError, TrainerLostError
+from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
+from chatlearn_core.runtime.environments import LocalEnvironments
+from chatlearn_core.runtime.local import part_name
+from chatlearn_core.runtime.model_families import tokenizer_of
+from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
+from chatlearn_core.runtime.restart_budget import RestartBudget
+from chatlearn_core.runtime.weight_transfer import WeightTransfer
+from chatlearn_core.types import SyncReceipt
+from chatlearn_workers.blocks import Traffic
+from chatlearn_workers.errors import WorkerDiedError
+from chatlearn_workers.generator_fleet import RemoteGeneratorFleet
+from chatlearn_workers.options import WorkersOptions
+from chatlearn_workers.remote import RemoteWorker, all_or_first_error
+from chatlearn_workers.reward_group import RemoteRewardGroup
+from chatlearn_workers.rpc import ObjectStore, WorkerHandle
+from chatlearn_workers.trainer_group import RemoteTrainerGroup
+from chatlearn_workers.weight_ends import RemoteReceivers, RemoteSenders, SharedRequest
+from chatlearn_workers.worker_spec import PluginChoice, RewardShare, WorkerSpec
+
+_CLOSE_S = 20.0
+"""A worker may take this long to close; then its process is ended."""
+_INHERITED = (
+    "CHATLEARN_DISABLE_PLUGINS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+)
+"""Variables of the driver that change what workers compute or find."""
+
+
+class WorkersRuntime(ABC):
+    """Builds the roles of a plan as groups of worker processes.
+
+    Nothing of a backend is imported here: workers find the plugins that the driver chose among their own, by name.
+
+    Args:
+        options: how workers are started and rebuilt.
+        plan: what to build.
+        store: what workers and driver exchange arrays through.
+    """
+
+    def __init__(self, options: WorkersOptions, plan: RunPlan, store: ObjectStore) -> None:
+        self.options = options
+        self.plan = plan
+        self.store = store
+        self.workers: dict[tuple[str, int], RemoteWorker] = {}
+        """By role, and rank or replica."""
+        self._trainers: dict[str, RemoteTrainerGroup] = {}
+        self._fleets: dict[str, RemoteGeneratorFleet] = {}
+        self._rewards: dict[str, RemoteRewardGroup] = {}
+        self._environments: dict[str, LocalEnvironments] = {}
+        self._transfers: dict[tuple[str, str], WeightTransfer] = {}
+        self._senders: dict[tuple[str, str], RemoteSenders] = {}
+        self._traffic = Traffic()
+        self._directory = str(Path.cwd())
+        self._trainer_restart_budgets: dict[str, RestartBudget] = {}
+        self.on_event: Callable[[RuntimeEvent], None] | None = None
+        self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
+
+    # What a framework does in its own way
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Reach the machines, and reserve a place for every worker."""
+
+    @abstractmethod
+    async def _start_process(self, role: RolePlan, index: int) -> WorkerHandle:
+        """Start a process that hosts a ``WorkerHost``, made of ``_host_arguments``, at the place of this worker."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Give back what ``_open`` took; every worker's process was ended before. Twice is fine."""
+
+    @abstractmethod
+    def _planned_devices(self, role: RolePlan, index: int) -> Sequence[Device]:
+        """What a worker is to occupy, as far as that is known before it runs."""
+
+    @abstractmethod
+    def _place_text(self, role: RolePlan, index: int) -> str:
+        """Where a worker is to run, and what it takes, for people."""
+
+    def _notes(self, role: RolePlan) -> Sequence[str]:
+        """What else to say of a role's places."""
+        return ()
+
+    @property
+    def _lost(self) -> asyncio.Future[str] | None:
+        """Done, with a sentence, once what all workers stand on is gone."""
+        return None
+
+    # Runtime
+
+    async def start(self, role_is_up: RoleIsUp | None = None) -> None:
+        """Reserve all places, launch all roles at the same time; if one fails, close the others and raise.
+
+        Given ``role_is_up``, roles that share devices are launched one after the other.
+        """
+        try:
+            await self._open()
+            chains = [[role] for role in self.plan.roles] if role_is_up is None else self._roles_by_devices()
+            await all_or_first_error([self._start_chain(chain, role_is_up) for chain in chains], grace_s=0.0)
+            for route in self.plan.weight_syncs:
+                await self.connect(route)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def connect(self, route: WeightRoute) -> None:
+        """Open the transport between a trainer and a generator role, in place of the one that they have."""
+        key, shared = f"{route.trainer}->{route.generator}", SharedRequest(self.store)
+        plugin = PluginChoice.of(self.plan.registry, route.record, route.options, "weight_sync")
+        senders = RemoteSenders(key, plugin, shared, self._trainers[route.trainer])
+        receivers = RemoteReceivers(key, plugin, shared, self._fleets[route.generator])
+        await senders.open()
+        self._senders[route.trainer, route.generator] = senders
+        workspace = self.plan.run_dir / "weight_sync"
+        self._transfers[route.trainer, route.generator] = WeightTransfer(route, workspace, senders, receivers)
+
+    def trainer(self, role: str) -> RemoteTrainerGroup:
+        """The trainer group of a role."""
+        return self._trainers[role]
+
+    def generator(self, role: str) -> RemoteGeneratorFleet:
+        """The generator fleet of a role."""
+        return self._fleets[role]
+
+    def reward(self, role: str) -> RemoteRewardGroup:
+        """The reward group of a role."""
+        return self._rewards[role]
+
+    def environment(self, role: str) -> LocalEnvironments:
+        """The environments of a role, in the driver's process."""
+        return self._environments[role]
+
+    async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
+        """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
+        fleet = self._fleets[generator]
+        transfer = self._transfers[trainer, generator]
+
+        async def transfer_to(index: int) -> SyncReceipt:
+            async with self.lend_weights(trainer):
+                return await transfer.resync(index, policy_version)
+
+        return await fleet.sync(
+            policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
+        )
+
+    async def recover(self, lost: TrainerLostError) -> None:
+        """End the remaining ranks of every broken trainer, and build it anew on the same places; then also the replicas
+        that were given up because it died while it sent them weights.
+        """
+        broken = [name for name, group in self._trainers.items() if group.is_broken]
+        for name in broken:
+            build = partial(self._start_ranks, self.plan.roles[name], self._trainers[name])
+            await self._trainer_restart_budgets[name].rebuild("a rank", lost, build)
+        if not broken:  # what was lost is not a process but data that it was to train on: no less bounded
+            next(iter(self._trainer_restart_budgets.values())).spend("what it was to train on", lost)
+        for fleet in self._fleets.values():
+            await fleet.rebuild_given_up()
+
+    def devices(self) -> Mapping[str, frozenset[Device]]:
+        """The GPUs that the workers see, once they run; what is planned before, and on the host."""
+        return {
+            role.name: frozenset(
+                device for index in range(num_workers(role)) for device in self._devices_of(role, index)
+            )
+            for role in self.plan.roles.values()
+            if role.holds_a_model
+        }
+
+    def describe(self) -> Mapping[str, Any]:
+        """Every role with its backend, and the place of each of its workers; processes once they run."""
+        described: dict[str, Any] = {}
+        for role in self.plan.roles.values():
+            places = []
+            for index in range(num_workers(role)):
+                worker = self.workers.get((role.name, index))
+                facts = worker.facts if worker is not None else None
+                running = f" -> process {facts.pid} on {facts.host}, {facts.device}" if facts is not None else ""
+                places.append(f"{_worker_name(role, index)}: {self._place_text(role, index)}{running}")
+            described[role.name] = {
+                "kind": role.kind,
+                "backend": " + ".join(backend.record.name for backend in role.backends),
+                "places": [*places, *self._notes(role)],
+            }
+        return described
+
+    async def close(self) -> None:
+        """Close all workers, then end their processes; what fails while closing is raised after everything is gone."""
+        workers, self.workers = self.workers, {}
+        for group in self._trainers.values():
+            if group.is_broken:  # its ranks may hang in a collective: no use to ask them
+                for worker in group.workers:
+                    worker.kill()
+        replicas = [replica for fleet in self._fleets.values() for replica in fleet.replicas]
+        for replica in replicas:
+            replica.stop()
+        self._transfers, self._senders = {}, {}
+        self._fleets, self._trainers, self._rewards = {}, {}, {}
+        environments, self._environments = self._environments, {}
+        outcomes = await asyncio.gather(
+            *(_close(worker) for worker in workers.values()),
+            *(asyncio.to_thread(group.close) for group in environments.values()),
+            return_exceptions=True,
+        )
+        self._leave()
+        problems = [str(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+        if problems:
+            raise ChatLearnError("closing failed for " + "; ".join(problems))
+
+    # Starting workers
+
+    def _tell(self, event: RuntimeEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def _roles_by_devices(self) -> list[list[str]]:
+        """Roles that share devices with one another, directly or through others, together."""
+        chains: list[tuple[list[str], frozenset[Device]]] = []
+        devices = self.devices()
+        for role in self.plan.roles:
+            own = devices.get(role, frozenset())
+            met = [chain for chain in chains if chain[1] & own]
+            chains = [chain for chain in chains if chain not in met]
+            chains.append(([name for names, _ in met for name in names] + [role], own.union(*(d for _, d in met))))
+        return [names for names, _ in chains]
+
+    async def _start_chain(self, names: Sequence[str], role_is_up: RoleIsUp | None) -> None:
+        for name in names:
+            role = self.plan.roles[name]
+            await self._start_role(role)
+            if role_is_up is not None and role.holds_a_model:
+                await role_is_up(name)
+
+    async def _start_role(self, role: RolePlan) -> None:
+        options, launch = self.options, partial(self._launch_ready, role)
+        if role.kind == "trainer":
+            group = self._trainers[role.name] = RemoteTrainerGroup(
+                role.name, self.store, self.plan.registry.outputs, self._traffic
+            )
+            budget = self._trainer_restart_budgets[role.name] = RestartBudget(
+                role.name,
+                options.max_trainer_restarts,
+                setting="runtime.options.max_trainer_restarts",
+                event="trainer_rebuilt",
+                error=TrainerLostError,
+                tell=self._tell,
+                together=True,
+            )
+            await budget.start("a rank", partial(self._start_ranks, role, group))
+        elif role.kind == "generator":
+            fleet = self._fleets[role.name] = RemoteGeneratorFleet(
+                role.name,
+                launch,
+                role.replicas,
+                role.timeout_s,
+                options.max_generator_restarts,
+                self.store,
+                self._traffic,
+                self._tell,
+            )
+            await fleet.start()
+        elif role.kind == "environment":
+            build = self.plan.registry.load_factory(role.backend.record)
+            environments = LocalEnvironments(
+                role,
+                build(role.backend.options, self.plan.context(role)),
+                tokenizer_of(self.plan.registry, role),
+            )
+            self._environments[role.name] = environments
+            await environments.start()
+        else:
+            rewards = self._rewards[role.name] = RemoteRewardGroup(
+                role.name,
+                launch,
+                role.replicas,
+                options.max_reward_restarts,
+                self._traffic,
+                by_group=any(part.unit == "group" for part in role.backends),
+                tell=self._tell,
+            )
+            await rewards.start()
+
+    async def _start_ranks(self, role: RolePlan, group: RemoteTrainerGroup) -> None:
+        """Launch all ranks of a trainer and let them meet; ranks that are left of an earlier start are ended."""
+        for index in range(role.ranks):
+            self._end(role, index)
+        await group.start(await all_or_first_error([self._launch(role, i) for i in range(role.ranks)]))
+        for (trainer, _), senders in self._senders.items():
+            if trainer == role.name:
+                await senders.open()
+
+    async def _launch_ready(self, role: RolePlan, index: int) -> RemoteWorker:
+        worker = await self._launch(role, index)
+        worker.facts = await worker.call("setup")
+        return worker
+
+    async def _launch(self, role: RolePlan, index: int) -> RemoteWorker:
+        """Start the process of one worker and let it find its plugins."""
+        self._end(role, index)  # one that did not come up keeps its place for as long as it lives
+        if self._lost is not None and self._lost.done():
+            raise RuntimeLostError(self._lost.result())
+        worker = RemoteWorker(
+            f"role {role.name!r}, {_worker_name(role, index)}",
+            await self._start_process(role, index),
+            role.timeout_s,
+            f"roles.{role.name}.timeout_s",
+            self.options.heartbeat_timeout_s,
+            self._lost,
+        )
+        self.workers[role.name, index] = worker
+        await worker.start(self._spec(role, index), self.options.start_timeout_s)
+        return worker
+
+    def _end(self, role: RolePlan, index: int) -> None:
+        if (left := self.workers.pop((role.name, index), None)) is not None:
+            left.kill()
+
+    def _host_arguments(self) -> tuple[dict[str, str], list[str], str]:
+        """Environment, module path and directory of every ``WorkerHost``: the driver's, wherever it runs."""
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        threads = {} if self.options.num_threads is None else {"OMP_NUM_THREADS": str(self.options.num_threads)}
+        environment = inherited | threads | self.options.environment
+        return environment, [entry for entry in sys.path if entry], self._directory
+
+    def _spec(self, role: RolePlan, index: int) -> WorkerSpec:
+        is_trainer = role.kind == "trainer"
+        context = self.plan.context(
+            role, replica=0 if is_trainer else index, rank=index if is_trainer else 0, device=role.device
+        )
+        spec = WorkerSpec(
+            role.kind,
+            context,
+            role.timeout_s,
+            num_threads=self.options.num_threads,
+            driver_host=socket.gethostname(),
+        )
+        if role.kind == "reward":
+            shares = tuple(
+                RewardShare(part_name(role, part.key), self._choice(part), part.weight, part.data_sources, part.unit)
+                for part in role.backends
+            )
+            return replace(spec, shares=shares)
+        return replace(spec, plugin=self._choice(role.backend))
+
+    def _choice(self, backend: BackendPlan) -> PluginChoice:
+        return PluginChoice.of(self.plan.registry, backend.record, backend.options, backend.key)
+
+    def _devices_of(self, role: RolePlan, index: int) -> Sequence[Device]:
+        worker = self.workers.get((role.name, index))
+        facts = worker.facts if worker is not None else None
+        if facts is None or not facts.gpus:
+            return self._planned_devices(role, index)
+        return [Device(f"{facts.host}, GPU {gpu}", is_gpu=True) for gpu in facts.gpus]
+
+
+def num_workers(role: RolePlan) -> int:
+    """Processes of a role: one for each rank of a trainer, each replica of a generator, each reward worker; none for an
+    environment, which the driver hosts on a thread of its own.
+    """
+    if role.kind == "environment":
+        return 0
+    return role.ranks if role.kind == "trainer" else role.replicas
+
+
+def _worker_name(role: RolePlan, index: int) -> str:
+    if role.kind == "trainer":
+        return f"rank {index} of {role.ranks}"
+    return f"{'replica' if role.kind == 'generator' else 'worker'} {index}"
+
+
+async def _close(worker: RemoteWorker) -> None:
+    try:
+        if worker.facts is not None:
+            await worker.call("close", timeout_s=_CLOSE_S)
+    except (WorkerDiedError, RuntimeLostError):
+        pass  # it is closed
+    finally:
+        worker.kill()

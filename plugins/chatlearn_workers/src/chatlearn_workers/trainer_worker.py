@@ -1,0 +1,161 @@
+"""One rank of a trainer, in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from chatlearn_core.plugins.records import WeightSyncSpec
+from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
+from chatlearn_core.runtime.offload import move
+from chatlearn_core.runtime.outputs import check_outputs
+from chatlearn_core.runtime.sync_answers import checked_offer
+from chatlearn_core.types import (
+    Derived,
+    Endpoint,
+    FileFacts,
+    Metrics,
+    OutputRequest,
+    Outputs,
+    Payload,
+    SyncOffer,
+    SyncRequest,
+    WeightManifest,
+)
+from chatlearn_core.types.remote import Array
+from chatlearn_hosting.engine_side.private_store import LOOPBACK
+from chatlearn_hosting.reserved_port import ReservedPort
+from chatlearn_workers.arrays import BatchArrays
+from chatlearn_workers.outputs import ComputedFacts, DerivedFacts, pack_derived, pack_outputs
+from chatlearn_workers.worker import GRACE_S, NodeAddress, Worker, WorkerFacts
+from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
+
+
+class TrainerWorker(Worker):
+    """One rank of a trainer."""
+
+    def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
+        super().__init__(spec, node_address)
+        self._trainer: Trainer | None = None
+        self._senders: dict[str, WeightSender] = {}
+        self._transports: dict[str, str] = {}
+        """Names the plugin of each sender, for messages."""
+        self._port: ReservedPort | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "setup comes first"
+        return self._trainer
+
+    async def network(self) -> str:
+        """Names the loopback interface that this process sees: those that see the same reach each other on it."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+    async def find_rendezvous(self, on_loopback: bool) -> str:
+        """``tcp://host:port`` on this node, for all ranks to meet at; the port is kept free until ``setup`` ends."""
+        self._release_port()
+        self._port = ReservedPort()
+        address = LOOPBACK if on_loopback else self.node_address()
+        return f"tcp://[{address}]:{self._port.number}" if ":" in address else f"tcp://{address}:{self._port.number}"
+
+    async def setup(self, rendezvous: str | None, secret: str | None) -> WorkerFacts:
+        """Build the trainer and meet the other ranks, which know the same secret."""
+        assert self.spec.plugin is not None
+        self.context = replace(self.context, rendezvous=rendezvous, rendezvous_secret=secret)
+        self._trainer = self.build(self.spec.plugin)
+        try:
+            await self.set_up(self.trainer)
+        finally:
+            self._release_port()
+        return replace(
+            self.facts(),
+            data_parallel_rank=self.trainer.data_parallel_rank,
+            data_parallel_size=self.trainer.data_parallel_size,
+        )
+
+    async def compute(self, arrays: BatchArrays, request: OutputRequest) -> tuple[ComputedFacts, dict[str, Array]]:
+        """Outputs of this rank's slice."""
+
+        def compute() -> Outputs:
+            batch = arrays.batch()
+            outputs = self.trainer.compute(batch, request)
+            # Here their values are at hand.
+            check_outputs(outputs, batch, request, self.origin, self.registry.outputs, whole=False)
+            return {name: values for name, values in outputs.items() if name in request.names}
+
+        return pack_outputs(await self.executor.run("compute", compute), self.registry.outputs)
+
+    async def derive(self, arrays: BatchArrays, function: Derive) -> tuple[DerivedFacts, dict[str, Array]]:
+        """What the function computes of this rank's slice."""
+
+        def derive() -> Derived:
+            batch = arrays.batch()
+            return function(batch) if batch.num_sequences else Derived()
+
+        return pack_derived(await self.executor.run("derive", derive))
+
+    async def update(self, arrays: BatchArrays, loss: Loss) -> Metrics:
+        """One optimizer step over this rank's slice."""
+        return await self.executor.run("update", lambda: self.trainer.update(arrays.batch(), loss))
+
+    async def save(self, directory: Path) -> Mapping[str, FileFacts]:
+        """What this rank says of the files that it wrote."""
+        return await self.executor.run("save", self.trainer.save, directory)
+
+    async def load(self, directory: Path) -> None:
+        await self.executor.run("load", self.trainer.load, directory)
+
+    async def load_model(self, directory: Path, decay: float) -> None:
+        await self.executor.run("load_model", lambda: self.trainer.load_model(directory, decay=decay))
+
+    async def export_model(self, directory: Path) -> None:
+        await self.executor.run("export_model", self.trainer.export_model, directory)
+
+    async def move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
+        """Offload or onload parts; what is live afterwards."""
+        context = self.context
+        return await self.executor.run(
+            action, lambda: move(self.trainer, action, parts, role=context.role, worker=context.rank)
+        )
+
+    async def manifest(self, payload: Payload) -> WeightManifest | None:
+        """Of rank 0; the others take part and return nothing, so that it travels once."""
+        found = await self.executor.run("manifest", self.trainer.manifest, payload)
+        return found if self.context.rank == 0 else None
+
+    async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
+        """Build this rank's sender, in place of the one that it has."""
+        record, options = plugin.find(self.registry, self.spec.driver_host)
+        assert isinstance(record, WeightSyncSpec)
+        if (former := self._senders.pop(key, None)) is not None:
+            former.close()
+        self._senders[key] = self.registry.load_factory(record, "sender")(options, self.endpoint())
+        self._transports[key] = f"weight sync {record.name!r} ({self.registry.origin(record)})"
+        return self.endpoint()
+
+    async def offer(self, key: str, request: SyncRequest) -> SyncOffer:
+        return checked_offer(self._senders[key].offer(request), self._transports[key], self.context.rank)
+
+    async def send(self, key: str, request: SyncRequest) -> int:
+        """Bytes sent."""
+        send, limit = self._senders[key].send, request.timeout_s + GRACE_S
+        return await self.executor.run(
+            "send", send, request, self.trainer, timeout_s=limit, setting="weight_sync.timeout_s"
+        )
+
+    async def release(self, key: str, request: SyncRequest) -> None:
+        self._senders[key].release(request)
+
+    def _release_port(self) -> None:
+        port, self._port = self._port, None
+        if port is not None:
+            port.close()
+
+    async def close(self) -> None:
+        """Close senders and trainer."""
+        self._release_port()
+        trainer, self._trainer = self._trainer, None
+        senders, self._senders = self._senders, {}
+        await self.close_all([*(sender.close for sender in senders.values()), *([trainer.close] if trainer else [])])

@@ -1,0 +1,114 @@
+"""What workers of all kinds share: plugins, an executor for blocking calls, one end of each weight transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from chatlearn_core.exceptions import BackendTimeoutError
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.protocols import Lifecycle
+from chatlearn_core.runtime.boundary import Origin
+from chatlearn_core.runtime.health import problem_of
+from chatlearn_core.runtime.local import resolve_device
+from chatlearn_core.runtime.serial_executor import SerialExecutor
+from chatlearn_core.types import Endpoint
+from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
+
+NodeAddress = Callable[[], str]
+GRACE_S = 5.0
+"""An outer wait lasts this much longer than the inner one, so that the error comes from nearest the hang."""
+_STOP_S = 10.0
+"""A call that still runs when the worker is closed may take this long to return."""
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerFacts:
+    """Where a worker runs and which part of the work it takes."""
+
+    pid: int
+    host: str
+    device: str
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+    gpus: tuple[str, ...] = ()
+    """Those of its node that it sees, by number or UUID; several workers may have the same."""
+
+
+class Worker:
+    """What all kinds share: plugins, an executor for blocking calls, one end of each weight transport.
+
+    Args:
+        node_address: tells the address under which other nodes reach this one.
+    """
+
+    def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
+        spec.check_versions()
+        self.spec = spec
+        self.node_address = node_address
+        self.context = spec.context
+        self.registry = discover_plugins()
+        self.executor = SerialExecutor(self.context.role, spec.timeout_s)
+        if spec.kind != "reward":
+            device = resolve_device(self.context.device, f"roles.{self.context.role}.device")
+            self.context = replace(self.context, device=device)
+
+    def build(self, plugin: PluginChoice) -> Any:
+        """The backend object that a choice names."""
+        record, options = plugin.find(self.registry, self.spec.driver_host)
+        return self.registry.load_factory(record)(options, self.context)
+
+    @property
+    def origin(self) -> Origin:
+        """What messages about something that this worker's backend returned begin with."""
+        assert self.spec.plugin is not None
+        vocab_size = self.context.model.vocab_size if self.context.model is not None else None
+        return Origin(self.context.role, f"{self.spec.kind} {self.spec.plugin.name!r}", vocab_size)
+
+    def endpoint(self) -> Endpoint:
+        """This process as one end of a transport."""
+        context = self.context
+        return Endpoint(context.role, context.replica, context.rank, socket.gethostname(), context.device, os.getpid())
+
+    def facts(self) -> WorkerFacts:
+        """Who this is."""
+        gpus = visible_gpus() if self.context.device.startswith("cuda") else ()
+        return WorkerFacts(os.getpid(), socket.gethostname(), self.context.device, gpus=gpus)
+
+    async def set_up(self, backend: Lifecycle) -> None:
+        """Run a backend's setup in the executor, with the worker's number of threads; it is asked for its health from
+        then on, when a call fails or has no answer.
+        """
+        if self.spec.num_threads is not None:
+            torch.set_num_threads(self.spec.num_threads)
+            await self.executor.run("set_num_threads", torch.set_num_threads, self.spec.num_threads)
+        await self.executor.run("setup", backend.setup)
+        self.executor.health = partial(problem_of, backend)
+
+    async def close_all(self, closers: Sequence[Callable[[], None]]) -> None:
+        """Stop the executor, then close; the first error is raised when all were tried."""
+        errors: list[Exception] = []
+        stopped = await asyncio.to_thread(self.executor.stop, _STOP_S)
+        if not stopped:
+            errors.append(
+                BackendTimeoutError(f"a call still runs after {_STOP_S:g} s. It hangs here:\n{self.executor.stack()}")
+            )
+        for close in closers if stopped else ():
+            try:
+                close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, by number or UUID; empty where it is not set."""
+    return tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))

@@ -1,0 +1,26 @@
+"""Which class a worker of each kind is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chatlearn_workers.generator_worker import GeneratorWorker
+from chatlearn_workers.reward_worker import RewardWorker
+from chatlearn_workers.trainer_worker import TrainerWorker
+from chatlearn_workers.worker import NodeAddress, Worker
+from chatlearn_workers.worker_spec import WorkerSpec
+
+WORKERS: dict[str, Callable[[WorkerSpec, NodeAddress], Worker]] = {
+    "trainer": TrainerWorker,
+    "generator": GeneratorWorker,
+    "reward": RewardWorker,
+}
+
+
+def build_worker(spec: WorkerSpec, node_address: NodeAddress) -> Worker:
+    """The worker that a spec describes.
+
+    Raises:
+        PluginError: this interpreter does not hold what the driver chose.
+    """
+    return WORKERS[spec.kind](spec, node_address)

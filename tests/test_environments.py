@@ -1,0 +1,94 @@
+"""Rollouts of two turns through the real engines: what is trained on is what was sampled, and a run resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def two_turns(recipe: Any) -> Any:
+    """GRPO whose rollouts an environment makes; the environment judges them, too."""
+    recipe.content["roles"].pop("reward")
+    recipe.content["roles"]["retry"] = {"kind": "environment", "backend": "retry", "uses": {"policy": "generator"}}
+    recipe.content["algorithm"]["options"]["roles"] = {"environment": "retry", "reward": None}
+    recipe.content["train"]["steps"] = 2
+    recipe.write()
+    return recipe
+
+
+def test_both_turns_are_trained_on_and_nothing_else(two_turns: Any, chatlearn: Any, sums: Path) -> None:
+    two_turns.content["data"]["eval"] = [{"path": str(sums), "format": "prompt", "limit": 4}]
+    finished = chatlearn("run", two_turns.write())
+    assert finished.code == 0, finished.output
+    first, last = [json.loads(line) for line in (two_turns.run_dir / "metrics.jsonl").read_text().splitlines()][-2:]
+    assert first["samples/trained"] == last["samples/trained"] == 12
+    # The trainer's forward over the whole sequence against what the generator said in each turn: other tokens, a
+    # shifted mask or logprobs of the hint would all show.
+    assert last["mismatch/prob_diff_mean"] < 1e-4
+    assert last["mismatch/infinite"] == 0
+    assert "eval/reward" in last, "evaluation makes rollouts in the environment, too"
+    [row, *_] = [
+        json.loads(text) for text in (two_turns.run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert row["reward"] == sum(map(str.isalpha, row["completion"])), row
+
+
+def test_a_killed_run_ends_bit_identical(two_turns: Any, chatlearn: Any, result_of: Any) -> None:
+    whole = two_turns.file.parent / "whole"
+    assert chatlearn("run", two_turns.file, f"output_dir={whole}").code == 0
+    killed = chatlearn("run", two_turns.file, PROBE="update begins:6")  # the second of step 2
+    assert killed.code == -signal.SIGKILL, killed.output
+    finished = chatlearn("run", two_turns.file)
+    assert finished.code == 0, finished.output
+    assert result_of(two_turns.run_dir) == result_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "words"),
+    [
+        ("raises", "environment_failed", "raised ValueError"),
+        ("hangs", "environment_timed_out", "was not finished within"),
+    ],
+)
+def test_one_rollout_that_fails_is_excluded_and_the_run_goes_on(
+    event: str, reason: str, words: str, two_turns: Any, chatlearn: Any
+) -> None:
+    two_turns.content["roles"]["retry"]["timeout_s"] = 2.0
+    two_turns.content["train"]["steps"] = 1
+    finished = chatlearn("run", two_turns.write(), PROBE=f"environment {event}:2")
+    assert finished.code == 0, finished.output
+    [line] = [json.loads(line) for line in (two_turns.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line[f"samples/excluded/{reason}"] == 1
+    assert line["samples/trained"] == 11
+    assert words in finished.output
+
+
+def test_handles_are_checked_before_anything_starts(two_turns: Any, chatlearn: Any) -> None:
+    two_turns.content["roles"]["retry"]["uses"] = {"policy": "trainer"}
+    finished = chatlearn("config", "validate", two_turns.write())
+    assert finished.code == 2
+    assert "it must be a generator; it is a trainer" in finished.output
+    two_turns.content["roles"]["retry"]["uses"] = {}
+    finished = chatlearn("config", "validate", two_turns.write())
+    assert "environment 'retry' calls generators by the handles policy" in finished.output
+
+
+@pytest.mark.slow
+def test_on_ray_the_same_tokens_are_sampled(two_turns: Any, chatlearn: Any) -> None:
+    two_turns.content["train"]["steps"] = 1
+    texts = []
+    for runtime in ("local", "ray"):
+        run_dir = two_turns.file.parent / runtime
+        two_turns.content["runtime"] = {"backend": runtime, "options": {"num_threads": 1}}
+        finished = chatlearn("run", two_turns.write(), f"output_dir={run_dir}")
+        assert finished.code == 0, finished.output
+        lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        texts.append([json.loads(line)["token_ids"] for line in lines])
+    assert texts[0] == texts[1]
