@@ -26,8 +26,8 @@ class FinishedGroup:
 
     @property
     def samples(self) -> list[Sample]:
-        """In the order of the requests."""
-        return [request.filled for request in self.requests]
+        """In the order of the requests: of each its own sample, then the further ones of the same rollout."""
+        return [sample for request in self.requests for sample in request.samples]
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -36,7 +36,12 @@ class FinishedGroup:
 
     def copy(self) -> FinishedGroup:
         """With samples of its own, whose arrays are the same: data can be added to them, and an exclusion."""
-        return FinishedGroup(tuple(replace(request, sample=_copied(request.filled)) for request in self.requests))
+        return FinishedGroup(
+            tuple(
+                replace(request, sample=_copied(request.filled), extras=[_copied(sample) for sample in request.extras])
+                for request in self.requests
+            )
+        )
 
 
 def finished_groups(requests: Iterable[RolloutRequest]) -> list[FinishedGroup]:

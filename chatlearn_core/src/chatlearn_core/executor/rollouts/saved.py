@@ -10,7 +10,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from chatlearn_core.types import (
 )
 
 FILE = Path("rollouts") / "state.json"
-_FORMAT = 3
+_FORMAT = 4
 Described = Mapping[str, Any]
 """A group as JSON values and arrays."""
 
@@ -114,7 +114,11 @@ def load_rollouts(
 
 def describe_finished(group: FinishedGroup) -> dict[str, Any]:
     """The group as JSON values and arrays."""
-    samples = [_describe_sample(request.filled) | {"dropped": request.dropped} for request in group.requests]
+    samples = [
+        _describe_sample(request.filled)
+        | {"dropped": request.dropped, "extras": [_describe_sample(sample) for sample in request.extras]}
+        for request in group.requests
+    ]
     return _describe_draw(group.draw) | {"samples": samples}
 
 
@@ -126,6 +130,7 @@ def restore_finished(described: Described, requests: Sequence[RolloutRequest]) -
     """
     for request, sample in zip(requests, described["samples"], strict=True):
         request.sample, request.dropped = _restore_sample(sample, request), sample["dropped"]
+        request.extras = [_restore_sample(extra, request) for extra in sample["extras"]]
     return FinishedGroup(tuple(requests))
 
 
@@ -149,7 +154,9 @@ def _crc(prompt: Prompt) -> int:
 def _describe_pending(group: Group) -> dict[str, Any]:
     samples = []
     for request, progress in zip(group.requests, group.progress, strict=True):
+        assert request.generate_request is not None, "partial rollouts are of prompts"
         sample: dict[str, Any] = {"id": request.sample_id, "rounds": progress.rounds}
+        sample["sampling"] = asdict(request.generate_request.sampling)  # a schedule may have set it for that step
         if progress.failure is not None:
             sample["failure"] = str(progress.failure)
             sample["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
@@ -178,7 +185,12 @@ def _describe_completion(completion: Completion) -> dict[str, Any]:
 
 
 def _restore_pending(described: Described, requests: list[RolloutRequest]) -> Group:
-    pairs = zip(described["samples"], requests, strict=True)
+    pairs = list(zip(described["samples"], requests, strict=True))
+    for sample, request in pairs:
+        assert request.generate_request is not None, "partial rollouts are of prompts"
+        request.generate_request = replace(
+            request.generate_request, sampling=_restore_sampling(sample["sampling"])
+        )
     return Group(requests, [_restore_progress(sample, request) for sample, request in pairs])
 
 
@@ -261,14 +273,16 @@ def _describe_turn(turn: Turn) -> dict[str, Any]:
 
 
 def _restore_turn(stored: Described) -> Turn:
-    sampling = dict(stored["sampling"])
-    sampling |= {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
     changed = {
-        "sampling": SamplingParams(**sampling),
+        "sampling": _restore_sampling(stored["sampling"]),
         "basis": LogprobBasis(**stored["basis"]),
         "version_spans": _restore_spans(stored["version_spans"]),
     }
     return Turn(**{**stored, **changed})
+
+
+def _restore_sampling(stored: Described) -> SamplingParams:
+    return SamplingParams(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})
 
 
 def _describe_reward(reward: RewardResult) -> dict[str, Any]:
