@@ -164,7 +164,7 @@ class SimulatedFleet:
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Nothing here takes so long."""
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self) -> None:
         for replica in self.replicas:
             replica.may_run.clear()
 

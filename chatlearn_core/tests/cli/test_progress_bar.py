@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from chatlearn_core.cli.progress_bar import ProgressBar
+from chatlearn_core.cli.progress_bar import ProgressBar, step_numbers
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from chatlearn_core.cli.progress_bar import ProgressBar
     [
         ({"eval/accuracy": 0.403, "eval/reward": 0.5}, "step 0: accuracy 40.3% on 300 evaluation samples"),
         ({"eval/reward": 0.979}, "step 0: mean reward 0.979 on 300 evaluation samples"),
+        ({"eval/nll": 1.25}, "step 0: loss 1.250 on 300 evaluation samples"),
         ({"eval/failed": 300.0}, "step 0: no reward on 300 evaluation samples"),
     ],
 )
@@ -23,6 +24,12 @@ def test_only_an_accuracy_is_called_one(metrics: dict[str, float], said: str) ->
     text = io.StringIO()
     ProgressBar(console=Console(file=text, width=200)).evaluated(0, {"eval/samples": 300.0, **metrics})
     assert text.getvalue().strip() == said
+
+
+def test_a_step_shows_its_reward_or_its_loss() -> None:
+    metrics = {"policy/loss": 0.5, "perf/throughput": 1200.0}
+    assert step_numbers(metrics) == "loss 0.500  1,200 tok/s"
+    assert step_numbers({**metrics, "reward": 0.25}) == "reward 0.250  1,200 tok/s"
 
 
 def test_tokens_of_a_step_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

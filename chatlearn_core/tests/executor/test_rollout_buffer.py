@@ -78,6 +78,20 @@ def test_what_a_step_adds_to_samples_is_not_in_what_was_held_before() -> None:
     assert "advantages" not in held.samples[0].token_data
 
 
+def test_further_samples_of_a_rollout_are_copied_too() -> None:
+    buffer = RolloutBuffer(0)
+    buffer.admit([make_group(0, 0)])
+    buffer.groups[0].requests[0].extras = [replace(buffer.groups[0].samples[0], id="summary")]
+    before = buffer.copy()
+    [group] = buffer.select()
+    group.samples[1].exclusion = "zero_spread"
+    assert [(sample.id, sample.exclusion) for sample in before.groups[0].samples] == [
+        ("p0@0#0", None),
+        ("summary", None),
+        ("p0@0#1", None),
+    ]
+
+
 def test_a_group_is_too_old_with_its_oldest_token() -> None:
     buffer = RolloutBuffer(1)
     buffer.admit([make_group(0, 5, 7), make_group(1, 6, 7), make_group(2, 7)])
@@ -116,12 +130,14 @@ def test_everything_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     second.reward = RewardResult(None, error="math: KeyError")
     second.exclusion = "reward failed: math: KeyError"
     buffer.groups[0].requests[1].dropped = True
+    buffer.groups[1].requests[0].extras = [replace(samples_of(buffer.groups)[3], id="p1@0#0/summary")]
     save_rollouts(tmp_path, (), buffer.state_dict())
     saved = load_rollouts(tmp_path, PROMPTS, requests_of)
     restored = RolloutBuffer(1)
     restored.load_state_dict(saved.buffer, saved.requests_of)
     assert [group.id for group in restored.groups] == ["p3@0", "p1@0"]
     assert [request.dropped for group in restored.groups for request in group.requests] == [False, True, False, False]
+    assert [sample.id for sample in samples_of(restored.groups)[2:]] == ["p1@0#0", "p1@0#0/summary", "p1@0#1"]
     for old, new in zip(samples_of(buffer.groups), samples_of(restored.groups), strict=True):
         assert _values(new) == _values(old)
     assert restored.groups[0].samples[0].prompt is PROMPTS[3]

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from chatlearn_core.cli.terminal import TolerantStream
 from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.policy import POLICY_METRICS
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.printable import printable
 
@@ -87,11 +88,13 @@ class ProgressBar(RunListener):
         self.console.print(f"[yellow]warning:[/] {_escaped(printable(text))}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the accuracy, or where the rewards give none, the mean reward."""
+        """Print the accuracy; where there is none, the mean reward, or the loss of held-out examples."""
         if "eval/accuracy" in metrics:
             measured = f"accuracy {metrics['eval/accuracy']:.1%}"
         elif "eval/reward" in metrics:
             measured = f"mean reward {metrics['eval/reward']:.3f}"
+        elif "eval/nll" in metrics:
+            measured = f"loss {metrics['eval/nll']:.3f}"
         else:
             measured = "no reward"
         self.console.print(f"step {step}: {measured} on {metrics['eval/samples']:.0f} evaluation samples")
@@ -123,8 +126,8 @@ def step_numbers(metrics: Mapping[str, float]) -> str:
     shown = []
     if "reward" in metrics:
         shown.append(f"reward {metrics['reward']:.3f}")
-    elif "sft/loss" in metrics:
-        shown.append(f"loss {metrics['sft/loss']:.3f}")
+    elif f"{POLICY_METRICS}/loss" in metrics:
+        shown.append(f"loss {metrics[f'{POLICY_METRICS}/loss']:.3f}")
     if "response_length/mean" in metrics:
         shown.append(f"length {metrics['response_length/mean']:.1f}")
     shown.append(f"{metrics['perf/throughput']:,.0f} tok/s")

@@ -87,6 +87,20 @@ def test_every_value_comes_back(group: Group, prompts: Any, tmp_path: Path) -> N
     assert restored.progress[3].completion is None
 
 
+def test_rollouts_go_on_as_they_were_sampled_when_they_began(group: Group, prompts: Any, tmp_path: Path) -> None:
+    """A schedule or a step policy may have changed the sampling of that step."""
+    request = group.requests[0].generate_request
+    assert request is not None
+    hotter = replace(request.sampling, temperature=1.3, stop=("x",))
+    group.requests[0].generate_request = replace(request, sampling=hotter)
+    save_rollouts(tmp_path, [group], EMPTY)
+    [restored] = load_rollouts(tmp_path, prompts, requests_of(4)).pending
+    assert restored.requests[0].generate_request is not None
+    assert restored.requests[0].generate_request.sampling == hotter
+    assert restored.progress[0].completion is not None
+    assert restored.progress[0].completion.sampling == hotter
+
+
 def test_a_failure_that_is_no_timeout_stays_one(group: Group, prompts: Any, tmp_path: Path) -> None:
     group.progress[2] = Progress(failure=BackendError("refused"))
     save_rollouts(tmp_path, [group], EMPTY)
@@ -137,7 +151,7 @@ def test_another_group_size_is_refused(group: Group, prompts: Any, tmp_path: Pat
     [
         (lambda text: text[:20], "holds no rollouts: JSONDecodeError"),
         (lambda text: json.dumps({"pending": []}), "KeyError: 'format'"),
-        (lambda text: text.replace('"format": 3', '"format": 9'), "has format 9; this version reads 3"),
+        (lambda text: text.replace('"format": 4', '"format": 9'), "has format 9; this version reads 4"),
         (lambda text: text.replace('"a1"', '"b1"'), "KeyError"),
     ],
 )

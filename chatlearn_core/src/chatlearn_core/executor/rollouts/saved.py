@@ -188,9 +188,7 @@ def _restore_pending(described: Described, requests: list[RolloutRequest]) -> Gr
     pairs = list(zip(described["samples"], requests, strict=True))
     for sample, request in pairs:
         assert request.generate_request is not None, "partial rollouts are of prompts"
-        request.generate_request = replace(
-            request.generate_request, sampling=_restore_sampling(sample["sampling"])
-        )
+        request.generate_request = replace(request.generate_request, sampling=_restore_sampling(sample["sampling"]))
     return Group(requests, [_restore_progress(sample, request) for sample, request in pairs])
 
 
@@ -282,7 +280,8 @@ def _restore_turn(stored: Described) -> Turn:
 
 
 def _restore_sampling(stored: Described) -> SamplingParams:
-    return SamplingParams(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})
+    tuples = {name: tuple(value) for name, value in stored.items() if isinstance(value, list)}
+    return SamplingParams(**{**stored, **tuples})
 
 
 def _describe_reward(reward: RewardResult) -> dict[str, Any]:

@@ -55,7 +55,7 @@ CHARTS = (
         "Mean gap of the two probabilities of a sampled token",
     ),
     Chart("Gradient norm", ("policy/grad_norm", "grad_norm"), "Before clipping"),
-    Chart("Loss", ("sft/loss", "policy/loss", "loss", "policy/pg_loss")),
+    Chart("Loss", ("policy/loss", "loss", "policy/pg_loss")),
     Chart("Learning rate", ("policy/lr", "lr")),
     Chart("Throughput", ("perf/throughput",), "Trained tokens a second"),
     Chart("Excluded samples", ("samples/excluded",), "Left out of training, with a reason"),
