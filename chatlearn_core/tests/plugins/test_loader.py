@@ -128,13 +128,13 @@ def test_a_plugin_that_works(fake_environment) -> None:
         pytest.param(
             reward_plugin("api_version=99"),
             "incompatible",
-            "written for plugin API 99, this ChatLearn has plugin API 1; update ChatLearn",
+            "written for plugin API 99, this ChatLearn has plugin API 2; update ChatLearn",
             id="newer-api",
         ),
         pytest.param(
             reward_plugin("api_version=0"),
             "incompatible",
-            "written for plugin API 0, this ChatLearn has plugin API 1; update the plugin",
+            "written for plugin API 0, this ChatLearn has plugin API 2; update the plugin",
             id="older-api",
         ),
         pytest.param(

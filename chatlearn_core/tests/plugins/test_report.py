@@ -48,7 +48,7 @@ def test_the_list_shows_a_summary_or_a_reason() -> None:
 
 def test_the_list_as_plain_data() -> None:
     shown = json.loads(json.dumps(plugins_json(PluginRegistry((BROKEN, TRAINER)))))
-    assert shown["plugin_api_version"] == 1
+    assert shown["plugin_api_version"] == 2
     assert shown["plugins"][0] == {
         "name": "acme",
         "kind": None,

@@ -129,7 +129,7 @@ def test_a_conflict_names_both_and_prefers_none() -> None:
 
 
 def test_an_incompatible_plugin_names_both_versions() -> None:
-    reason = "written for plugin API 2, this ChatLearn has plugin API 1; update ChatLearn"
+    reason = "written for plugin API 3, this ChatLearn has plugin API 2; update ChatLearn"
     entries = (generator("acme", "acme-a", "incompatible", reason), VLLM)
     with pytest.raises(PluginIncompatibleError) as caught:
         PluginRegistry(entries).select("generator", "acme", WHERE)

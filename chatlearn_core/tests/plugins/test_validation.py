@@ -99,7 +99,7 @@ def test_the_wrong_record_is_sent_to_its_own_hook() -> None:
 
 def test_api_versions() -> None:
     assert api_version_problem(GENERATOR) is None
-    assert "'1', this ChatLearn has plugin API 1" in str(api_version_problem(replace(GENERATOR, api_version="1")))
+    assert "'1', this ChatLearn has plugin API 2" in str(api_version_problem(replace(GENERATOR, api_version="1")))
 
 
 def test_a_value_that_cannot_be_shown_is_still_named() -> None:

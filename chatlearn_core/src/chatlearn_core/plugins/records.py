@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-PLUGIN_API_VERSION = 1
+PLUGIN_API_VERSION = 2
 """Raised when a record or protocol changes so that older plugins cannot work."""
 
 Kind = Literal[
