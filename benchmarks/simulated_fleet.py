@@ -18,8 +18,8 @@ import numpy as np
 
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
 from chatlearn_core.protocols import OnTokens
-from chatlearn_core.runtime.replica_fleet import replica_index
 from chatlearn_core.types import Completion, GenerateRequest, VersionSpan
+from chatlearn_runtime_kit.replica_fleet import replica_index
 
 T = TypeVar("T")
 

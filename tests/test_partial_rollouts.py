@@ -20,11 +20,11 @@ from chatlearn_core.executor.rollouts.partial import PartialRollouts, partial_ro
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, SamplingParams
 from chatlearn_hf.checkpoint_names import checkpoint_tensors
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_local.fleet import LocalFleet
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.options import TransformersGeneratorOptions
 

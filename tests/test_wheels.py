@@ -37,6 +37,7 @@ LIBRARIES = {
     "chatlearn-generator-kit",
     "chatlearn-hosting",
     "chatlearn-losses",
+    "chatlearn-runtime-kit",
     "chatlearn-trainer-kit",
     "chatlearn-workers",
 }

@@ -17,7 +17,6 @@ import torch
 from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.protocols import LossOutput
-from chatlearn_core.runtime.local import LocalRuntime, LocalTrainer
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -28,6 +27,7 @@ from chatlearn_core.types import (
     WeightShard,
 )
 from chatlearn_fsdp.trainer import FSDPTrainer
+from chatlearn_local.runtime import LocalRuntime, LocalTrainer
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_sync.checkpoint import CheckpointReceiver, CheckpointSender
 from chatlearn_sync.direct import DirectReceiver, DirectSender

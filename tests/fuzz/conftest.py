@@ -30,7 +30,7 @@ PRELOADED = (
     "chatlearn_core.cli.main",
     "chatlearn_core.executor.evaluation",
     "chatlearn_core.executor.run",
-    "chatlearn_core.runtime.local",
+    "chatlearn_local.runtime",
     "chatlearn_fsdp.trainer",
     "chatlearn_hf.family",
     "chatlearn_transformers.generator",

@@ -11,10 +11,10 @@ import numpy as np
 from hostile_reward import ACTIONS, MARK
 
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import RAW_BASIS, Completion, Prompt, Sample, SamplingParams, sample_from_completion
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_rewards.options import FunctionOptions
+from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
 from chatlearn_testing.processes import environment, processes
 
 

@@ -18,7 +18,7 @@ def test_what_the_core_registers() -> None:
         names.setdefault(str(entry.kind), []).append(entry.name)
     commands = ["config", "eval", "plugins", "plugins list", "plugins show", "run"]
     assert names["cli_command"] == commands
-    assert names["runtime"] == ["local"]
+    assert "runtime" not in names
     assert {"logprobs", "entropy", "values", "scores"} <= set(names["output"])
     assert {"generator.generate", "reward.score", "trainer.logprobs"} <= set(names["flow_method"])
     assert names["example_kind"] == ["demonstrations", "preferences", "prompts"]
@@ -31,9 +31,6 @@ def test_everything_that_the_core_registers_can_be_imported() -> None:
         registry.load_factory(command, "app")
     for kind in registry.records("example_kind"):
         registry.load_factory(kind)()
-    for runtime in registry.records("runtime"):
-        registry.load_factory(runtime)
-        registry.load_options(runtime)
     for method in registry.records("flow_method"):
         registry.load_options(method, "arguments")
         assert set(method.outputs) <= registry.outputs.keys()

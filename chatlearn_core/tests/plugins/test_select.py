@@ -87,6 +87,16 @@ def test_a_name_that_an_extra_brings_says_how_to_install_it(monkeypatch: pytest.
         PluginRegistry((TRANSFORMERS,)).select("generator", "unheard-of", WHERE)
 
 
+def test_the_default_runtime_that_is_not_installed_says_what_brings_it() -> None:
+    with pytest.raises(PluginNotFoundError) as caught:
+        PluginRegistry((TRANSFORMERS,)).select("runtime", "local", "configs/run.yaml, runtime.backend")
+    assert str(caught.value) == (
+        "No runtime named 'local' (configs/run.yaml, runtime.backend).\n"
+        "  installed: none\n"
+        "  It comes with: pip install chatlearn-local"
+    )
+
+
 def test_a_name_of_another_kind_says_of_which() -> None:
     with pytest.raises(PluginNotFoundError, match=r"\n  'vllm' is the name of a generator backend\.$"):
         PluginRegistry((VLLM,)).select("trainer", "vllm", WHERE)

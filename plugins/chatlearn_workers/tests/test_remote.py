@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.runtime.restart_budget import is_death
+from chatlearn_runtime_kit.restart_budget import is_death
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.host import stopped_below
 from chatlearn_workers.remote import RemoteWorker

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from chatlearn_core.exceptions import BackendError, HostedProcessLostError, WeightSyncError
-from chatlearn_core.runtime.restart_budget import is_death
+from chatlearn_runtime_kit.restart_budget import is_death
 from chatlearn_workers.rpc_result import Failure
 
 

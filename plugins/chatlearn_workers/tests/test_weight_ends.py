@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import Endpoint, SyncReceipt, TensorSpec, WeightManifest
+from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.weight_ends import RemoteReceivers, RemoteSenders, SharedRequest
 

@@ -14,8 +14,7 @@ from typing import Literal
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.stages import step_stages
 from chatlearn_core.flow import Graph, Node
-from chatlearn_core.protocols import Device, MemoryAction, MemoryPart
-from chatlearn_core.runtime.offload import PARTS
+from chatlearn_core.protocols import MEMORY_PARTS, Device, MemoryAction, MemoryPart
 from chatlearn_core.runtime.plan import RolePlan, RunPlan
 
 OffloadMode = Literal["auto", "always", "never"]
@@ -198,4 +197,4 @@ def describe_sharing(sharing: Sharing, steps: Sequence[ScheduledDeviceUse]) -> l
 
 
 def _move(action: MemoryAction, role: str, parts: Sequence[MemoryPart]) -> list[Move]:
-    return [Move(action, role, tuple(p for p in PARTS if p in parts))] if parts else []
+    return [Move(action, role, tuple(p for p in MEMORY_PARTS if p in parts))] if parts else []

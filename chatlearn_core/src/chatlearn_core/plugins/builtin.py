@@ -8,25 +8,11 @@ from chatlearn_core.plugins.records import (
     ExampleKindSpec,
     FlowMethodSpec,
     OutputSpec,
-    RuntimeSpec,
     SamplerSpec,
 )
 
 _ARGUMENTS = "chatlearn_core.flow.arguments"
 _CALLS = "chatlearn_core.executor.flow_calls"
-
-
-@hookimpl
-def chatlearn_runtimes() -> list[RuntimeSpec]:
-    """The runtime that needs nothing else."""
-    return [
-        RuntimeSpec(
-            name="local",
-            summary="All roles in this process; for laptops, tests and single-device runs.",
-            factory="chatlearn_core.runtime.local:LocalRuntime",
-            options="chatlearn_core.runtime.options:LocalRuntimeOptions",
-        )
-    ]
 
 
 @hookimpl

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 META_DISTRIBUTION = "chatlearn"
 """The distribution that only depends on others; its extras are named after the plugins that they bring."""
-COMES_WITH = {"plugins check": "chatlearn-testing", "plugins new": "chatlearn-testing"}
-"""Commands that are not the core's, and the distribution that a user of them needs."""
+COMES_WITH: dict[tuple[Kind, str], str] = {
+    ("cli_command", "plugins check"): "chatlearn-testing",
+    ("cli_command", "plugins new"): "chatlearn-testing",
+    ("runtime", "local"): "chatlearn-local",
+}
+"""What the core speaks of and does not hold, and the distribution that brings it."""
 KIND_TITLES: dict[Kind, str] = {
     "trainer": "trainer backend",
     "generator": "generator backend",
@@ -98,7 +102,9 @@ def select_entry(
             + choices(entries, kind, name)
         )
     raise PluginNotFoundError(
-        f"No {title} named {name!r}{place}." + choices(entries, kind, name, suggest=True) + _where_from(entries, name)
+        f"No {title} named {name!r}{place}."
+        + choices(entries, kind, name, suggest=True)
+        + _where_from(entries, kind, name)
     )
 
 
@@ -146,15 +152,16 @@ def _runs_elsewhere(record: PluginRecord) -> bool:
     return isinstance(record, GeneratorSpec) and record.own_interpreter
 
 
-def _where_from(entries: Sequence[PluginEntry], name: str) -> str:
+def _where_from(entries: Sequence[PluginEntry], kind: Kind, name: str) -> str:
     """A line on a name that nothing here registers for that kind: what else it is, or what brings it."""
     other = sorted({KIND_TITLES[entry.kind] for entry in entries if entry.name == name and entry.kind is not None})
     if other:
         return f"\n  {name!r} is the name of a {' and a '.join(other)}."
     if any(entry.name == name for entry in entries):
         return ""  # one that is broken or disabled, which the error lists
-    if name in COMES_WITH and all(entry.distribution != COMES_WITH[name] for entry in entries):
-        return f"\n  It comes with: pip install {COMES_WITH[name]}"
+    distribution = COMES_WITH.get((kind, name))
+    if distribution is not None and all(entry.distribution != distribution for entry in entries):
+        return f"\n  It comes with: pip install {distribution}"
     try:
         extras = metadata.metadata(META_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:

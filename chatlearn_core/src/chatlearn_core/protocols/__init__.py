@@ -24,7 +24,7 @@ from chatlearn_core.protocols.generator import (
     ProcessGroupLoader,
     WeightLoader,
 )
-from chatlearn_core.protocols.lifecycle import Head, Lifecycle, MemoryPart, ModelSource, RoleContext
+from chatlearn_core.protocols.lifecycle import MEMORY_PARTS, Head, Lifecycle, MemoryPart, ModelSource, RoleContext
 from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
 from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction, MemoryEvent
@@ -46,6 +46,7 @@ from chatlearn_core.protocols.trainer import Trainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
 __all__ = [
+    "MEMORY_PARTS",
     "Aggregation",
     "Algorithm",
     "AlgorithmContext",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 Head = Literal["lm", "value", "reward"]
 MemoryPart = Literal["weights", "gradients", "optimizer", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 """What can be offloaded: trainers hold the first three, generators ``weights`` and ``kv_cache``."""
 
 

@@ -1,1 +1,1 @@
-"""What builds roles and carries calls to them. The core brings the local runtime: everything in one process."""
+"""What a runtime is given to build, and the checks of what roles return. Runtimes themselves are plugins."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError
 from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
 from chatlearn_core.runtime.health import health_words
-from chatlearn_core.runtime.replica_fleet import ReplicaFleet
-from chatlearn_core.runtime.restart_budget import Tell
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SamplingParams
+from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
+from chatlearn_runtime_kit.restart_budget import Tell
 from chatlearn_workers.blocks import StoredBlock, Traffic
 from chatlearn_workers.completions import completion_of
 from chatlearn_workers.errors import WorkerDiedError

@@ -12,8 +12,6 @@ from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart, WeightReceiver
 from chatlearn_core.runtime.boundary import check_completion
 from chatlearn_core.runtime.health import problem_of
-from chatlearn_core.runtime.offload import move
-from chatlearn_core.runtime.weight_ends import take_weights
 from chatlearn_core.types import (
     Completion,
     Endpoint,
@@ -24,6 +22,8 @@ from chatlearn_core.types import (
     SyncRequest,
 )
 from chatlearn_core.types.remote import Array
+from chatlearn_runtime_kit.offload import move
+from chatlearn_runtime_kit.weight_ends import take_weights
 from chatlearn_workers.blocks import fetched_request
 from chatlearn_workers.completions import CompletionFacts, CompletionPacker
 from chatlearn_workers.rpc_result import Failure

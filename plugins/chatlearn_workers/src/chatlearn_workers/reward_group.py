@@ -9,8 +9,8 @@ from functools import partial
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError
 from chatlearn_core.protocols import MemoryPart
-from chatlearn_core.runtime.restart_budget import RestartBudget, Tell
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 from chatlearn_workers.blocks import Traffic
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.remote import RemoteWorker, all_or_first_error

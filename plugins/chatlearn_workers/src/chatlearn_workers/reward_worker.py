@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.protocols import MemoryPart
-from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
 from chatlearn_workers.sample_codec import fetched_samples
 from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import WorkerSpec

@@ -16,13 +16,13 @@ from typing import Any
 
 from chatlearn_core.exceptions import ChatLearnError, RuntimeLostError, TrainerLostError
 from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
-from chatlearn_core.runtime.environments import LocalEnvironments
-from chatlearn_core.runtime.local import part_name
 from chatlearn_core.runtime.model_families import tokenizer_of
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
-from chatlearn_core.runtime.restart_budget import RestartBudget
-from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import SyncReceipt
+from chatlearn_runtime_kit.environments import LocalEnvironments
+from chatlearn_runtime_kit.restart_budget import RestartBudget
+from chatlearn_runtime_kit.rewards import part_name
+from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.blocks import Traffic
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_fleet import RemoteGeneratorFleet

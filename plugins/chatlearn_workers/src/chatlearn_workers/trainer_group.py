@@ -14,7 +14,6 @@ import torch
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, TrainerLostError
 from chatlearn_core.plugins.records import OutputSpec
 from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Split
-from chatlearn_core.runtime.sync_answers import whole_manifest
 from chatlearn_core.types import (
     Derived,
     FileFacts,
@@ -27,6 +26,7 @@ from chatlearn_core.types import (
     WeightManifest,
 )
 from chatlearn_core.types.file_facts import merged_facts
+from chatlearn_runtime_kit.sync_answers import whole_manifest
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.blocks import StoredBlock, Traffic
 from chatlearn_workers.errors import WorkerDiedError

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
-from chatlearn_core.runtime.offload import move
 from chatlearn_core.runtime.outputs import check_outputs
-from chatlearn_core.runtime.sync_answers import checked_offer
 from chatlearn_core.types import (
     Derived,
     Endpoint,
@@ -26,6 +24,8 @@ from chatlearn_core.types import (
 from chatlearn_core.types.remote import Array
 from chatlearn_hosting.engine_side.private_store import LOOPBACK
 from chatlearn_hosting.reserved_port import ReservedPort
+from chatlearn_runtime_kit.offload import move
+from chatlearn_runtime_kit.sync_answers import checked_offer
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.outputs import ComputedFacts, DerivedFacts, pack_derived, pack_outputs
 from chatlearn_workers.worker import GRACE_S, NodeAddress, Worker, WorkerFacts

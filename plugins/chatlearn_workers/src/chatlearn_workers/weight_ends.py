@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError
-from chatlearn_core.runtime.weight_ends import GRACE_S
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+from chatlearn_runtime_kit.weight_ends import GRACE_S
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_fleet import RemoteGeneratorFleet, Replica
 from chatlearn_workers.rpc import ObjectStore

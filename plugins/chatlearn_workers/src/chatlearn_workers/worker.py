@@ -17,9 +17,9 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.protocols import Lifecycle
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.health import problem_of
-from chatlearn_core.runtime.local import resolve_device
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import Endpoint
+from chatlearn_runtime_kit.devices import resolve_device
 from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
 
 NodeAddress = Callable[[], str]

@@ -23,8 +23,6 @@ from chatlearn_core.exceptions import (
 )
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Runtime
-from chatlearn_core.runtime.local import LocalRuntime
-from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.types import pack_samples
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import LENGTHS, MaskedPolicyLoss
@@ -102,10 +100,10 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
         async def test() -> None:
             roles = [stand.role(name, kind) for name, kind in ROLES.items()]
-            expected_runtime = LocalRuntime(LocalRuntimeOptions(), stand.plan(*roles))
-            await expected_runtime.start()
-            expected = await three_steps(expected_runtime, stand.run_dir / "expected")
-            await expected_runtime.close()
+            local = stand.local_runtime(*roles)
+            await local.start()
+            expected = await three_steps(local, stand.run_dir / "expected")
+            await local.close()
             found = await three_steps(await stand.start(*roles, num_threads=1), stand.run_dir / "found")
             for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 for name, value in theirs.items():

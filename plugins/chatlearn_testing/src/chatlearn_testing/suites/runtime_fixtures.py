@@ -137,6 +137,12 @@ class Stand:
         self._runtimes.append(runtime)
         return runtime
 
+    def local_runtime(self, *roles: RolePlan) -> Runtime:
+        """The runtime ``local`` with these roles, not started: what others are compared with."""
+        record = self.registry.select("runtime", "local")
+        runtime: Runtime = self.registry.load_factory(record)(self.registry.load_options(record)(), self.plan(*roles))
+        return runtime
+
     async def start(self, *roles: RolePlan, **options: object) -> Any:
         """The runtime under test with these roles."""
         runtime = self.build(self.plan(*roles), **options)

@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from chatlearn_core.exceptions import ChatLearnError, ConfigError, ModelError, ReplicaLostError, WeightSyncError
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
 from chatlearn_core.protocols import Device, RuntimeEvent
-from chatlearn_core.runtime.local import LocalRuntime, resolve_device
-from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import OutputRequest, Prompt, RewardResult, Sample, SyncOffer, WeightManifest
+from chatlearn_local.options import LocalRuntimeOptions
+from chatlearn_local.runtime import LocalRuntime
+from chatlearn_runtime_kit.devices import resolve_device
 
 SPECS = {"trainer": TrainerSpec, "generator": GeneratorSpec, "reward": RewardSpec}
 

@@ -15,13 +15,13 @@ from chatlearn_core.config.models import RolloutConfig
 from chatlearn_core.executor.rollouts.manager import RolloutManager
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.protocols import ModelSource, RoleContext
-from chatlearn_core.runtime.fleet import LocalFleet
-from chatlearn_core.runtime.local_trainer import LocalTrainer
-from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
 from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.runtime.serial_executor import SerialExecutor
-from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import Completion, GenerateRequest, SamplingParams
+from chatlearn_local.fleet import LocalFleet
+from chatlearn_local.trainer import LocalTrainer
+from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
+from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_testing.fakes.bigram import build_bigram_model
 from chatlearn_testing.fakes.generator import FakeGenerator
 from chatlearn_testing.fakes.options import FakeGeneratorOptions, FakeOptions, FakeTrainerOptions

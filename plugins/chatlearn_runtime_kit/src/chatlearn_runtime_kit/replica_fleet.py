@@ -13,10 +13,10 @@ from typing import Generic, Literal, Protocol, TypeVar
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, WeightSyncError, WorkerPlace
 from chatlearn_core.protocols import MemoryAction, MemoryEvent, MemoryPart, OnTokens
 from chatlearn_core.runtime.health import health_words
-from chatlearn_core.runtime.pausable_timeouts import PausableTimeouts
-from chatlearn_core.runtime.replica_availability import ReplicaAvailability
-from chatlearn_core.runtime.restart_budget import RestartBudget, Tell
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SyncReceipt
+from chatlearn_runtime_kit.pausable_timeouts import PausableTimeouts
+from chatlearn_runtime_kit.replica_availability import ReplicaAvailability
+from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 
 Resync = Callable[[int], Awaitable[None]]
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.runtime.sync_planner import SyncPlanner
-from chatlearn_core.runtime.weight_ends import ReceiverGroup, SenderGroup
 from chatlearn_core.types import SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+from chatlearn_runtime_kit.sync_planner import SyncPlanner
+from chatlearn_runtime_kit.weight_ends import ReceiverGroup, SenderGroup
 
 _NOTICE_S = 2.0
 """How long senders may take to notice that every receiver has failed; then they are stopped."""

@@ -15,12 +15,12 @@ from pydantic import BaseModel
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.runtime.local_trainer import LocalTrainer
-from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
 from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.runtime.serial_executor import SerialExecutor
-from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import SyncOffer, SyncRequest, TensorSpec, WeightManifest
+from chatlearn_local.trainer import LocalTrainer
+from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
+from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 
@@ -214,7 +214,7 @@ async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> Non
 async def test_a_replica_that_never_stops_serving_is_dead_and_the_other_gets_the_weights(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chatlearn_core.runtime.local_weight_ends.GRACE_S", 0.0)
+    monkeypatch.setattr("chatlearn_local.weight_ends.GRACE_S", 0.0)
     scene = make_scene(timeout_s=0.05)
     scene.loaders[1].hangs = True
     dead, serving = await scene.sync(3)
@@ -341,7 +341,7 @@ async def test_a_sender_that_nobody_listens_to_is_ended(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait out ``timeout_s`` for receivers that are dead."""
-    monkeypatch.setattr("chatlearn_core.runtime.weight_transfer._NOTICE_S", 0.01)
+    monkeypatch.setattr("chatlearn_runtime_kit.weight_transfer._NOTICE_S", 0.01)
     scene = make_scene(timeout_s=1e6)
     scene.sender.block = threading.Event()
     for receiver in scene.receivers:

@@ -15,7 +15,7 @@ from chatlearn_core.exceptions import (
     WorkerPlace,
 )
 from chatlearn_core.protocols import RuntimeEvent
-from chatlearn_core.runtime.restart_budget import RestartBudget
+from chatlearn_runtime_kit.restart_budget import RestartBudget
 
 PLACE = WorkerPlace("generator", "replica 0", "generate")
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.runtime.sync_planner import SyncPlanner
 from chatlearn_core.types import Endpoint, SyncReceipt, SyncRequest, TensorSpec, WeightManifest
+from chatlearn_runtime_kit.sync_planner import SyncPlanner
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 SENDER = Endpoint("trainer", 0, 0, "host", "cpu", 1)

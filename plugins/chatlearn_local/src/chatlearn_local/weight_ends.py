@@ -12,12 +12,12 @@ from dataclasses import replace
 from chatlearn_core.exceptions import BackendTimeoutError, PluginError, WorkerPlace
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Generator, WeightReceiver, WeightSender
-from chatlearn_core.runtime.local_trainer import LocalTrainer
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.runtime.replica_fleet import ReplicaFleet
-from chatlearn_core.runtime.sync_answers import checked_offer
-from chatlearn_core.runtime.weight_ends import GRACE_S, take_weights
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+from chatlearn_local.trainer import LocalTrainer
+from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
+from chatlearn_runtime_kit.sync_answers import checked_offer
+from chatlearn_runtime_kit.weight_ends import GRACE_S, take_weights
 
 
 class LocalSenders:

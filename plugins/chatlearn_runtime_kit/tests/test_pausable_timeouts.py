@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chatlearn_core.runtime.pausable_timeouts import PausableTimeouts
+from chatlearn_runtime_kit.pausable_timeouts import PausableTimeouts
 
 Pass = Callable[[float], "asyncio.Future[None]"]
 

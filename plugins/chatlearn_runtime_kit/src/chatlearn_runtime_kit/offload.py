@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import get_args
 
-from chatlearn_core.protocols import Lifecycle, MeasuresMemory, MemoryAction, MemoryEvent, MemoryPart
-
-PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
+from chatlearn_core.protocols import MEMORY_PARTS, Lifecycle, MeasuresMemory, MemoryAction, MemoryEvent, MemoryPart
 
 
 def move(
@@ -22,7 +19,7 @@ def move(
         worker: rank of a trainer, replica of a generator.
     """
     (backend.offload if action == "offload" else backend.onload)(parts)
-    moved = [part for part in PARTS if part in parts]
+    moved = [part for part in MEMORY_PARTS if part in parts]
     if not isinstance(backend, MeasuresMemory):
         return [MemoryEvent(role, worker, action, part, None) for part in moved]
     return [MemoryEvent(role, worker, action, part, backend.live_bytes(part)) for part in moved]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from chatlearn_core.runtime.replica_availability import ReplicaAvailability
+from chatlearn_runtime_kit.replica_availability import ReplicaAvailability
 
 
 def test_a_replica_is_absent_until_every_reason_is_gone() -> None:

@@ -21,20 +21,21 @@ from chatlearn_core.protocols import (
     RoleIsUp,
     RuntimeEvent,
 )
-from chatlearn_core.runtime.environments import LocalEnvironments
-from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.health import problem_of
-from chatlearn_core.runtime.local_trainer import LocalTrainer
-from chatlearn_core.runtime.local_weight_ends import LocalReceivers, LocalSenders
 from chatlearn_core.runtime.model_families import tokenizer_of
-from chatlearn_core.runtime.options import LocalRuntimeOptions
 from chatlearn_core.runtime.plan import RolePlan, RunPlan, WeightRoute
-from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.runtime.serial_executor import SerialExecutor
-from chatlearn_core.runtime.weight_transfer import WeightTransfer
 from chatlearn_core.types import (
     SyncReceipt,
 )
+from chatlearn_local.fleet import LocalFleet
+from chatlearn_local.options import LocalRuntimeOptions
+from chatlearn_local.trainer import LocalTrainer
+from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
+from chatlearn_runtime_kit.devices import resolve_device
+from chatlearn_runtime_kit.environments import LocalEnvironments
+from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
+from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
 _STOP_S = 10.0
 """A call that still runs when the run is over may take this long to return; after that its thread is left behind."""
@@ -229,28 +230,6 @@ def _stop(executor: SerialExecutor) -> None:
         raise BackendTimeoutError(f"a call still runs after {_STOP_S:g} s. It hangs here:\n{executor.stack()}")
 
 
-def resolve_device(device: str, key: str) -> str:
-    """``auto`` becomes ``cuda`` where there is one.
-
-    Raises:
-        ConfigError: a device that is not there.
-    """
-    available = torch.cuda.is_available()
-    if device == "auto":
-        return "cuda" if available else "cpu"
-    if device.startswith("cuda") and not available:
-        raise ConfigError(f"{key} is {device!r}, but torch sees no CUDA device. Set it to cpu or auto")
-    return device
-
-
 def _device(name: str) -> Device:
     """The device that a resolved name means."""
     return Device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name, name.startswith("cuda"))
-
-
-def part_name(role: RolePlan, key: str) -> str:
-    """Name of a reward part in components: its backend, numbered where the same one occurs twice."""
-    names = [backend.record.name for backend in role.backends]
-    index = [backend.key for backend in role.backends].index(key)
-    name = names[index]
-    return name if names.count(name) == 1 else f"{name}_{index}"

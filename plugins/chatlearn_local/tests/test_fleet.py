@@ -14,9 +14,9 @@ import pytest
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, HostedProcessLostError, ReplicaLostError
 from chatlearn_core.protocols import OnTokens
-from chatlearn_core.runtime.fleet import LocalFleet
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import RAW_BASIS, Completion, GenerateRequest, SamplingParams
+from chatlearn_local.fleet import LocalFleet
 
 
 def completion_of(request: GenerateRequest) -> Completion:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatlearn_core.runtime.rewards import CombinedReward, RewardPart
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -23,6 +22,7 @@ from chatlearn_core.types import (
     SamplingParams,
     sample_from_completion,
 )
+from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
 
 
 class FakeReward:

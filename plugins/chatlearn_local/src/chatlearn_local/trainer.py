@@ -6,9 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Split, Trainer
-from chatlearn_core.runtime.offload import move
 from chatlearn_core.runtime.serial_executor import SerialExecutor
-from chatlearn_core.runtime.sync_answers import whole_manifest
 from chatlearn_core.types import (
     Derived,
     FileFacts,
@@ -20,6 +18,8 @@ from chatlearn_core.types import (
     WeightManifest,
 )
 from chatlearn_core.types.file_facts import merged_facts
+from chatlearn_runtime_kit.offload import move
+from chatlearn_runtime_kit.sync_answers import whole_manifest
 
 
 class LocalTrainer:

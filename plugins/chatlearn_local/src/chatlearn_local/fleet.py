@@ -11,11 +11,11 @@ from typing import Literal
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WorkerPlace
 from chatlearn_core.protocols import Generator, MemoryAction, MemoryEvent, MemoryPart
 from chatlearn_core.runtime.health import health_words, problem_of
-from chatlearn_core.runtime.offload import move
-from chatlearn_core.runtime.replica_fleet import ReplicaFleet
-from chatlearn_core.runtime.restart_budget import Tell
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import GenerateRequest
+from chatlearn_runtime_kit.offload import move
+from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
+from chatlearn_runtime_kit.restart_budget import Tell
 
 Build = Callable[[int], Generator]
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
+from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import RewardResult, Sample
 
 
@@ -30,7 +31,7 @@ class RewardPart:
 
 
 class CombinedReward:
-    """The reward group of the local runtime.
+    """The reward group of a runtime that judges in this process.
 
     The value of a sample is the weighted sum over the parts that apply to it. If one of them fails on it (an
     exception, a timeout, NaN, a wrong number of results), the sample has an error instead of a value: a sum with a
@@ -134,6 +135,14 @@ class CombinedReward:
         """Pass on to every part."""
         for part in self.parts:
             part.reward.onload(parts)
+
+
+def part_name(role: RolePlan, key: str) -> str:
+    """Name of a reward part in components: its backend, numbered where the same one occurs twice."""
+    names = [backend.record.name for backend in role.backends]
+    index = [backend.key for backend in role.backends].index(key)
+    name = names[index]
+    return name if names.count(name) == 1 else f"{name}_{index}"
 
 
 def _units(part: RewardPart, samples: Sequence[Sample]) -> list[list[int]]:

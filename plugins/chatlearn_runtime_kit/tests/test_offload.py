@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from chatlearn_core.protocols import MemoryEvent, MemoryPart
-from chatlearn_core.runtime.offload import move
+from chatlearn_runtime_kit.offload import move
 
 
 class Unmeasured:

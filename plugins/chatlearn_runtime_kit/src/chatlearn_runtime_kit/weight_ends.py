@@ -12,8 +12,8 @@ from typing import Protocol
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.protocols import WeightLoader, WeightReceiver
-from chatlearn_core.runtime.sync_answers import checked_num_bytes
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+from chatlearn_runtime_kit.sync_answers import checked_num_bytes
 
 GRACE_S = 5.0
 """An outer wait lasts this much longer than the inner one: the transport's own timeout names what it waits for."""
