@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,11 +27,14 @@ from chatlearn_core.types import (
     WeightManifest,
     WeightShard,
 )
+from chatlearn_core.types.boxes import lies_in
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_local.runtime import LocalRuntime, LocalTrainer
 from chatlearn_rewards.function_reward import FunctionReward
 from chatlearn_sync.checkpoint import CheckpointReceiver, CheckpointSender
 from chatlearn_sync.direct import DirectReceiver, DirectSender
+from chatlearn_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from chatlearn_sync.stream import StreamCheck
 from chatlearn_transformers.generator import TransformersGenerator
 from chatlearn_transformers.weight_loader import TransformersWeightLoader
 
@@ -188,6 +192,64 @@ class WrappedNames(FSDPTrainer):
         return (replace(shard, name=f"module.{shard.name}") for shard in super().weights(export))
 
 
+class OwnedByNoRank(FSDPTrainer):
+    """Tensors are owned by a rank that is not there."""
+
+    def weights(self, export="full_tensors") -> Iterator[WeightShard]:
+        return (replace(shard, owner_rank=1) for shard in super().weights(export))
+
+
+class ShiftedBoxes(FSDPTrainer):
+    """Values are those of a box, and said to lie a row further on; the last row is cut off."""
+
+    def weights(self, export="full_tensors") -> Iterator[WeightShard]:
+        for shard in super().weights(export):
+            whole = export == "full_tensors" or len(shard.tensor) < 2
+            yield shard if whole else _rows(shard, slice(None, -1), (1, 0))
+
+
+class MissingTail(FSDPTrainer):
+    """The last row of every box is not streamed."""
+
+    def weights(self, export="full_tensors") -> Iterator[WeightShard]:
+        for shard in super().weights(export):
+            yield shard if export == "full_tensors" else _rows(shard, slice(None, -1), (0, -1))
+
+
+class StaleBoxes(FSDPTrainer):
+    """Boxes are those that it had when it first streamed."""
+
+    def weights(self, export="full_tensors"):
+        if export == "full_tensors":
+            return super().weights(export)
+        self._kept = getattr(self, "_kept", None) or [
+            replace(s, tensor=s.tensor.clone()) for s in super().weights(export)
+        ]
+        return iter(self._kept)
+
+
+class TrimmedManifest(FSDPTrainer):
+    """The manifest lacks the last tensor."""
+
+    def manifest(self):
+        own = super().manifest()
+        return WeightManifest(dict(list(own.tensors.items())[:-1]), own.aliases)
+
+
+class StaleManifest(FSDPTrainer):
+    """The manifest is that of the model before it was cast."""
+
+    def manifest(self):
+        own = super().manifest()
+        return WeightManifest({n: replace(s, dtype="bfloat16") for n, s in own.tensors.items()}, own.aliases)
+
+
+def _rows(shard: WeightShard, kept: slice, moved: tuple[int, int]) -> WeightShard:
+    """Some rows of a shard, and its box moved."""
+    (start, stop), *rest = shard.box
+    return replace(shard, box=((start + moved[0], stop + moved[1]), *rest), tensor=shard.tensor[kept])
+
+
 # Generators
 
 
@@ -296,6 +358,31 @@ class StaleCache(TransformersGenerator):
         self._options = self._options.model_copy(update={"kv_after_sync": "kept"})
 
 
+class SampledInsteadOfScored(TransformersGenerator):
+    """Tokens that are given are ignored."""
+
+    async def generate(self, request, on_tokens=None):
+        return await super().generate(replace(request, forced_ids=None), on_tokens)
+
+
+class ShiftedScores(TransformersGenerator):
+    """Each given token has the logprob of the one behind it."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        if request.forced_ids is None:
+            return completion
+        return replace(completion, logprobs=completion.logprobs[[*range(1, len(completion.logprobs)), -1]])
+
+
+class ScoresAtTemperatureOne(TransformersGenerator):
+    """Scores are of the raw distribution, and said to be of the processed one."""
+
+    async def generate(self, request, on_tokens=None):
+        completion = await super().generate(request, on_tokens)
+        return completion if request.forced_ids is None else replace(completion, logprobs=completion.raw_logprobs)
+
+
 class _LoaderMutant(TransformersGenerator):
     """Changes the loader's class once it exists."""
 
@@ -365,6 +452,32 @@ class KeptTensors(_LoaderMutant):
     """The tensors that were given become the parameters, without a copy."""
 
     loader_class = _KeepingLoader
+
+
+class _CorneringLoader(TransformersWeightLoader):
+    def _place(self, shards):
+        for shard in shards:
+            extent = tuple(slice(0, size) for size in shard.tensor.shape)
+            self._views[shard.name][extent].copy_(shard.tensor)
+
+
+class MisplacedBoxes(_LoaderMutant):
+    """Every box is copied to the beginning of its tensor."""
+
+    loader_class = _CorneringLoader
+
+
+class _CountingLoader(TransformersWeightLoader):
+    async def load_boxes(self, shards):
+        known = [shard for shard in shards if lies_in(shard.box, shard.global_shape)]
+        self._place(known)
+        self._incoming._arrived |= {shard.name for shard in known}
+
+
+class AcceptedGaps(_LoaderMutant):
+    """A tensor of which any box came counts as whole."""
+
+    loader_class = _CountingLoader
 
 
 class NamelessErrors(TransformersGenerator):
@@ -497,6 +610,70 @@ class RoundedTensors(DirectSender):
             return iter([replace(s, tensor=s.tensor.bfloat16().to(s.tensor.dtype)) for s in shards])
 
         return super().send(plan, _streaming(rounded)(trainer))
+
+
+class _ChangingLoader:
+    """A loader whose boxes pass through ``change``."""
+
+    def __init__(self, loader, change):
+        self._loader, self._change = loader, change
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    async def load_boxes(self, shards):
+        await self._loader.load_boxes(self._change(shard) for shard in shards)
+
+
+class ShiftedArrival(SharedMemoryReceiver):
+    """Boxes that do not begin at the first row are handed on as if they began a row earlier."""
+
+    async def receive(self, plan, offers, loader):
+        def change(shard):
+            begins = shard.box and shard.box[0][0] > 0
+            return (
+                replace(shard, box=tuple((a - 1, b - 1) for a, b in shard.box[:1]) + shard.box[1:]) if begins else shard
+            )
+
+        return await super().receive(plan, offers, _ChangingLoader(loader, change))
+
+
+class TrimmedArrival(SharedMemoryReceiver):
+    """The last row of every box is lost on its way into the loader."""
+
+    async def receive(self, plan, offers, loader):
+        def change(shard):
+            return _rows(shard, slice(None, -1), (0, -1)) if shard.box else shard
+
+        return await super().receive(plan, offers, _ChangingLoader(loader, change))
+
+
+class UncountedElements(SharedMemoryReceiver):
+    """A tensor of which any box came counts as whole."""
+
+    async def receive(self, plan, offers, loader):
+        with mock.patch.object(StreamCheck, "complete"):
+            return await super().receive(plan, offers, loader)
+
+
+class MirroredRanks(SharedMemorySender):
+    """Ranks count from the last: each says that its rows are those of the rank opposite."""
+
+    def send(self, plan, trainer):
+        def mirrored(shards):
+            for s in shards:
+                size, box = (s.global_shape[0], s.box[0]) if s.box else (0, (0, 0))
+                yield replace(s, box=((size - box[1], size - box[0]), *s.box[1:])) if s.box else s
+
+        return super().send(plan, _streaming(mirrored)(trainer))
+
+
+class FirstManifest(SharedMemoryReceiver):
+    """What comes is compared with the manifest of the first sync."""
+
+    async def receive(self, plan, offers, loader):
+        self._first = getattr(self, "_first", plan.manifest)
+        return await super().receive(replace(plan, manifest=self._first), offers, loader)
 
 
 class TrustedFiles(CheckpointReceiver):
@@ -642,6 +819,13 @@ class Mutant:
     """Contract test that must fail."""
     part: str = "factory"
     other: tuple[tuple[str, str], ...] = ()
+    export: str | None = None
+    """Of a transport: the form under test, if not its first."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a subclass of the suite would set."""
+        return {} if self.export is None else {"export": self.export}
 
     def record(self, base: PluginRecord) -> Any:
         """The base's record with the mutant's code, under a name of its own."""
@@ -650,8 +834,8 @@ class Mutant:
         return dataclasses.replace(base, name=f"mutant_{self.code.lower()}", **strings)
 
 
-def _of(kind: str, base: str, part: str = "factory", **caught_by: str) -> list[Mutant]:
-    return [Mutant(kind, base, code, test, part) for code, test in caught_by.items()]
+def _of(kind: str, base: str, part: str = "factory", export: str | None = None, **caught_by: str) -> list[Mutant]:
+    return [Mutant(kind, base, code, test, part, export=export) for code, test in caught_by.items()]
 
 
 MUTANTS = [
@@ -672,6 +856,12 @@ MUTANTS = [
         StaleStream="test_stream_and_export_follow_updates",
         ReusedBuffer="test_streamed_tensors_outlive_the_step_of_the_stream",
         WrappedNames="test_manifest_has_the_names_of_the_model_directory",
+        TrimmedManifest="test_manifest_describes_the_stream",
+        StaleManifest="test_manifest_describes_the_stream",
+        OwnedByNoRank="test_manifest_describes_the_stream",
+        ShiftedBoxes="test_boxes_cover_every_tensor_once",
+        MissingTail="test_boxes_cover_every_tensor_once",
+        StaleBoxes="test_boxes_cover_every_tensor_once",
         OffloadInName="test_offloaded_parts_occupy_nothing",
     ),
     *_of(
@@ -687,10 +877,15 @@ MUTANTS = [
         ForgottenPrior="test_resume_continues_an_aborted_completion",
         DeafPause="test_a_paused_request_goes_on_later",
         OpenDoor="test_what_comes_while_paused_waits",
+        SampledInsteadOfScored="test_given_tokens_are_scored",
+        ShiftedScores="test_given_tokens_are_scored",
+        ScoresAtTemperatureOne="test_given_tokens_are_scored",
         StaleCache="test_an_unfinished_request_lives_through_a_sync_as_declared",
         AcceptedUnknownNames="test_weights_that_were_not_announced_are_refused",
         WrongName="test_new_weights_change_the_output",
         NeverLoaded="test_new_weights_change_the_output",
+        MisplacedBoxes="test_new_weights_change_the_output",
+        AcceptedGaps="test_boxes_that_do_not_cover_a_tensor_once_are_refused",
         KeptTensors="test_tensors_that_were_given_are_not_kept",
         NamelessErrors="test_errors_name_the_request",
         SleepInName="test_an_offloaded_generator_occupies_nothing",
@@ -729,6 +924,17 @@ MUTANTS = [
         SilentTimeout="test_a_silent_sender_is_a_timeout_that_names_it",
     ),
     *_of("weight_sync", "checkpoint", "sender", HoardingSender="test_several_syncs_in_a_row"),
+    *_of(
+        "weight_sync",
+        "shared_memory",
+        "receiver",
+        export="boxes",
+        ShiftedArrival="test_several_ranks_and_replicas",
+        TrimmedArrival="test_every_tensor_arrives_bit_for_bit",
+        UncountedElements="test_boxes_that_leave_a_gap_are_refused",
+        FirstManifest="test_each_sync_has_a_manifest_of_its_own",
+    ),
+    *_of("weight_sync", "shared_memory", "sender", export="boxes", MirroredRanks="test_several_ranks_and_replicas"),
     *_of(
         "runtime",
         "local",

@@ -50,7 +50,7 @@ def test_a_mutant_is_caught(
         [record],
         model_directory=model_directory,
         load_reference=PLAIN,
-        settings={f"{record.kind}/{record.name}": settings.get(record.kind, {})},
+        settings={f"{record.kind}/{record.name}": settings.get(record.kind, {}) | mutant.settings},
         select=[mutant.caught_by],
     )
     failed = results.of("failed")
@@ -60,11 +60,14 @@ def test_a_mutant_is_caught(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), sorted({(mutant.kind, mutant.base) for mutant in MUTANTS}), ids=lambda part: part
+    ("kind", "name", "export"),
+    sorted({(mutant.kind, mutant.base, mutant.export or "") for mutant in MUTANTS}),
+    ids=lambda part: part or "-",
 )
 def test_the_original_passes(
     kind: str,
     name: str,
+    export: str,
     chatlearn_registry: PluginRegistry,
     model_directory: Path,
     settings: dict[str, dict[str, Any]],
@@ -74,10 +77,11 @@ def test_the_original_passes(
         [record],
         model_directory=model_directory,
         load_reference=PLAIN,
-        settings={f"{kind}/{name}": settings.get(kind, {})},
+        settings={f"{kind}/{name}": settings.get(kind, {}) | ({"export": export} if export else {})},
     )
     assert results.conforms, "\n".join(f"{v.test}: {v.reason}" for v in results.of("failed"))
-    caught = {mutant.caught_by for mutant in MUTANTS if (mutant.kind, mutant.base) == (kind, name)}
+    of_this = [mutant for mutant in MUTANTS if (mutant.kind, mutant.base, mutant.export or "") == (kind, name, export)]
+    caught = {mutant.caught_by for mutant in of_this}
     passed = {verdict.test.split("[")[0] for verdict in results.of("passed")}
     assert caught <= passed, f"skipped for the original: {caught - passed}"
 

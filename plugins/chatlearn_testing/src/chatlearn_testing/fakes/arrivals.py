@@ -6,6 +6,7 @@ from torch import Tensor
 
 from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_core.types import SyncRequest, WeightShard
+from chatlearn_core.types.boxes import lies_in
 
 
 class Arrivals:
@@ -28,7 +29,13 @@ class Arrivals:
             raise WeightSyncError(f"{self._where}: tensor {shard.name!r} is not in the manifest")
         dtype = str(shard.tensor.dtype).removeprefix("torch.")
         extent = tuple(stop - start for start, stop in shard.box)
-        if shard.global_shape != spec.shape or tuple(shard.tensor.shape) != extent or dtype != spec.dtype:
+        lies_inside = lies_in(shard.box, spec.shape)
+        if (
+            not lies_inside
+            or shard.global_shape != spec.shape
+            or tuple(shard.tensor.shape) != extent
+            or dtype != spec.dtype
+        ):
             raise WeightSyncError(
                 f"{self._where}: tensor {shard.name!r} is {dtype} {list(shard.tensor.shape)} (box {shard.box} of"
                 f" {list(shard.global_shape)}), the manifest says {spec.dtype} {list(spec.shape)}"

@@ -188,7 +188,7 @@ class FakeGenerator:
         return self._weights
 
     async def _sample(self, run: _Running) -> Completion:
-        sampling = run.request.sampling
+        sampling, forced_ids = run.request.sampling, run.request.forced_ids
         while len(run.tokens) < sampling.max_tokens:
             # One turn of the event loop a token, so that other requests, an abort or a pause come in between.
             await asyncio.sleep(self.options.seconds_per_token)
@@ -198,6 +198,10 @@ class FakeGenerator:
                 raise BackendError(f"{self.name}: request {run.request.id!r} failed: {self._problem}")
             if self._paused or self._state == "loading":
                 continue
+            if forced_ids is not None:
+                for forced in forced_ids.tolist():
+                    self._append_token(run, forced)
+                return run.completion("stop")
             token = self._append_token(run)
             if run.on_tokens is not None:
                 run.on_tokens(len(run.tokens) - 1, [token])
@@ -207,13 +211,18 @@ class FakeGenerator:
                 return run.completion("stop")
         return run.completion("length")
 
-    def _append_token(self, run: _Running) -> int:
+    def _append_token(self, run: _Running, forced: int | None = None) -> int:
+        """Sample a token, or take the one that is given, and note its logprobs."""
         sampling = run.request.sampling
         last = run.tokens[-1] if run.tokens else int(run.request.prompt_ids[-1])
         logits = bigram_logits(self._weights[TRANSITION], self._weights[UNIGRAM], torch.tensor(last))
         raw, processed = basis_logprobs(logits, RAW_BASIS), basis_logprobs(logits, sampling.basis)
-        greedy = sampling.temperature == 0.0
-        token = int(raw.argmax()) if greedy else draw(processed, uniform(sampling.seed, len(run.tokens)))
+        if forced is not None:
+            token = forced
+        elif sampling.temperature == 0.0:
+            token = int(raw.argmax())
+        else:
+            token = draw(processed, uniform(sampling.seed, len(run.tokens)))
         run.tokens.append(token)
         run.logprobs.append(float(processed[token]))
         run.raw_logprobs.append(float(raw[token]))
@@ -233,9 +242,14 @@ class FakeGenerator:
             raise BackendError(
                 f"{where}: prompt and max_tokens make {length} tokens, the model takes {self._max_length}; lower one"
             )
-        vocab_size = self._weights[UNIGRAM].shape[0]
-        if int(np.max(request.prompt_ids)) >= vocab_size or int(np.min(request.prompt_ids)) < 0:
-            raise BackendError(f"{where}: a prompt token is outside the vocabulary of {vocab_size}")
+        vocab_size, forced = self._weights[UNIGRAM].shape[0], request.forced_ids
+        if forced is not None and (request.sampling.top_p < 1.0 or request.sampling.top_k):
+            raise BackendError(
+                f"{where}: tokens that top_p and top_k cut have no logprob; score with top_p 1 and top_k 0"
+            )
+        given = request.prompt_ids if forced is None else np.concatenate([request.prompt_ids, forced])
+        if int(np.max(given)) >= vocab_size or int(np.min(given)) < 0:
+            raise BackendError(f"{where}: a token is outside the vocabulary of {vocab_size}")
         if request.resume_from is not None and request.resume_from.basis != request.sampling.basis:
             raise BackendError(f"{where}: it resumes logprobs of another basis than its sampling has")
 

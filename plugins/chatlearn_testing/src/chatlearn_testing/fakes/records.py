@@ -35,6 +35,7 @@ FAKE_GENERATOR = GeneratorSpec(
     kv_after_sync="recomputed",
     streaming=True,
     resumable=True,
+    scores=True,
     seeded=True,
     model_families=frozenset({"bigram"}),
 )
@@ -48,6 +49,7 @@ REMOTE_FAKE_GENERATOR = GeneratorSpec(
     kv_after_sync="recomputed",
     streaming=True,
     resumable=True,
+    scores=True,
     seeded=True,
     own_interpreter=True,
     model_families=frozenset({"bigram"}),

@@ -24,6 +24,7 @@ from chatlearn_testing.suites.generator_fixtures import (
     GeneratorFixtures,
     Replica,
     ask,
+    ask_score,
     assert_completion,
     plain_greedy,
     plain_logits,
@@ -33,6 +34,8 @@ from chatlearn_testing.suites.generator_weights import GeneratorWeightsContract
 
 PROCESSED: dict[str, Any] = {"temperature": 0.7, "top_k": 11, "top_p": 0.85}
 NUM_DRAWS = 400
+FEW_TOKENS = 26
+"""Token ids below this are in the vocabulary of every model that the suite runs with."""
 SIGMAS = 5.0
 """A correct sampler fails the test of its mean once in two million runs; with fixed seeds, never or always."""
 
@@ -101,6 +104,35 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert abs(float(logprobs.mean()) - mean) <= SIGMAS * spread / math.sqrt(NUM_DRAWS) + 1e-6, (
             f"mean logprob {float(logprobs.mean())} of {NUM_DRAWS} draws, the distribution's is {mean}"
         )
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+    def test_given_tokens_are_scored(self, replica: Replica, reference: torch.nn.Module, temperature: float) -> None:
+        """``scores``: a request with ``forced_ids`` is answered with these very tokens, their logprobs under the basis
+        that the completion states, and the reason ``stop``; what is sampled beside it stays what it was.
+
+        Other tokens: it was sampled from. Right tokens with a neighbour's logprobs: shifted by one.
+        """
+        if not self.record().scores:
+            not_applicable("the record does not declare 'scores'")
+        given = [tuple((token * 3 + 1) % FEW_TOKENS for token in (*prompt, *PROMPTS[0])) for prompt in PROMPTS]
+        asked = [ask_score(f"score-{i}", prompt, given[i], temperature=temperature) for i, prompt in enumerate(PROMPTS)]
+        *scored, sampled = replica.ask(*asked, ask("beside"))
+        for request, completion in zip(asked, scored, strict=True):
+            assert request.forced_ids is not None
+            assert completion.token_ids.tolist() == request.forced_ids.tolist(), "these are not the given tokens"
+            assert completion.finish_reason == "stop"
+            assert_completion(reference, request, completion)
+        assert sampled.token_ids.tolist() == plain_greedy(reference, PROMPTS[0]), "scoring changed what was sampled"
+
+    def test_tokens_are_scored_or_refused(self, replica: Replica) -> None:
+        """What cannot be scored is a ``BackendError`` that names the request: anything, where the record does not
+        declare ``scores``; else tokens that top-p or top-k may have cut, which have no logprob. Sampling in its place
+        would pass other tokens off as those that were given.
+        """
+        settings = {"temperature": 1.0} | ({"top_p": 0.8} if self.record().scores else {})
+        with pytest.raises(BackendError) as caught:
+            replica.ask(ask_score("no-score", PROMPTS[0], (3, 1), **settings))
+        assert "no-score" in str(caught.value), f"does not name the request: {caught.value}"
 
     def test_seeds_decide(self, replica: Replica) -> None:
         """The same seed gives the same tokens whatever runs beside it; another seed gives others.

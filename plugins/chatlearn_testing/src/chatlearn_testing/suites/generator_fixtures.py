@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -126,6 +127,12 @@ def ask(name: str, prompt: Sequence[int] = PROMPTS[0], **fields: Any) -> Generat
     own = {key: fields.pop(key) for key in ("resume_from", "timeout_s", "group_id") if key in fields}
     sampling = SamplingParams(**({"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True} | fields))
     return GenerateRequest(name, np.array(prompt, dtype=np.int64), sampling, **own)
+
+
+def ask_score(name: str, prompt: Sequence[int], token_ids: Sequence[int], **fields: Any) -> GenerateRequest:
+    """A request for the logprobs of given tokens; fields as of ``ask``."""
+    request = ask(name, prompt, **({"max_tokens": len(token_ids)} | fields))
+    return replace(request, forced_ids=np.array(token_ids, dtype=np.int64))
 
 
 def plain_logits(reference: torch.nn.Module, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from chatlearn_testing.suites.generator_fixtures import (
     GeneratorFixtures,
     Replica,
     ask,
+    ask_score,
     assert_completion,
     plain_greedy,
 )
@@ -213,6 +215,35 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
             replica.ask(ask("after-the-fault"))
         assert "after-the-fault" in str(caught.value)
 
+    @pytest.mark.parametrize("fault", ["missing tail", "shifted box", "twice"])
+    def test_boxes_that_do_not_cover_a_tensor_once_are_refused(
+        self, start: Callable[[], Replica], tensors: Mapping[str, Tensor], fault: str
+    ) -> None:
+        """Channel ``boxes``: elements that no box has, that two have, or that lie outside the tensor: ``dead``."""
+        if "boxes" not in self.record().channels:
+            not_applicable("the record does not declare the channel 'boxes'")
+        replica = start()
+        loader, last = replica.generator.loader, sorted(tensors)[-1]
+        shards = [shard for name in sorted(tensors) for shard in _halves(name, tensors[name])]
+        at = max(index for index, shard in enumerate(shards) if shard.name == last)
+        (first, stop), *rest = shards[at].box
+        if fault == "missing tail":
+            shards[at] = replace(shards[at], box=((first, stop - 1), *rest), tensor=shards[at].tensor[:-1])
+        elif fault == "shifted box":
+            shards[at] = replace(shards[at], box=((first + 1, stop + 1), *rest))
+        else:
+            shards.append(shards[at])
+
+        async def load() -> None:
+            await loader.begin(1, manifest_of(tensors, loader.expected_manifest().aliases))
+            await loader.load_boxes(shards)
+            await loader.finish()
+
+        with pytest.raises(WeightSyncError) as caught:
+            replica.run(load())
+        assert last in str(caught.value), f"does not name {last}: {caught.value}"
+        assert replica.generator.state == "dead", f"{fault}: the replica is {replica.generator.state}, not dead"
+
     def test_a_loading_replica_serves_nothing(
         self, start: Callable[[], Replica], tensors: Mapping[str, Tensor]
     ) -> None:
@@ -229,13 +260,16 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         assert "the sender went away" in str(replica.generator.health())
 
     def _assert_serves(self, replica: Replica, reference: torch.nn.Module, version: int) -> None:
-        """Greedy output and versions are those of ``reference`` under ``version``."""
+        """Greedy output, scores of given tokens and versions are those of ``reference`` under ``version``."""
         assert (replica.generator.policy_version, replica.generator.state) == (version, "serving")
         requests = [ask(f"check-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
         for request, completion in zip(requests, replica.ask(*requests), strict=True):
             expected = plain_greedy(reference, request.prompt_ids.tolist())
             assert completion.token_ids.tolist() == expected, f"{request.id}: not what these weights give"
             assert_completion(reference, request, completion, version)
+        if self.record().scores:
+            request = ask_score("check-score", PROMPTS[1], PROMPTS[3])
+            assert_completion(reference, request, replica.ask(request)[0], version)
 
 
 def _halves(name: str, tensor: Tensor) -> list[WeightShard]:

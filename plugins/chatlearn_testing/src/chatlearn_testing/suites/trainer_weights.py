@@ -10,7 +10,8 @@ import torch
 
 from chatlearn_core.exceptions import CheckpointError, ModelError
 from chatlearn_core.metrics.durable_files import file_facts
-from chatlearn_core.types import TrainBatch
+from chatlearn_core.types import BoxCover, TrainBatch
+from chatlearn_core.types.boxes import slices
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import MaskedPolicyLoss, make_batch, reference_logprobs, sequences
 from chatlearn_testing.model_directory import copy_with_weights, manifest_of, read_checkpoint
@@ -132,21 +133,29 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
         for shard in shards:
             spec = manifest.tensors[shard.name]
             assert shard.is_whole, f"{shard.name} is not whole: box {shard.box} of {shard.global_shape}"
+            assert shard.owner_rank == 0, f"{shard.name} is owned by rank {shard.owner_rank} of one: no rank sends it"
             found = (tuple(shard.tensor.shape), shard.global_shape, str(shard.tensor.dtype).removeprefix("torch."))
             assert found == (spec.shape, spec.shape, spec.dtype), f"{shard.name}: {found} streamed, {spec} announced"
 
-    def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer) -> None:
-        """Export ``boxes``: together the boxes are the whole tensors, and no element comes twice."""
+    def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
+        """Export ``boxes``: together the boxes are the whole tensors, no element comes twice, and they follow updates.
+
+        A box that differs: it says another place than its values have, or they are those before the update.
+        """
         if "boxes" not in self.record().exports:
             not_applicable("the record does not declare the export 'boxes'")
-        trainer = make_trainer()
-        whole = stream(trainer)
-        times = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
-        for shard in trainer.weights("boxes"):
-            place = tuple(slice(start, stop) for start, stop in shard.box)
-            times[shard.name][place] += 1
-            assert torch.equal(shard.tensor.cpu(), whole[shard.name][place]), f"{shard.name}: box {shard.box} differs"
-        assert all(bool((count == 1).all()) for count in times.values()), "an element came twice or not at all"
+        trainer, loss = make_trainer(), MaskedPolicyLoss()
+        for when in ("at the start", "after an update"):
+            whole = stream(trainer)
+            covers = {name: BoxCover(tuple(tensor.shape)) for name, tensor in whole.items()}
+            for shard in trainer.weights("boxes"):
+                what = f"{shard.name}, {when}: box {shard.box}"
+                assert shard.owner_rank == 0, f"{what} is owned by rank {shard.owner_rank} of one: no rank sends it"
+                assert (refusal := covers[shard.name].add(shard.box)) is None, f"{what}: {refusal}"
+                assert torch.equal(shard.tensor.cpu(), whole[shard.name][slices(shard.box)]), f"{what} differs"
+            lacking = {name: cover.missing() for name, cover in covers.items() if not cover.is_complete}
+            assert not lacking, f"{when}, these elements are in no box: {lacking}"
+            trainer.update(loss.prepare(batch), loss)
 
     def test_streamed_tensors_outlive_the_step_of_the_stream(self, make_trainer: MakeTrainer) -> None:
         """A yielded tensor keeps its values while the stream goes on: senders hold a bucket of them.

@@ -17,7 +17,7 @@ import torch
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import WeightReceiver, WeightSender
-from chatlearn_core.types import SyncOffer
+from chatlearn_core.types import SyncOffer, WeightShard
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.leftovers import shared_memory, unheld, wait_until_empty
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
@@ -128,6 +128,46 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         assert any(isinstance(error, WeightSyncError) for error in outcome.errors), f"no error, only {outcome}"
         assert any(name in str(error) or "layers.9" in str(error) for error in outcome.errors), outcome.errors
         assert all(isinstance(end, BackendError) for end in outcome.receivers), "the receiver took it for whole"
+
+    @pytest.mark.parametrize("fault", ["missing tail", "shifted box"])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_boxes_that_leave_a_gap_are_refused(self, transport: Transport, fault: str, ranks: int) -> None:
+        """A tensor whose last rows no rank streams, or one of whose boxes is said to lie a row further on, is a
+        ``WeightSyncError`` that names it; a receiver raises, too.
+
+        Taken for whole: bytes or names are counted instead of elements.
+        """
+        if fault == "shifted box" and self.export_under_test() != "boxes":
+            not_applicable("the export under test is 'full_tensors'")
+        tensors, broken = make_tensors(), "layers.1.proj.weight"
+
+        def change(shard: WeightShard) -> WeightShard:
+            rows, *rest = shard.box or ((0, 0),)
+            if shard.name != broken or (rows[1] != shard.global_shape[0] and fault == "missing tail"):
+                return shard
+            if fault == "missing tail":
+                return replace(shard, box=((rows[0], rows[1] - 1), *rest), tensor=shard.tensor[:-1])
+            return replace(shard, box=((rows[0] + 1, rows[1] + 1), *rest))
+
+        trainers = [StreamingTrainer(tensors, rank, ranks, change=change) for rank in range(ranks)]
+        outcome = self.run(transport.run(transport.plan(tensors, ranks=ranks), trainers))
+        assert any(isinstance(error, WeightSyncError) and broken in str(error) for error in outcome.errors), (
+            f"no error names {broken}: {outcome.errors}"
+        )
+        assert all(isinstance(end, BackendError) for end in outcome.receivers), "the receiver took it for whole"
+
+    def test_each_sync_has_a_manifest_of_its_own(self, transport: Transport) -> None:
+        """The same two ends move other names, shapes and dtypes in the next sync: what is compared, and where tensors
+        lie in a buffer, follows the manifest of the sync at hand.
+        """
+        first = make_tensors()
+        other = {name.replace("layers", "blocks"): tensor.double() for name, tensor in make_tensors(1).items()}
+        other["embed.weight"] = make_tensors(2)["embed.weight"][:40]
+        ends = transport.ends(transport.plan(first))
+        for tensors in (first, other, first):
+            outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)], ends=ends))
+            assert not outcome.errors, outcome.errors
+            assert_loaded(outcome.loaders[0], tensors)
 
     def test_a_failing_sender_reaches_the_receivers(self, transport: Transport) -> None:
         """The trainer's error is raised by ``send`` and, in its words, by every ``receive``, without a timeout."""

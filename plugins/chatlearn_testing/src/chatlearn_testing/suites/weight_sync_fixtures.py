@@ -65,9 +65,20 @@ class StreamingTrainer:
         rank: int = 0,
         num_ranks: int = 1,
         before: Callable[[str], None] | None = None,
+        change: Callable[[WeightShard], WeightShard] | None = None,
     ) -> None:
+        """Stream these tensors.
+
+        Args:
+            tensors: by checkpoint name.
+            rank: of this trainer.
+            num_ranks: that stream together.
+            before: called with each name ahead of it.
+            change: what is streamed in place of each shard.
+        """
         self.tensors = dict(tensors)
         self._rank, self._num_ranks, self._before = rank, num_ranks, before
+        self._change = change or (lambda shard: shard)
 
     def manifest(self, payload: Payload = "full") -> WeightManifest:
         """Of the tensors, whatever they are said to be."""
@@ -81,12 +92,13 @@ class StreamingTrainer:
             shape = tuple(tensor.shape)
             if export == "full_tensors":
                 box = tuple((0, size) for size in shape)
-                yield WeightShard(name, shape, box, index % self._num_ranks, tensor)
+                yield self._change(WeightShard(name, shape, box, index % self._num_ranks, tensor))
             elif shape or self._rank == 0:
                 start, stop = (shape[0] * (self._rank + i) // self._num_ranks for i in (0, 1)) if shape else (0, 0)
                 rest = tuple((0, size) for size in shape[1:])
                 box = ((start, stop), *rest) if shape else ()
-                yield WeightShard(name, shape, box, self._rank, tensor[start:stop] if shape else tensor)
+                part = tensor[start:stop] if shape else tensor
+                yield self._change(WeightShard(name, shape, box, self._rank, part))
 
 
 @dataclass(slots=True)
@@ -115,7 +127,8 @@ class KeepingLoader:
         for shard in shards:
             if self.before is not None:
                 self.before(shard.name)
-            whole = self.loaded.setdefault(shard.name, shard.tensor.new_empty(shard.global_shape))
+            # What does not arrive is NaN, and never by chance what was in this memory before.
+            whole = self.loaded.setdefault(shard.name, shard.tensor.new_full(shard.global_shape, torch.nan))
             whole[tuple(slice(start, stop) for start, stop in shard.box)] = shard.tensor
             await asyncio.sleep(0)
 
