@@ -192,7 +192,7 @@ async def one_step(num_samples: int, replicas: int) -> dict[str, float]:
         for part in slices
     ]
     outputs = gather_outputs(batch, assignment, answers, list(range(replicas)), frozenset())
-    rows = per_sequence(outputs["logprobs"], batch.lengths)
+    rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "trainer_logprobs")
     lap("gather")
     assert [len(row) for row in rows] == batch.lengths
     rounded = {name: round(seconds, 4) for name, seconds in parts.items()}

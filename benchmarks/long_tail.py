@@ -127,7 +127,7 @@ async def simulate(tail: Tail, costs: Costs, name: str, num_steps: int) -> dict[
         await playing
         idle_shares = fleet.occupancy.idle_shares()
         trained = [answer for answer in answers if answer is not None]
-        pending, _ = partial.finish(rollout_step)
+        pending, _ = await partial.finish(rollout_step)
         trained_tokens = sum(len(answer.token_ids) + tail.prompt_tokens for answer in trained)
         await asyncio.sleep(costs.train_s * trained_tokens + costs.sync_s)
         fleet.serve(step)

@@ -17,7 +17,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendTimeoutError
 from chatlearn_core.plugins.records import PluginRecord
-from chatlearn_core.protocols import LossOutput
+from chatlearn_core.protocols import LossOutput, PlainData
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -720,6 +720,19 @@ class StaleRebuild(LocalRuntime):
         return receipts
 
 
+class _ShuffledData(PlainData):
+    def get(self, samples, fields=None):
+        return super().get(samples[::-1], fields)
+
+
+class ShuffledData(LocalRuntime):
+    """Values come in another order than the samples that they were asked for."""
+
+    def __init__(self, options, plan):
+        super().__init__(options, plan)
+        self.data = _ShuffledData()
+
+
 class EndlessRestarts(LocalRuntime):
     """The limit of restarts is not kept."""
 
@@ -943,6 +956,7 @@ MUTANTS = [
         EndlessRestarts="test_a_dead_replica_beyond_its_limit_is_refused",
         ForgottenReplica="test_weights_reach_every_replica",
         LostSequence="test_one_rank_gives_the_bits_of_the_local_runtime",
+        ShuffledData="test_values_are_got_by_sample_and_field",
         OtherRandomNumbers="test_one_rank_gives_the_bits_of_the_local_runtime",
         NamelessTimeout="test_a_call_that_hangs_ends_by_its_timeout",
         UnmovedParts="test_parts_are_moved_out_and_back",

@@ -48,6 +48,13 @@ class CheckpointError(ChatLearnError):
     """A checkpoint is missing, incomplete or belongs to another run."""
 
 
+class UnfetchedError(ChatLearnError, AttributeError):
+    """Values of an array were used that stay with a worker: names sample and field, and how to get them.
+
+    An ``AttributeError``, since attributes of a plain array are missing from a reference.
+    """
+
+
 class ModelError(ChatLearnError):
     """A model directory cannot be used: no weights, no configuration, or a foreign tokenizer."""
 

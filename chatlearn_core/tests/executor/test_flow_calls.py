@@ -17,6 +17,7 @@ from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
+from chatlearn_core.protocols import PlainData
 from chatlearn_core.types import (
     Completion,
     ExampleDraw,
@@ -131,6 +132,7 @@ class Roles:
     """
 
     def __init__(self) -> None:
+        self.data = PlainData()
         self.asked: list[GenerateRequest] = []
         self.computed: list[tuple[str, TrainBatch, OutputRequest]] = []
         self.refuses: set[str] = set()

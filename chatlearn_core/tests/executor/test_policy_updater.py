@@ -16,7 +16,7 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.experience import Experience
 from chatlearn_core.executor.policy_updater import PolicyUpdater, unit_index
 from chatlearn_core.metrics import Timers
-from chatlearn_core.protocols import Loss, RoleUpdate
+from chatlearn_core.protocols import Loss, PlainData, RoleUpdate
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Prompt, Sample, TrainBatch
 
 
@@ -36,6 +36,7 @@ class FakeRuntime:
     """Notes every update."""
 
     def __init__(self, metrics: Metrics | None = None, fail_at: int | None = None) -> None:
+        self.data = PlainData()
         self.updates: list[tuple[str, TrainBatch]] = []
         self.metrics = {"loss": Metric(0.0, reducer="sum")} | (metrics or {})
         self.fail_at = fail_at

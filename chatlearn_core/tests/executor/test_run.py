@@ -33,7 +33,7 @@ from chatlearn_core.flow import trace
 from chatlearn_core.metrics.run_directory import FAILURE_PAGE
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_core.protocols import Algorithm, ModelSource, RoleUpdate, Unit
+from chatlearn_core.protocols import Algorithm, ModelSource, PlainData, RoleUpdate, Unit
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import (
     Demonstration,
@@ -121,6 +121,7 @@ class ListRuntime:
         self.failures = failures
         self.left = max_restarts
         self.calls: list[str] = []
+        self.data = PlainData()
         self.current = ListTrainer(self)
 
     def devices(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.scheduler import FlowScheduler, RolloutRequest
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
-from chatlearn_core.protocols import Device
+from chatlearn_core.protocols import Device, PlainData
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -57,6 +57,7 @@ class ScriptedRuntime:
     """Every request waits until the test lets it finish; every call is written down."""
 
     def __init__(self) -> None:
+        self.data = PlainData()
         self.events: list[str] = []
         self.open: dict[str, asyncio.Future[None]] = {}
         self.failures: dict[str, Exception] = {}

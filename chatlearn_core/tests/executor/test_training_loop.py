@@ -21,7 +21,7 @@ from chatlearn_core.executor.run import Run
 from chatlearn_core.flow import trace
 from chatlearn_core.plugins.observers import Observer, Observers
 from chatlearn_core.plugins.records import RuntimeSpec
-from chatlearn_core.protocols import Algorithm, RoleUpdate, Unit
+from chatlearn_core.protocols import Algorithm, PlainData, RoleUpdate, Unit
 from chatlearn_core.types import (
     Completion,
     Derived,
@@ -103,6 +103,7 @@ class Engines:
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.fail_at = fail_at
+        self.data = PlainData()
         self.version = -1
         self.computed: list[tuple[str, ...]] = []
         self.updates: list[tuple[str, ...]] = []

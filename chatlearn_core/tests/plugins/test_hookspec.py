@@ -21,6 +21,7 @@ from chatlearn_core.plugins.records import RECORD_TYPES
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sources import DisabledDistributions, PluginSource
 from chatlearn_core.plugins.validation import REGISTERING_HOOKS
+from chatlearn_core.protocols import PlainData
 from chatlearn_core.types import Prompt, RunFailure, Sample, SyncReceipt
 
 SAMPLE = Sample("p@1#0", "p@1", Prompt("p", np.array([1]), "?"), np.array([1, 2]), np.array([False, True]))
@@ -81,7 +82,7 @@ CHECKS: dict[str, Check] = {
         "mine",
     ),
     "chatlearn_rollout_end": observes(
-        lambda observers, path: observers.rollout_end(2, [SAMPLE, SAMPLE], {}),
+        lambda observers, path: observers.rollout_end(2, [SAMPLE, SAMPLE], {}, PlainData()),
         lambda module, path: module.seen,
         [(2, 2)],
     ),

@@ -13,6 +13,7 @@ import torch
 from chatlearn_core.exceptions import ChatLearnError, PluginError
 from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.observers import Observer, Observers
+from chatlearn_core.protocols import PlainData
 from chatlearn_core.types import RunFailure, SyncReceipt
 
 GRAPH = Graph("reading", (), {"trainer": "trainer"})
@@ -113,7 +114,7 @@ def test_each_observer_has_copies_of_its_own() -> None:
     run("chatlearn_run_start", "config", lambda o: o.run_start(config, Path(), GRAPH))
     run("chatlearn_run_start", "graph", lambda o: o.run_start(config, Path(), GRAPH))
     run("chatlearn_error", "failure", lambda o: o.error(ValueError("no"), FAILURE))
-    run("chatlearn_rollout_end", "metrics", lambda o: o.rollout_end(1, [], line))
+    run("chatlearn_rollout_end", "metrics", lambda o: o.rollout_end(1, [], line, PlainData()))
     run("chatlearn_step_end", "metrics", lambda o: o.step_end(1, line))
     run("chatlearn_weights_synced", "receipts", lambda o: o.weights_synced(1, receipts))
     run("chatlearn_run_end", "summary", lambda o: o.run_end("completed", summary))

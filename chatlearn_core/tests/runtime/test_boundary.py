@@ -21,7 +21,7 @@ from chatlearn_core.types import (
     VersionSpan,
     sample_from_completion,
 )
-from chatlearn_core.types.remote import RemoteArray
+from chatlearn_core.types.array_ref import ArrayRef
 
 ORIGIN = Origin("sampler", "generator 'acme'", vocab_size=10)
 REQUEST = GenerateRequest("p@1#0", np.array([1, 2]), SamplingParams(4))
@@ -184,7 +184,7 @@ def test_a_resumed_completion_begins_with_what_it_resumes() -> None:
 
 def test_of_arrays_kept_elsewhere_the_length_is_checked() -> None:
     def stored(values: Any) -> Any:
-        return RemoteArray([values], (), values.dtype)
+        return ArrayRef([values], (), values.dtype)
 
     elsewhere = completion(token_ids=stored(np.array([3, 99, 0])), logprobs=stored(np.zeros(3, np.float32)))
     check_completion(elsewhere, REQUEST, ORIGIN)

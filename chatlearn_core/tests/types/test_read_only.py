@@ -19,8 +19,8 @@ from chatlearn_core.types import (
     VersionSpan,
     sample_from_completion,
 )
+from chatlearn_core.types.array_ref import ArrayRef, values_of
 from chatlearn_core.types.read_only import read_only, read_only_samples
-from chatlearn_core.types.remote import RemoteArray
 
 
 def make_sample(index: int, prompt: Prompt) -> Sample:
@@ -53,7 +53,7 @@ def described(value: Any) -> Any:
         return {name: described(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [described(entry) for entry in value]
-    if isinstance(value, np.ndarray | RemoteArray):
+    if isinstance(value, np.ndarray | ArrayRef):
         return (str(value.dtype), np.asarray(value).tolist())
     fields = getattr(value, "__dataclass_fields__", None)
     return value if fields is None else {name: described(getattr(value, name)) for name in fields}
@@ -109,12 +109,12 @@ def test_every_array_can_be_frozen(array: Any) -> None:
 
 
 def test_arrays_kept_elsewhere_stay_there() -> None:
-    stored = RemoteArray([np.zeros(2), np.ones(1)], (), np.float64)
+    stored = ArrayRef([np.zeros(2), np.ones(1)], (), np.float64)
     frozen = read_only(stored)
-    assert isinstance(frozen, RemoteArray)
+    assert isinstance(frozen, ArrayRef)
     with pytest.raises(ValueError, match="read-only"):
         frozen.pieces[0][0] = 3.0
-    assert np.asarray(stored).tolist() == [0.0, 0.0, 1.0]
+    assert values_of(stored).tolist() == [0.0, 0.0, 1.0]
 
 
 def test_data_that_cannot_be_walked_is_copied_as_deeply_as_it_allows() -> None:

@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatlearn_core.exceptions import TrainerLostError, UnfetchedError
 from chatlearn_core.types import (
+    ArrayRef,
+    Completion,
     Derived,
     GenerateRequest,
     Metric,
     OutputRequest,
     Prompt,
-    RemoteArray,
-    RemoteCompletion,
-    RemoteTensor,
     Sample,
     SamplingParams,
+    TensorRef,
     TrainBatch,
     pack_samples,
     per_sequence,
     sample_from_completion,
 )
+from chatlearn_workers.rpc import StoredValueLostError
 
 from .test_runtime import loss, running
 
@@ -34,7 +36,7 @@ PROMPT_TOKENS = 10
 
 def check_sums(batch: TrainBatch) -> Derived:
     """What a worker finds in its slice: it runs there, so it sees ordinary tensors."""
-    stored = any(isinstance(tensor, RemoteTensor) for tensor in (batch.token_ids, *batch.token_data.values()))
+    stored = any(isinstance(tensor, TensorRef) for tensor in (batch.token_ids, *batch.token_data.values()))
     firsts = batch.token_ids[batch.cu_seqlens[:-1].long()].double()
     metrics = {
         "tokens": Metric(float(batch.token_ids.sum()), reducer="sum"),
@@ -59,7 +61,7 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
     async with running(plan) as runtime:
         samples = await generated(runtime)
         total = sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * (1 + completion_tokens // PROMPT_TOKENS)
-        assert all(isinstance(sample.token_ids, RemoteArray) for sample in samples)
+        assert all(isinstance(sample.token_ids, ArrayRef) for sample in samples)
 
         results = await runtime.reward("reward").score(samples)
         length = float(PROMPT_TOKENS + completion_tokens)
@@ -68,13 +70,14 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
         trainer = runtime.trainer("trainer")
         batch = pack_samples(samples)
         outputs = await trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))
-        assert isinstance(outputs["logprobs"], RemoteTensor)
-        for sample, logprobs in zip(samples, per_sequence(outputs["logprobs"], batch.lengths), strict=True):
+        assert isinstance(outputs["logprobs"], TensorRef)
+        rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "trainer_logprobs")
+        for sample, logprobs in zip(samples, rows, strict=True):
             sample.token_data["trainer_logprobs"] = logprobs
             sample.token_data["advantages"] = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
 
         derived = await trainer.derive(pack_samples(samples), check_sums)
-        assert isinstance(derived.token_data["doubled"], RemoteTensor)
+        assert isinstance(derived.token_data["doubled"], TensorRef)
         assert derived.sequence_data["first"].tolist() == [0.0] * NUM_SAMPLES
         assert {name: metric.value for name, metric in derived.metrics.items()} == {
             "tokens": total,
@@ -90,25 +93,29 @@ async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
         assert metrics["token_ids"].value == total
         traffic = {name: metrics[name].value for name in ("perf/driver_bytes", "perf/object_store_bytes")}
 
-        first = samples[0]
+        with pytest.raises(UnfetchedError, match="'token_ids' of 's0'"):
+            samples[0].token_ids.tolist()
+        [first] = runtime.data.get(samples[:1], {"token_ids", "text"})
         assert first.token_ids.tolist() == list(range(PROMPT_TOKENS)) * (1 + completion_tokens // PROMPT_TOKENS)
-        assert first.text.startswith("s"), "a text is fetched when it is looked at"
+        assert first.text.startswith("s")
+        assert isinstance(first.token_data["trainer_logprobs"], ArrayRef), "it was not asked for"
         looked_at = (await trainer.update(pack_samples(samples), loss(1.0)))["perf/driver_bytes"].value
-        assert looked_at >= completion_tokens * 8, "looking at values makes them travel, and is counted"
-        assert derived.token_data["doubled"].fetch().equal(2 * pack_samples(samples).token_ids.fetch())
+        assert looked_at >= completion_tokens * 8, "what a store brings into the driver is counted"
+        both = runtime.data.get_tensors({**derived.token_data, "token_ids": pack_samples(samples).token_ids})
+        assert both["doubled"].equal(2 * both["token_ids"])
         return traffic
 
 
 PROMPT = Prompt("p", np.arange(PROMPT_TOKENS), "?")
 
 
-async def completed(runtime: Any) -> list[RemoteCompletion]:
+async def completed(runtime: Any) -> list[Completion]:
     requests = [
         GenerateRequest(f"s{i}", PROMPT.token_ids, SamplingParams(max_tokens=10**6), f"g{i // 2}")
         for i in range(NUM_SAMPLES)
     ]
     completions = await asyncio.gather(*(runtime.generator("generator").generate(request) for request in requests))
-    assert all(isinstance(completion, RemoteCompletion) for completion in completions)
+    assert all(isinstance(completion.token_ids, ArrayRef) for completion in completions)
     return list(completions)
 
 
@@ -140,4 +147,17 @@ async def test_a_resumed_request_reaches_the_engine_with_ordinary_arrays(roles: 
         [prior, *_] = await completed(runtime)
         again = GenerateRequest("again", np.arange(3), SamplingParams(max_tokens=10**6), resume_from=prior)
         completion = await runtime.generator("generator").generate(again)
-        assert completion.token_ids.tolist() == [*range(PROMPT_TOKENS), 0, 1, 2]
+        [plain] = runtime.data.get_completions([completion], {"token_ids"})
+        assert plain.token_ids.tolist() == [*range(PROMPT_TOKENS), 0, 1, 2]
+
+
+async def test_a_lost_block_is_told_as_lost_tokens(roles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(roles.plan(roles.role("generator", "generator", "echo"))) as runtime:
+        samples = await generated(runtime)
+
+        def lost(store: Any, references: Any, timeout_s: float) -> Any:
+            raise StoredValueLostError("its node left")
+
+        monkeypatch.setattr(type(runtime.store), "get", lost)
+        with pytest.raises(TrainerLostError, match="the step has to be made again: its node left"):
+            await runtime.data.aget(samples, {"token_ids"})

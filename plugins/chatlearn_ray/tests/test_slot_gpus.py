@@ -63,7 +63,7 @@ async def visible_to_ranks(runtime: RayRuntime, folder: Path) -> list[str]:
 async def visible_to_replicas(runtime: RayRuntime) -> set[str]:
     requests = [GenerateRequest(f"r{i}", np.arange(3), SamplingParams(max_tokens=4), str(i)) for i in range(8)]
     answers = await asyncio.gather(*(runtime.generator("generator").generate(request) for request in requests))
-    return {answer.text for answer in answers}
+    return {answer.text for answer in runtime.data.get_completions(answers, {"text"})}
 
 
 async def test_ranks_and_an_engine_on_two_gpus_each_share_a_slot_through_every_loss(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from chatlearn_core.types import Completion, LogprobBasis, SamplingParams, VersionSpan
+from chatlearn_workers.blocks import BlockStore
 from chatlearn_workers.completions import CompletionPacker, completion_of
 
 SAMPLING = SamplingParams(8)
@@ -49,7 +50,7 @@ def test_completions_come_back_as_they_were() -> None:
         completion("d", 2, token_data={"experts": np.zeros((2, 4), np.int8)}),
     ]
     facts, arrays = packed(before)
-    after = [completion_of(one, Block(arrays), SAMPLING).fetch() for one in facts]
+    after = BlockStore().get_completions([completion_of(one, Block(arrays), SAMPLING) for one in facts])
     for old, new in zip(before, after, strict=True):
         for name in ("request_id", "basis", "finish_reason", "sampling", "version_spans", "text", "num_cached_tokens"):
             assert getattr(new, name) == getattr(old, name)

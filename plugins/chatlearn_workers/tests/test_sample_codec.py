@@ -11,9 +11,9 @@ import pytest
 
 from chatlearn_core.types import (
     RAW_BASIS,
+    ArrayRef,
+    Completion,
     Prompt,
-    RemoteArray,
-    RemoteCompletion,
     RewardResult,
     Rows,
     Sample,
@@ -21,8 +21,8 @@ from chatlearn_core.types import (
     Turn,
     sample_from_completion,
 )
-from chatlearn_workers.blocks import Traffic
-from chatlearn_workers.sample_codec import fetched_samples, travelling_samples
+from chatlearn_workers.blocks import BlockStore, Traffic
+from chatlearn_workers.sample_codec import travelling_samples
 
 PROMPT = Prompt("p", np.arange(5), "?", ground_truth="4")
 
@@ -41,13 +41,13 @@ class Block:
         return self.arrays[name][start:stop]
 
 
-def completion(length: int = 100) -> RemoteCompletion:
+def completion(length: int = 100) -> Completion:
     block = Block(length)
     arrays: dict[str, Any] = {
-        name: RemoteArray([Rows(block, name, 0, length)], array.shape[1:], array.dtype)
+        name: ArrayRef([Rows(block, name, 0, length)], array.shape[1:], array.dtype)
         for name, array in block.arrays.items()
     }
-    return RemoteCompletion(
+    return Completion(
         request_id="a",
         token_ids=arrays["token_ids"],
         logprobs=arrays["logprobs"],
@@ -67,7 +67,7 @@ def sample(length: int = 100, **changes: Any) -> Sample:
 def travel(one: Sample) -> tuple[Any, Sample, Traffic]:
     traffic = Traffic()
     [sent] = travelling_samples([one], traffic)
-    [arrived] = fetched_samples(pickle.loads(pickle.dumps([sent])))
+    [arrived] = BlockStore().get(pickle.loads(pickle.dumps([sent])))
     return sent, arrived, traffic
 
 
@@ -89,7 +89,7 @@ def test_a_fresh_sample_travels_as_prompt_and_references(changes: dict[str, Any]
     one = sample(length, **changes)
     sent, arrived, traffic = travel(one)
     assert len(pickle.dumps(sent)) - len(pickle.dumps(sample(0))) < 2_500, "what a block of this test takes included"
-    assert_equal(arrived, one)
+    assert_equal(arrived, *BlockStore().get([one]))
     assert traffic.driver_bytes == PROMPT.token_ids.nbytes
 
 
@@ -119,5 +119,5 @@ def with_advantages() -> Sample:
 def test_any_other_sample_travels_with_its_arrays(one: Sample) -> None:
     sent, arrived, traffic = travel(one)
     assert isinstance(sent, Sample)
-    assert_equal(arrived, one)
+    assert_equal(arrived, *BlockStore().get([one]))
     assert 0 < traffic.driver_bytes < 1_000

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.executor.decisions import Decisions
-from chatlearn_core.protocols import Algorithm, TrainerGroup
+from chatlearn_core.protocols import Algorithm, DataStore, PlainData, TrainerGroup
 from chatlearn_core.types import Metrics, Sample, per_sequence, scored_batch
 
 EMPTY = "empty_completion"
@@ -26,11 +26,13 @@ class AdvantageComputer:
         group: gives the role that has, or can fetch, what the flow computed: the policy. Called every time, since a
             runtime may rebuild it.
         decisions: asked first which samples to leave out.
+        data: has the values that these decisions look at.
     """
 
     algorithm: Algorithm
     group: Callable[[], TrainerGroup]
     decisions: Decisions = field(default_factory=Decisions)
+    data: DataStore = field(default_factory=PlainData)
 
     async def add(self, samples: Sequence[Sample], step: int) -> Metrics:
         """Write the algorithm's data into the samples, exclude those that it or the absence of any token to learn
@@ -42,7 +44,7 @@ class AdvantageComputer:
         for sample in samples:
             if sample.exclusion is None and not sample.loss_mask.any():
                 sample.exclusion = EMPTY
-        self.decisions.exclude(samples)
+        self.decisions.exclude(samples, await self.data.aget(samples, self.decisions.reads))
         admitted = [sample for sample in samples if sample.exclusion is None]
         batch = scored_batch(admitted)
         compute = partial(self.algorithm.advantages, step=step)
@@ -56,7 +58,8 @@ class AdvantageComputer:
         for name, values in derived.token_data.items():
             if values.shape[:1] != (batch.num_tokens,):
                 raise _misfit(f"token_data[{name!r}]", values, f"one row for each of {batch.num_tokens} tokens")
-            for sample, array in zip(admitted, per_sequence(values, batch.lengths), strict=True):
+            arrays = per_sequence(values, batch.lengths, batch.sample_ids, name)
+            for sample, array in zip(admitted, arrays, strict=True):
                 sample.token_data[name] = array
         for sample_id, reason in derived.exclusions.items():
             if sample_id not in by_id:

@@ -30,4 +30,5 @@ def select_aggregation(registry: PluginRegistry, name: str, options: Mapping[str
             f"algorithm.options.aggregation_options.{place}: {first['msg']}, for aggregation {name!r}; it takes "
             f"{', '.join(registry.load_options(record).model_fields) or 'no options'}"
         ) from error
-    return Aggregation(name, load_callable(record, "function", registry.origin(record)), validated, record.loss_unit)
+    function = load_callable(record, "function", registry.origin(record))
+    return Aggregation(name, function, validated, record.loss_unit, record.reads)

@@ -86,7 +86,9 @@ class CheckpointWriter:
                     with timers.measure("save", role=role):
                         saved = await self.runtime.trainer(role).save(directory / "roles" / role)
                 facts |= {f"roles/{role}/{name}": one for name, one in saved.items()}
-            buffered = {"groups": []} if state.buffered is None else state.buffered.state_dict()
+            buffered: Mapping[str, Any] = {"groups": []}
+            if state.buffered is not None:
+                buffered = (await state.buffered.with_values(self.runtime.data)).state_dict()
             save_rollouts(directory, state.pending, buffered)
             self.journal.directory.make_durable()
             # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.

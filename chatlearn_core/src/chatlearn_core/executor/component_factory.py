@@ -129,7 +129,9 @@ def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdate
         runtime,
         assembly.algorithm,
         consumption=parts.scheduler(assembly.graph, assembly.sampling, consumption, parts.during),
-        advantages=AdvantageComputer(assembly.algorithm, lambda: runtime.trainer(assembly.home), decisions),
+        advantages=AdvantageComputer(
+            assembly.algorithm, lambda: runtime.trainer(assembly.home), decisions, runtime.data
+        ),
         mismatch=mismatch,
         serving=_serving(assembly),
         num_mini_batches=train.mini_batches,

@@ -16,6 +16,7 @@ from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigErr
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.sampler_options import ShuffledOptions
 from chatlearn_core.protocols import Decision, ExampleSampler, SampleFilter, SamplerContext, Schedule, StepPolicy
+from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.protocols.decisions import Stateful
 from chatlearn_core.types import Sample, SamplingParams
 
@@ -40,8 +41,18 @@ class Decisions:
     decided: dict[str, int] = field(default_factory=dict)
     """Sampling parameters that step policies have set."""
 
-    def exclude(self, samples: Sequence[Sample]) -> None:
+    @property
+    def reads(self) -> frozenset[str]:
+        """The fields of samples that the filters look at."""
+        return frozenset[str]().union(*(fields_read_by(one) for one in self.filters.values()))
+
+    def exclude(self, samples: Sequence[Sample], seen: Sequence[Sample] | None = None) -> None:
         """Ask the filters, in their order, about the samples that are not excluded yet.
+
+        Args:
+            samples: of a step; gets the exclusions.
+            seen: what the filters see of each: the same samples, with plain arrays in the fields ``reads``. By default
+                the samples themselves.
 
         Raises:
             PluginError: a filter raised, or names a sample that it was not given.
@@ -49,7 +60,7 @@ class Decisions:
         for place, one in self.filters.items():
             given = {sample.id: sample for sample in samples if sample.exclusion is None}
             with _named(place):
-                excluded = dict(one.excluded(list(given.values())))
+                excluded = dict(one.excluded([sample for sample in seen or samples if sample.id in given]))
             for sample_id, reason in excluded.items():
                 if sample_id not in given or not reason:
                     raise PluginError(

@@ -84,7 +84,8 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
         await turn()
         found = await call.source.completion(role.uses[handle], RolloutRequest(wanted.id, request.draw, wanted))
         assert found is not None, "partial rollouts are refused beside environments"
-        return found
+        [completion] = await call.runtime.data.aget_completions([found])
+        return completion
 
     try:
         made = await call.runtime.environment(call.node.role).rollout(order, generate)

@@ -17,12 +17,14 @@ from chatlearn_core.types import (
     GenerateRequest,
     OutputRequest,
     RewardResult,
+    Sample,
     SamplingParams,
     pack_samples,
     per_sequence,
     sample_from_completion,
     sample_with_turn,
 )
+from chatlearn_core.types.array_ref import cut
 from chatlearn_core.types.keyed_seed import keyed_seed
 
 
@@ -69,6 +71,7 @@ async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> No
     0 where ``loss_mask`` is False.
     """
     temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
+    scored: list[tuple[Sample, Completion]] = []
     for request in requests:
         sample = request.filled
         start, length = sample.num_prompt_tokens, sample.num_completion_tokens
@@ -76,18 +79,21 @@ async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> No
             continue
         asked = GenerateRequest(
             f"{request.sample_id}?{call.node.index}",
-            sample.token_ids[:start],
+            cut(sample.token_ids, 0, start),
             SamplingParams(max_tokens=length, temperature=temperature),
             request.group_id,
             media=sample.media,
-            forced_ids=sample.token_ids[start:],
+            forced_ids=cut(sample.token_ids, start, len(sample.token_ids)),
         )
         found = await _completion(call, RolloutRequest(asked.id, request.draw, asked))
         if not isinstance(found, Completion):
             if sample.exclusion is None:
                 sample.exclusion = f"scoring failed: {found or 'it would go on in a later step'}"
             continue
-        logprobs = np.concatenate([np.zeros(start, np.float32), np.asarray(found.logprobs)])
+        scored.append((sample, found))
+    values = await call.runtime.data.aget_completions([found for _, found in scored], {"logprobs"})
+    for (sample, _), found in zip(scored, values, strict=True):
+        logprobs = np.concatenate([np.zeros(sample.num_prompt_tokens, np.float32), found.logprobs])
         sample.token_data[call.node.fields[0]] = np.where(sample.loss_mask, logprobs, np.float32(0.0))
 
 
@@ -151,7 +157,8 @@ async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
             for sample, number in zip(chosen, values.tolist(), strict=True):
                 sample.sequence_data[field] = number
         else:
-            for sample, array in zip(chosen, per_sequence(values, batch.lengths), strict=True):
+            rows = per_sequence(values, batch.lengths, batch.sample_ids, field)
+            for sample, array in zip(chosen, rows, strict=True):
                 sample.token_data[field] = array
 
 
@@ -162,6 +169,7 @@ async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> 
     function = call.node.function
     assert function is not None, "the trace gives every apply its function"
     given = [request.filled for request in requests if request.filled.exclusion is None]
+    given = await call.runtime.data.aget(given)  # a function may look at everything
     changed = await call.functions.call(function, given, dict(call.node.arguments), drop=call.fields) if given else {}
     for request in requests:
         if request.filled.exclusion is None:

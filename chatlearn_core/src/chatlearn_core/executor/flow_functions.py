@@ -44,6 +44,7 @@ class FlowFunctions:
         The function gets copies, whose arrays are read-only.
 
         Args:
+            samples: with plain arrays.
             drop: data that is dropped from samples that got further tokens: it does not cover them.
 
         Raises:
@@ -145,14 +146,14 @@ def _checked_sample(before: Sample, after: Sample, where: str, drop: Collection[
         raise FlowError(f"{subject}: its group, its turns or where its prompt ends changed; they say what was sampled")
     old, new = len(before.token_ids), len(after.token_ids)
     mask = np.asarray(after.loss_mask)
-    if new < old or not np.array_equal(np.asarray(after.token_ids)[:old], np.asarray(before.token_ids)):
+    if new < old or not np.array_equal(np.asarray(after.token_ids)[:old], before.token_ids):
         raise FlowError(
             f"{subject}: its {old} tokens changed; a function may only add tokens behind them, such as what somebody "
             "else says before the next turn"
         )
     if len(mask) == old:
         mask = np.concatenate([mask, np.zeros(new - old, np.bool_)])
-    if len(mask) != new or (mask[:old] & ~np.asarray(before.loss_mask)).any() or mask[old:].any():
+    if len(mask) != new or (mask[:old] & ~before.loss_mask).any() or mask[old:].any():
         raise FlowError(
             f"{subject}: loss_mask has {len(mask)} entries for {new} tokens, or is True at a token that the policy did "
             "not sample"
@@ -206,7 +207,7 @@ def _copied(sample: Sample) -> Sample:
 
 
 def _read_only(values: Any) -> Any:
-    array = np.asarray(values).view()
+    array = values.view()
     array.flags.writeable = False
     return array
 

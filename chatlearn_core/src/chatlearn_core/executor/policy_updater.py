@@ -18,6 +18,7 @@ from chatlearn_core.executor.rollouts.staleness import staleness_metrics
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, Loss, RoleUpdate, Runtime
+from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.runtime.boundary import check_update
 from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics, pack_samples
@@ -106,8 +107,9 @@ class PolicyUpdater:
             epochs = self.epochs if update.epochs is None else update.epochs
             parts.append({"perf/trained_tokens": Metric(epochs * num_tokens, reducer="sum")})
             units = unit_index(samples, update.loss)
+            prepared = await self.runtime.data.aget(samples, fields_read_by(update.loss))
             for epoch in range(epochs):
-                parts += await self._epoch(samples, units, update, experience.step, epoch, timers)
+                parts += await self._epoch(prepared, units, update, experience.step, epoch, timers)
         return merge_metrics(*parts)
 
     async def _epoch(

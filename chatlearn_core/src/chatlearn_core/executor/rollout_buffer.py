@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from chatlearn_core.config.models import RolloutConfig
@@ -10,6 +11,7 @@ from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.rollouts.saved import describe_finished, restore_finished
 from chatlearn_core.executor.rollouts.staleness import oldest_version
 from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.protocols import DataStore
 
 STALE = "stale"
 """Exclusion of samples that left the buffer because their tokens are of too old weights."""
@@ -80,12 +82,33 @@ class RolloutBuffer:
         buffer.admit(self.groups)
         return buffer
 
+    async def with_values(self, data: DataStore) -> RolloutBuffer:
+        """Holds the same groups, with samples of its own whose arrays are plain, fetched together.
+
+        Raises:
+            TrainerLostError: a node that held some is gone.
+        """
+        requests = [request for group in self.groups for request in group.requests]
+        samples = [sample for request in requests for sample in (request.filled, *request.extras)]
+        plain = iter(await data.aget(samples))
+        buffer = RolloutBuffer(self.max_staleness, self.serving)
+        buffer.admit(
+            FinishedGroup(
+                tuple(
+                    replace(request, sample=next(plain), extras=[next(plain) for _ in request.extras])
+                    for request in group.requests
+                )
+            )
+            for group in self.groups
+        )
+        return buffer
+
     def clear(self) -> None:
         """Hold nothing."""
         self._groups = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups with their rewards and data: JSON values, and arrays as NumPy arrays."""
+        """All groups with their rewards and data, which have plain arrays: JSON values and NumPy arrays."""
         return {"groups": [describe_finished(group) for group in self.groups]}
 
     def load_state_dict(

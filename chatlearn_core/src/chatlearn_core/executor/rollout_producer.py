@@ -104,7 +104,7 @@ class RolloutProducer:
             finally:
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)  # its errors have reached the scheduler
-            self.pending, metrics = self.partial.finish(rollout_step)
+            self.pending, metrics = await self.partial.finish(rollout_step)
         if self.rollouts is not None:
             metrics |= self.rollouts.metrics()
         return Production(finished_groups(requests), metrics, timers)

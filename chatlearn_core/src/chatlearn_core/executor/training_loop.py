@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chatlearn_core.config.models import RunConfig
@@ -22,9 +22,11 @@ from chatlearn_core.executor.rollout_producer import RolloutProducer
 from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
 from chatlearn_core.metrics import Timers
+from chatlearn_core.metrics.run_directory import recorded_fields
 from chatlearn_core.plugins.observers import Observers
 from chatlearn_core.protocols import Algorithm
-from chatlearn_core.types import Metric, Metrics, merge_metrics
+from chatlearn_core.protocols.data_store import fields_read_by
+from chatlearn_core.types import Metric, Metrics, Sample, merge_metrics
 
 
 @dataclass(slots=True)
@@ -69,8 +71,9 @@ class TrainingLoop:
             groups, produced = await self._collect(step, timers)
             experience = await self.updater.prepare(step, groups, state.policy_version, timers)
             made = merge_metrics(produced, experience.metrics)
-            self.producer.sampler.observe(experience.samples)
-            self.observers.rollout_end(step, experience.samples, values(made))
+            sampler, data = self.producer.sampler, self.updater.runtime.data
+            sampler.observe(await data.aget(experience.samples, fields_read_by(sampler)))
+            self.observers.rollout_end(step, experience.samples, values(made), data)
             warnings = state.alarms.check(experience, values(made))
             state.policy_changed = True
             with self.journal.during(Phase.UPDATING):
@@ -94,8 +97,7 @@ class TrainingLoop:
             line |= state.after
         for text in warnings:
             self.journal.warn(f"step {step}: {text}")
-        if self.config.log.rollouts:
-            self.journal.directory.write_rollouts(step, experience.samples[: self.config.log.rollouts])
+        await self._write_rollouts(step, experience.samples)
         self.journal.directory.append_trace(step, timers)
         self._write_line(step, line)  # before the checkpoint: what is written after it would be lost by a kill between
         self.algorithm.after_step(step, dict(line))
@@ -154,6 +156,13 @@ class TrainingLoop:
         self.observers.step_end(step, line)
         self.journal.listener.step_done(step, line)
 
+    async def _write_rollouts(self, step: int, samples: Sequence[Sample], kind: str = "step") -> None:
+        """Write as many of the samples as the configuration says, with the values that a line shows."""
+        chosen = samples[: self.config.log.rollouts]
+        if chosen:
+            plain = await self.updater.runtime.data.aget(chosen, recorded_fields(chosen))
+            self.journal.directory.write_rollouts(step, plain, kind=kind)
+
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.config.eval.every
         last = step == self.config.train.steps
@@ -164,6 +173,5 @@ class TrainingLoop:
             metrics, samples = await evaluator.evaluate(timers)
         line = values(metrics)
         self.journal.listener.evaluated(step, line)
-        if self.config.log.rollouts:
-            self.journal.directory.write_rollouts(step, samples[: self.config.log.rollouts], kind="eval")
+        await self._write_rollouts(step, samples, kind="eval")
         return line

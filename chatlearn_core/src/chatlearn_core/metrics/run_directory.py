@@ -252,8 +252,18 @@ class RunDirectory:
         return of_steps, sorted({*broken, *(line.number for line in lines)} - {line.number for line in of_steps})
 
 
+def recorded_fields(samples: Iterable[Sample]) -> frozenset[str]:
+    """The fields whose values ``rollout_record`` writes."""
+    names = frozenset(name for sample in samples for name in sample.token_data if _is_recorded(name))
+    return names | {"token_ids", "text"}
+
+
+def _is_recorded(name: str) -> bool:
+    return name.endswith("_logprobs") or name == "advantages"
+
+
 def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
-    """One line of a rollouts file. Per-token lists cover the completion only."""
+    """One line of a rollouts file, of a sample with plain arrays. Per-token lists cover the completion only."""
     start = sample.num_prompt_tokens
     last = sample.last_turn
     reward = sample.reward
@@ -273,7 +283,7 @@ def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
         "token_ids": sample.token_ids[start:].tolist(),
     }
     for name in sorted(sample.token_data):
-        if name.endswith("_logprobs") or name == "advantages":
+        if _is_recorded(name):
             record[name] = [round(float(x), 5) for x in sample.token_data[name][start:]]
     record["ground_truth"] = (
         record["ground_truth"] if _is_plain(record["ground_truth"]) else str(record["ground_truth"])

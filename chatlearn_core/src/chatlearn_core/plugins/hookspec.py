@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TrainerSpec,
         WeightSyncSpec,
     )
+    from chatlearn_core.protocols import DataStore
     from chatlearn_core.types import RunFailure, Sample, SyncReceipt
 
 RunStatus = Literal["completed", "interrupted", "failed"]
@@ -52,10 +53,10 @@ RunStatus = Literal["completed", "interrupted", "failed"]
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register commands below ``chatlearn``.
 
-    Called when the command line starts, unless one of its own commands was asked for. ``chatlearn --help`` shows name
+    Called when the command line starts, unless a command of the core was asked for. ``chatlearn --help`` shows name
     and ``help`` from the record; ``app`` is imported when it is used. A function is one command; a ``typer.Typer`` is
     a group of commands, even with one in it. A name such as ``plugins weigh`` puts the command below ``chatlearn
-    plugins``, the one group that takes others.
+    plugins``, the one group of the core that takes others.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -534,10 +535,11 @@ def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path, graph: Graph) 
 
 
 @hookspec
-def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping[str, float], store: DataStore) -> None:
     """The experience of one step is complete: every sample is scored, none is trained yet.
 
-    ``samples`` are copies of the step's, the ones excluded from training included; their arrays are read-only.
+    ``samples`` are copies of the step's, the ones excluded from training included; their arrays are read-only. Over
+    several processes they are references: ``store.get(samples, {"token_ids", "text"})`` gives samples with values.
 
     Example:
         from chatlearn_core.plugins import hookimpl

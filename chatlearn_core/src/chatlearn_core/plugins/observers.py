@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from chatlearn_core.flow import Graph
     from chatlearn_core.plugins.hookspec import RunStatus
+    from chatlearn_core.protocols import DataStore
     from chatlearn_core.types import RunFailure, Sample, SyncReceipt
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,11 @@ class Observers:
         copies: dict[str, Copy] = {"config": lambda: deepcopy(dict(config)), "graph": lambda: deepcopy(graph)}
         self._notify("chatlearn_run_start", copies, run_dir=run_dir)
 
-    def rollout_end(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+    def rollout_end(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float], store: DataStore) -> None:
         from chatlearn_core.types.read_only import read_only_samples  # there are samples, so torch is loaded anyway
 
         copies: dict[str, Copy] = {"samples": lambda: read_only_samples(samples), "metrics": lambda: dict(metrics)}
-        self._notify("chatlearn_rollout_end", copies, step=step)
+        self._notify("chatlearn_rollout_end", copies, step=step, store=store)
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         self._notify("chatlearn_step_end", {"metrics": lambda: dict(metrics)}, step=step)

@@ -359,6 +359,8 @@ class AggregationSpec(PluginRecord):
     """A pydantic model; its module imports pydantic and nothing heavy."""
     loss_unit: Literal["sequence", "group"] = "sequence"
     """``group``: the weights are right only if all sequences of a prompt are in the same mini-batch."""
+    reads: frozenset[str] = frozenset()
+    """Fields of samples that the function looks at beside ``loss_mask``: ``token_ids``, names of token data."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

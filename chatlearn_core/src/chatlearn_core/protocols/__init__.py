@@ -2,6 +2,7 @@
 
 from chatlearn_core.protocols.aggregation import Aggregation, SelectAggregation
 from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, RoleUpdate, Split
+from chatlearn_core.protocols.data_store import DataStore, PlainData, ReadsSamples
 from chatlearn_core.protocols.decisions import (
     Decision,
     ExampleSampler,
@@ -50,6 +51,7 @@ __all__ = [
     "Aggregation",
     "Algorithm",
     "AlgorithmContext",
+    "DataStore",
     "Decision",
     "Derive",
     "Device",
@@ -73,7 +75,9 @@ __all__ = [
     "ModelGroup",
     "ModelSource",
     "OnTokens",
+    "PlainData",
     "ProcessGroupLoader",
+    "ReadsSamples",
     "Reward",
     "RewardGroup",
     "RewardUnit",

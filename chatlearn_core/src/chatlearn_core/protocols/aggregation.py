@@ -24,6 +24,8 @@ class Aggregation:
     options: Any
     """Instance of the record's options model."""
     loss_unit: Literal["sequence", "group"] = "sequence"
+    reads: frozenset[str] = frozenset()
+    """Fields whose values the function looks at (``ReadsSamples``)."""
 
     def __call__(self, batch: TrainBatch) -> Tensor:
         """[T] float32 what each token's loss counts in the global mini-batch.

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from chatlearn_core.exceptions import TrainerLostError
 from chatlearn_core.protocols.algorithm import Split
+from chatlearn_core.protocols.data_store import DataStore
 from chatlearn_core.protocols.environment import GenerateFor, RolloutOrder
 from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.protocols.lifecycle import MemoryPart
@@ -78,7 +79,8 @@ class ModelGroup(RoleGroup, Protocol):
 class TrainerGroup(ModelGroup, Protocol):
     """All ranks of a trainer role: batches are split over data-parallel ranks, results come back in batch order."""
 
-    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs: ...
+    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
+        """Outputs in batch order; what is per token may be ``TensorRef``."""
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
 
@@ -86,13 +88,14 @@ class TrainerGroup(ModelGroup, Protocol):
         """Compute new data of a batch in a worker, where its arrays are or are fetched to.
 
         Args:
-            batch: any; its outputs stay where they are.
+            batch: any, also with references.
             function: pickled by name, as a module's function or a method of a plugin's object; called once for each
                 part of the batch.
             split: whether parts are whole groups, divided over the data-parallel ranks, or the whole batch is one.
 
         Returns:
-            the parts' data in the order of the batch, their exclusions together, their metrics merged.
+            the parts' data in the order of the batch (per token, it may be ``TensorRef``), their exclusions together,
+            their metrics merged.
         """
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
@@ -128,6 +131,7 @@ class GeneratorFleet(ModelGroup, Protocol):
     ) -> Completion:
         """Sample one completion, on the replica that is named; without one, on a replica that the request's group
         alone decides. Where that one does not take requests, on another that does; where none does, when one does.
+        Arrays and text of the completion may be references.
 
         Args:
             request: what to sample.
@@ -182,6 +186,10 @@ class Runtime(Protocol):
 
     on_event: Callable[[RuntimeEvent], None] | None
     """Set by the executor before ``start``; called on its event loop."""
+
+    @property
+    def data(self) -> DataStore:
+        """Brings the values of what completions, outputs and derived data refer to."""
 
     lend_weights: LendWeights
     """Set by the executor before ``start``; entered around every transfer of weights that ``sync_weights`` did not ask

@@ -1,7 +1,7 @@
 """What plugins return, checked where the core takes it: nothing that breaks a rule is trained on.
 
-A message names role, plugin, sample and rule. Values are looked at where they are at hand; of arrays that are kept
-elsewhere only what is known without fetching them, so that who hosts a backend checks its values.
+A message names role, plugin, sample and rule. Of references only shape and type are checked here: the process that
+hosts the backend checks their values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chatlearn_core.types import (
     SamplingParams,
     VersionSpan,
 )
-from chatlearn_core.types.remote import RemoteArray, RemoteCompletion
+from chatlearn_core.types.array_ref import ArrayRef, TextRef
 
 LOGPROB_TOLERANCE = 1e-3
 """How far above 0 rounding may put a logprob, nats: half-precision logits of a token that is all but certain."""
@@ -81,7 +81,7 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
     forced, tokens = request.forced_ids, completion.token_ids
-    if forced is not None and not isinstance(tokens, RemoteArray) and not np.array_equal(tokens, forced):
+    if forced is not None and not isinstance(tokens, ArrayRef) and not np.array_equal(tokens, forced):
         return f"its tokens are not the {len(forced)} that it was asked to score"
     if completion.sampling.basis != request.sampling.basis:
         return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
@@ -92,7 +92,7 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         arrays["prompt_ids"] = completion.prompt_ids
     for name, values in arrays.items():
         kinds, what = ("iu", "integers") if name in _ID_NAMES else ("f", "floating-point numbers")
-        if not isinstance(values, np.ndarray | RemoteArray):
+        if not isinstance(values, np.ndarray | ArrayRef):
             return f"{name} is a {type(values).__name__}, not an array"
         if values.ndim != 1 or values.dtype.kind not in kinds:
             return f"{name} has shape {values.shape} and dtype {values.dtype}; it is one dimension of {what}"
@@ -108,7 +108,7 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         return f"num_cached_tokens is {cached!r:.80}; it is a number of tokens, 0 if it is not known"
     if not isinstance(completion.basis, LogprobBasis):
         return f"basis is a {type(completion.basis).__name__}, not a LogprobBasis"
-    if not isinstance(completion, RemoteCompletion) and not isinstance(completion.text, str):
+    if not isinstance(completion.text, str | TextRef):
         return f"text is a {type(completion.text).__name__}"
     return (
         _length_problem(completion, request, length)
@@ -130,7 +130,7 @@ def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
             return f"token_data has the name {name!r:.80}, which is no text"
         if name in _WRITTEN_NAMES:
             return f"token_data has {name!r}, a name that the core writes itself; choose another"
-        if not isinstance(values, np.ndarray | RemoteArray):
+        if not isinstance(values, np.ndarray | ArrayRef):
             return f"token_data {name!r} is a {type(values).__name__}, not an array"
         if not values.shape:
             return f"token_data {name!r} has shape (); its first dimension is the tokens"
@@ -148,7 +148,7 @@ def _prompt_data_problem(completion: Completion, request: GenerateRequest) -> st
         own = completion.token_data.get(name)
         if own is None:
             return f"prompt_token_data has {name!r}, which token_data has not"
-        if not isinstance(values, np.ndarray | RemoteArray):
+        if not isinstance(values, np.ndarray | ArrayRef):
             return f"prompt_token_data {name!r} is a {type(values).__name__}, not an array"
         if len(values) != len(prompt_ids) or values.shape[1:] != own.shape[1:] or values.dtype != own.dtype:
             return (
@@ -160,7 +160,7 @@ def _prompt_data_problem(completion: Completion, request: GenerateRequest) -> st
 
 def _infinite_data_problem(arrays: Mapping[str, Any]) -> str | None:
     for name, values in arrays.items():
-        if isinstance(values, RemoteArray) or values.dtype.kind != "f" or not values.size:
+        if isinstance(values, ArrayRef) or values.dtype.kind != "f" or not values.size:
             continue
         if not (math.isfinite(values.min()) and math.isfinite(values.max())):  # NaN is the least and the most
             wrong = ~np.isfinite(values)
@@ -195,7 +195,7 @@ def _spans_problem(spans: Any, length: int) -> str | None:
 
 def _values_problem(arrays: Mapping[str, Any], vocab_size: int | None) -> str | None:
     for name, values in arrays.items():
-        if isinstance(values, RemoteArray) or not len(values):
+        if isinstance(values, ArrayRef) or not len(values):
             continue
         least, most = values.min(), values.max()
         if name in _ID_NAMES:
@@ -210,7 +210,7 @@ def _values_problem(arrays: Mapping[str, Any], vocab_size: int | None) -> str | 
 
 
 def _resumed_problem(completion: Completion, prior: Completion | None) -> str | None:
-    if prior is None or any(isinstance(c, RemoteCompletion) for c in (completion, prior)):
+    if prior is None or any(isinstance(c.token_ids, ArrayRef) for c in (completion, prior)):
         return None
     if np.array_equal(completion.token_ids[: len(prior.token_ids)], prior.token_ids):
         return None

@@ -1,7 +1,6 @@
 """What trainers compute, held to the records of the outputs: rows, shape, type and bounds of every number.
 
-Values are looked at where they are at hand; of tensors that are kept elsewhere only shape and type, so that the worker
-that computed them checks their values.
+Of references only shape and type are checked here: the worker that computed them checks their values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from chatlearn_core.exceptions import ContractError
 from chatlearn_core.plugins.records import OutputSpec
 from chatlearn_core.runtime.boundary import LOGPROB_TOLERANCE, Origin, some
 from chatlearn_core.types import OutputRequest, TrainBatch
-from chatlearn_core.types.remote import RemoteTensor
+from chatlearn_core.types.array_ref import TensorRef
 
 
 def check_outputs(
@@ -59,11 +58,11 @@ def check_outputs(
 def _check_output(values: Any, batch: TrainBatch, request: OutputRequest, origin: Origin, spec: OutputSpec) -> None:
     rows = batch.num_sequences if spec.per == "sequence" else batch.num_tokens
     what = "floating-point numbers" if spec.dtype == "float" else "int64"
-    is_right = isinstance(values, Tensor) and (
+    is_right = isinstance(values, Tensor | TensorRef) and (
         values.is_floating_point() if spec.dtype == "float" else values.dtype == torch.int64
     )
     if not is_right:
-        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        kind = values.dtype if isinstance(values, Tensor | TensorRef) else type(values).__name__
         raise ContractError(f"{origin}: compute returned {spec.name!r} as {kind}, not as a tensor of {what}")
     row = row_shape(spec, batch, request)
     fits = len(values.shape) == 1 + len(row) and all(
@@ -75,7 +74,7 @@ def _check_output(values: Any, batch: TrainBatch, request: OutputRequest, origin
             f"{origin}: compute returned {spec.name!r} in the shape {list(values.shape)}, not [{wanted}], for {rows} "
             f"{'sequences' if spec.per == 'sequence' else 'tokens'} of the samples {some(batch.sample_ids)}"
         )
-    if not isinstance(values, RemoteTensor):
+    if not isinstance(values, TensorRef):
         _check_values(values, batch, origin, spec)
 
 

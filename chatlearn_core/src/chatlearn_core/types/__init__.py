@@ -1,5 +1,16 @@
 """Data that crosses the borders between backends, algorithms and executor: plain slots dataclasses."""
 
+from chatlearn_core.types.array_ref import (
+    ArrayRef,
+    Block,
+    Fill,
+    Rows,
+    TensorRef,
+    TextRef,
+    joined,
+    per_sequence,
+    values_of,
+)
 from chatlearn_core.types.batch import TrainBatch, cumulative_lengths, pack_samples
 from chatlearn_core.types.boxes import Box, BoxCover, full_box
 from chatlearn_core.types.completion import (
@@ -20,21 +31,9 @@ from chatlearn_core.types.file_facts import FileFacts
 from chatlearn_core.types.metric import Metric, Metrics, Reducer, merge_metrics
 from chatlearn_core.types.outputs import OutputRequest, Outputs
 from chatlearn_core.types.prompt import Media, Prompt, TokenIds
-from chatlearn_core.types.remote import (
-    Block,
-    Fill,
-    RemoteArray,
-    RemoteCompletion,
-    RemoteTensor,
-    RemoteText,
-    Rows,
-    joined,
-    per_sequence,
-)
 from chatlearn_core.types.sample import (
     NOT_SAMPLED,
     UNGRADED,
-    RemoteTurn,
     RewardResult,
     Rollout,
     RolloutStatus,
@@ -69,6 +68,7 @@ __all__ = [
     "RAW_BASIS",
     "UNGRADED",
     "Answer",
+    "ArrayRef",
     "Block",
     "Box",
     "BoxCover",
@@ -96,11 +96,6 @@ __all__ = [
     "Preference",
     "Prompt",
     "Reducer",
-    "RemoteArray",
-    "RemoteCompletion",
-    "RemoteTensor",
-    "RemoteText",
-    "RemoteTurn",
     "ReplicaState",
     "RewardResult",
     "Rollout",
@@ -113,7 +108,9 @@ __all__ = [
     "SyncReceipt",
     "SyncRequest",
     "TensorPlace",
+    "TensorRef",
     "TensorSpec",
+    "TextRef",
     "TokenIds",
     "TrainBatch",
     "Turn",
@@ -135,4 +132,5 @@ __all__ = [
     "sample_with_tokens",
     "sample_with_turn",
     "scored_batch",
+    "values_of",
 ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types.remote import RemoteArray, RemoteTensor
+from chatlearn_core.types.array_ref import ArrayRef, TensorRef
 from chatlearn_core.types.sample import Sample
 
 
@@ -22,6 +22,9 @@ class TrainBatch:
     A unit is what may not be torn apart between micro-batches or ranks: sequences with the same ``unit_index``.
     Weights that already hold the global denominator live in ``token_data["loss_weight"]``; an empty batch (S = 0)
     is legal and weighs nothing.
+
+    In the driver of a run over several processes, per-token tensors may be ``TensorRef``, which have shapes and no
+    values; where a batch is computed on, they are plain.
     """
 
     sample_ids: tuple[str, ...]
@@ -81,7 +84,7 @@ class TrainBatch:
         spans = [(bounds[i], bounds[i + 1]) for i in indices]
 
         def tokens(values: Tensor) -> Tensor:
-            if isinstance(values, RemoteTensor):
+            if isinstance(values, TensorRef):
                 return values.select_sequences(indices)
             return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
 
@@ -123,8 +126,8 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = None) -> TrainBatch:
     """Lay samples end to end.
 
-    Every sample carries the same ``token_data`` and ``sequence_data``. Arrays that are kept elsewhere are not fetched:
-    they become a ``RemoteTensor``.
+    Every sample carries the same ``token_data`` and ``sequence_data``. References are not followed: they become a
+    ``TensorRef``.
 
     Args:
         samples: in the order the batch shall have.
@@ -146,8 +149,8 @@ def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = N
                 )
 
     def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        if any(isinstance(array, RemoteArray) for array in arrays):
-            return RemoteTensor(arrays)
+        if any(isinstance(array, ArrayRef) for array in arrays):
+            return cast(Tensor, TensorRef(arrays))
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0, dtype=dtype)
 
     return TrainBatch(

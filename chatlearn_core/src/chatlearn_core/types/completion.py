@@ -118,7 +118,11 @@ class GenerateRequest:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Completion:
-    """One sampled sequence. Arrays share one length C."""
+    """One sampled sequence. Arrays share one length C.
+
+    Where a runtime leaves them with the worker that sampled them, arrays are ``ArrayRef`` and ``text`` is a
+    ``TextRef``; ``DataStore.get_completions`` brings them.
+    """
 
     request_id: str
     token_ids: TokenIds

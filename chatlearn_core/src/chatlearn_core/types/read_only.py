@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from chatlearn_core.types.array_ref import ArrayRef
 from chatlearn_core.types.prompt import Media, Prompt
-from chatlearn_core.types.remote import RemoteArray
 from chatlearn_core.types.sample import RewardResult, Sample
 
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
@@ -52,14 +52,14 @@ def plain_copy(value: Any) -> Any:
         return [plain_copy(entry) for entry in value]
     if type(value) is tuple:
         return tuple(plain_copy(entry) for entry in value)
-    if isinstance(value, np.ndarray | RemoteArray):
+    if isinstance(value, np.ndarray | ArrayRef):
         return read_only(value)
     return copy.deepcopy(value)
 
 
 def read_only(array: Any) -> Any:
-    """A view that cannot be written to; an array that is kept elsewhere stays there."""
-    if isinstance(array, RemoteArray):
+    """A view that cannot be written to; of a reference a reference."""
+    if isinstance(array, ArrayRef):
         return array.read_only()
     view = array.view()
     view.flags.writeable = False

@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from chatlearn_core.exceptions import BackendError
+from chatlearn_core.exceptions import BackendError, UnfetchedError
+from chatlearn_core.types.array_ref import ArrayRef, Fill, TextRef, cut, joined, named, unfetched
 from chatlearn_core.types.completion import (
     RAW_BASIS,
     Completion,
@@ -22,7 +23,6 @@ from chatlearn_core.types.completion import (
 from chatlearn_core.types.example import Example, ExampleDraw
 from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Media, Prompt, TokenIds
-from chatlearn_core.types.remote import Fill, RemoteArray, RemoteCompletion, RemoteText, joined
 
 UNGRADED = "ungraded"
 """Component, 1.0, of a reward whose value says only that judging the sample took too much time or memory. Counted."""
@@ -65,34 +65,10 @@ class Turn:
     version_spans: tuple[VersionSpan, ...]
     """Which policy versions sampled it, counted from ``start``; ``token_data["policy_version"]`` has them by token."""
     text: str = ""
-    """The decoded tokens."""
+    """The decoded tokens; a ``TextRef`` where they stay with the worker that sampled them."""
     request_id: str = ""
     generator: str = ""
     """Role that sampled it."""
-
-
-class RemoteTurn(Turn):
-    """A turn whose text is kept elsewhere, and fetched when it is looked at."""
-
-    __slots__ = ("remote_text",)
-    remote_text: str | RemoteText
-
-    @property
-    def text(self) -> str:
-        kept = self.remote_text
-        return kept.fetch() if isinstance(kept, RemoteText) else kept
-
-    @text.setter
-    def text(self, text: str | RemoteText) -> None:
-        object.__setattr__(self, "remote_text", text)
-
-    def fetch(self) -> Turn:
-        """An ordinary turn."""
-        return Turn(*(getattr(self, name) for name in Turn.__match_args__))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        names = Turn.__match_args__
-        return RemoteTurn, tuple(self.remote_text if name == "text" else getattr(self, name) for name in names)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +77,9 @@ class Sample:
 
     Every per-token array is aligned with ``token_ids``: entry t belongs to token t (a logprob at t is that of token t
     given the tokens before it). Where ``loss_mask`` is False the entry is 0 and has no meaning.
+
+    In the driver of a run over several processes, ``token_ids`` and ``token_data`` may be ``ArrayRef``, which have
+    lengths and no values; ``DataStore.get`` gives samples with plain arrays.
 
     Example: ids [7, 8, 9] answered by [4, 2] give ``token_ids = [7, 8, 9, 4, 2]``, ``num_prompt_tokens = 3``,
     ``loss_mask = [F, F, F, T, T]``, one ``Turn(3, 5, ...)`` and ``token_data["policy_version"] = [-1, -1, -1, 6, 6]``.
@@ -147,7 +126,7 @@ class Sample:
     @property
     def completion_ids(self) -> TokenIds:
         """[T - num_prompt_tokens] the tokens behind the prompt."""
-        return self.token_ids[self.num_prompt_tokens :]
+        return cut(self.token_ids, self.num_prompt_tokens, len(self.token_ids))
 
     @property
     def last_turn(self) -> Turn | None:
@@ -156,7 +135,13 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What the policy sampled, its turns one after the other; empty where it sampled nothing."""
+        """What the policy sampled, its turns one after the other; empty where it sampled nothing.
+
+        Raises:
+            UnfetchedError: a turn's text stays with the worker that sampled it.
+        """
+        if any(isinstance(turn.text, TextRef) for turn in self.turns):
+            raise UnfetchedError(unfetched(self.id, "text"))
         return "".join(turn.text for turn in self.turns)
 
 
@@ -193,8 +178,8 @@ def sample_from_completion(
 
     The prompt's tokens are those that the engine saw, if the completion says (``prompt_ids``). Logprobs of another
     distribution than the one that was sampled from, which the completion's basis states, are called
-    ``generator_raw_logprobs``, so that no ratio can be made of them by mistake. Arrays of a completion that are kept
-    elsewhere stay there.
+    ``generator_raw_logprobs``, so that no ratio can be made of them by mistake. References of a completion become
+    references of the sample.
 
     Args:
         example_id: of the example that was drawn; the prompt's by default.
@@ -202,25 +187,28 @@ def sample_from_completion(
     """
     prompt_ids = prompt.token_ids if completion.prompt_ids is None else completion.prompt_ids
     num_prompt, length = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
-    token_ids = joined([prompt_ids, completion.token_ids], np.int64)
+    token_ids = named(joined([prompt_ids, completion.token_ids], np.int64), sample_id, "token_ids")
     loss_mask = np.zeros(length, dtype=np.bool_)
     loss_mask[num_prompt:] = True
-    text = completion.remote_text if isinstance(completion, RemoteCompletion) else completion.text
-    turn = (RemoteTurn if isinstance(text, RemoteText) else Turn)(
+    text: Any = completion.text
+    if isinstance(text, TextRef):
+        text = replace(text, owner=sample_id)
+    turn = Turn(
         num_prompt,
         length,
         completion.finish_reason,
         completion.sampling,
         completion.basis,
         completion.version_spans,
-        cast(str, text),
+        text,
         completion.request_id,
         generator,
     )
-    versions = _remote_versions if isinstance(token_ids, RemoteArray) else policy_versions
+    versions = _stored_versions if isinstance(token_ids, ArrayRef) else policy_versions
     token_data = {"policy_version": versions(num_prompt, completion.version_spans, length)}
     for name, values in _sampled_data(completion).items():
         token_data[name] = _aligned(values, num_prompt, completion.prompt_token_data.get(name))
+    token_data = {name: named(values, sample_id, name) for name, values in token_data.items()}
     return Sample(
         sample_id,
         group_id,
@@ -265,13 +253,13 @@ def sample_with_turn(
             f"sample {sample.id!r}: only {having} has token_data {odd[0]!r}; what a loss reads, every token must have"
         )
     token_data = {
-        name: joined([kept[name], values[start:]]) if name in kept else values
+        name: named(joined([kept[name], cut(values, start, length)]), sample.id, name) if name in kept else values
         for name, values in after.token_data.items()
     }
     return replace(
         sample,
         token_ids=after.token_ids,
-        loss_mask=np.concatenate([np.asarray(sample.loss_mask), np.ones(length - start, dtype=np.bool_)]),
+        loss_mask=np.concatenate([sample.loss_mask, np.ones(length - start, dtype=np.bool_)]),
         turns=(*sample.turns, *after.turns),
         reward=None,
         token_data=token_data,
@@ -307,19 +295,20 @@ def sample_with_tokens(sample: Sample, token_ids: TokenIds) -> Sample:
     """The sample with tokens behind it that the policy did not sample: its data is 0 there, and the loss mask False.
 
     Args:
+        sample: with plain arrays.
         token_ids: [N]
     """
     added = len(token_ids)
     token_data = {
-        name: np.concatenate([np.asarray(values), np.zeros((added, *values.shape[1:]), values.dtype)])
+        name: np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
         for name, values in sample.token_data.items()
     }
     if "policy_version" in token_data:
         token_data["policy_version"][len(sample.token_ids) :] = NOT_SAMPLED
     return replace(
         sample,
-        token_ids=np.concatenate([np.asarray(sample.token_ids), np.asarray(token_ids, np.int64)]),
-        loss_mask=np.concatenate([np.asarray(sample.loss_mask), np.zeros(added, np.bool_)]),
+        token_ids=np.concatenate([sample.token_ids, np.asarray(token_ids, np.int64)]),
+        loss_mask=np.concatenate([sample.loss_mask, np.zeros(added, np.bool_)]),
         token_data=token_data,
     )
 
@@ -343,12 +332,12 @@ def policy_versions(start: int, spans: Sequence[VersionSpan], length: int) -> np
     return versions
 
 
-def _remote_versions(start: int, spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
+def _stored_versions(start: int, spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
     """The same of spans without gaps, without the memory."""
     behind = length - start - (spans[-1].stop if spans else 0)
     fills = [Fill(span.version, span.stop - span.start) for span in spans]
     fills = [Fill(NOT_SAMPLED, start), *fills, Fill(NOT_SAMPLED, behind)]
-    return cast(npt.NDArray[np.int32], RemoteArray(fills, (), np.int32))
+    return cast(npt.NDArray[np.int32], ArrayRef(fills, (), np.int32))
 
 
 def _sampled_data(completion: Completion) -> dict[str, npt.NDArray[Any]]:
@@ -363,6 +352,6 @@ def _aligned(values: npt.NDArray[Any], num_prompt: int, prompt_values: npt.NDArr
     """Put [C, ...] completion values behind the prompt's, which are zeros where there are none."""
     if prompt_values is not None:
         return joined([prompt_values, values])
-    if isinstance(values, RemoteArray):
+    if isinstance(values, ArrayRef):
         return cast(npt.NDArray[Any], values.behind(Fill(0, num_prompt)))
     return np.concatenate([np.zeros((num_prompt, *values.shape[1:]), dtype=values.dtype), values])

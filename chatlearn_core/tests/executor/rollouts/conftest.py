@@ -181,7 +181,7 @@ class Play:
                 raise answer
             if answer is not None:
                 ended[request.sample_id] = answer
-        self.pending, metrics = self.partial.finish(rollout_step)
+        self.pending, metrics = await self.partial.finish(rollout_step)
         self.metrics = {name: metric.value for name, metric in metrics.items()}
         return ended
 

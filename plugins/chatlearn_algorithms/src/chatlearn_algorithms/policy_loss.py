@@ -79,6 +79,11 @@ class PolicyLoss:
         return OutputRequest(frozenset(names), self.temperature)
 
     @property
+    def reads(self) -> frozenset[str]:
+        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
+        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
+
+    @property
     def unit(self) -> Unit:
         """A group for ``prompt_mean``, whose denominator counts the tokens of all completions of a prompt."""
         if isinstance(self.aggregation, Aggregation):

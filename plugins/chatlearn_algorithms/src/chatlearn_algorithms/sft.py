@@ -26,6 +26,11 @@ class SFTLoss:
         return OutputRequest(frozenset({"logprobs"}))
 
     @property
+    def reads(self) -> frozenset[str]:
+        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
+        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
+
+    @property
     def unit(self) -> Unit:
         return self.aggregation.loss_unit if isinstance(self.aggregation, Aggregation) else "sequence"
 

@@ -18,6 +18,7 @@ from chatlearn_core.exceptions import (
 from chatlearn_core.protocols import (
     Device,
     LendWeights,
+    PlainData,
     RoleIsUp,
     RuntimeEvent,
 )
@@ -52,6 +53,7 @@ class LocalRuntime:
         self.options = options
         self.plan = plan
         self.on_event: Callable[[RuntimeEvent], None] | None = None
+        self.data = PlainData()
         self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
         for role in plan.roles.values():
             if role.ranks > 1:

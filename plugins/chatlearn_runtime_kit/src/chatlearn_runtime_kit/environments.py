@@ -13,7 +13,7 @@ import numpy as np
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError, RoleLostError
 from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
-from chatlearn_core.types import Completion, GenerateRequest, RemoteCompletion, Rollout
+from chatlearn_core.types import Completion, GenerateRequest, Rollout
 
 _STOP_S = 5.0
 """An environment's loop that does not end for so long is left behind: its thread is a daemon."""
@@ -82,8 +82,7 @@ class LocalEnvironments:
             asked = asyncio.run_coroutine_threadsafe(clock.without(generate(handle, request)), here)
             pending.add(asked)
             try:
-                completion = await asyncio.wrap_future(asked)
-                return completion.fetch() if isinstance(completion, RemoteCompletion) else completion
+                return await asyncio.wrap_future(asked)
             except RoleLostError as error:
                 lost.append(error)  # whatever the environment makes of it, the run ends
                 raise
@@ -191,7 +190,7 @@ def _problem(rollout: Any, order: RolloutOrder) -> str | None:
         sampled = np.zeros(length, np.bool_)
         for turn in sample.turns:
             sampled[turn.start : turn.stop] = True
-        if (np.asarray(sample.loss_mask) & ~sampled).any():
+        if (sample.loss_mask & ~sampled).any():
             return f"the loss mask of its sample {sample.id!r} covers tokens that the policy did not sample"
     return None
 

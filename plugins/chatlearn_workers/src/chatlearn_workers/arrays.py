@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.types import TrainBatch
-from chatlearn_core.types.remote import Array, Fill, Piece, RemoteArray, RemoteTensor, Rows
+from chatlearn_core.types.array_ref import Array, ArrayRef, Fill, Piece, Rows, TensorRef
 from chatlearn_workers.blocks import StoredBlock, fetch_blocks
 from chatlearn_workers.runs import RunArray
 
@@ -77,7 +77,7 @@ class RowsArray:
     dtype: str
 
     @staticmethod
-    def of(tensor: RemoteTensor) -> RowsArray:
+    def of(tensor: TensorRef) -> RowsArray:
         """Nothing is fetched."""
         blocks: dict[int, tuple[int, Any]] = {}
         names: dict[str, int] = {}
@@ -124,7 +124,7 @@ class RowsArray:
 
 def _pieces(arrays: Iterable[Array]) -> Iterable[Piece]:
     for array in arrays:
-        if isinstance(array, RemoteArray):
+        if isinstance(array, ArrayRef):
             yield from array.pieces
         else:
             yield array
@@ -182,7 +182,7 @@ _FIELDS = ("token_ids", "cu_seqlens", "loss_mask", "unit_index", "group_index", 
 
 
 def _carried(tensor: Tensor) -> Carried:
-    return RowsArray.of(tensor) if isinstance(tensor, RemoteTensor) else TensorArray.of(tensor, short=True)
+    return RowsArray.of(tensor) if isinstance(tensor, TensorRef) else TensorArray.of(tensor, short=True)
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, TensorArray]:

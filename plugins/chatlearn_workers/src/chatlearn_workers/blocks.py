@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from chatlearn_core.exceptions import TrainerLostError
-from chatlearn_core.types import GenerateRequest, RemoteArray, RemoteCompletion, RemoteText
-from chatlearn_core.types.remote import Array, Rows
+from chatlearn_core.protocols import DataStore
+from chatlearn_core.types import ArrayRef, Block, GenerateRequest, values_of
+from chatlearn_core.types.array_ref import Array
 from chatlearn_workers.rpc import ObjectStore, StoredValueLostError
 
 FETCH_TIMEOUT_S = 600.0
@@ -27,7 +30,7 @@ class Traffic:
     stored_bytes: int = 0
     """Put into the object store, by the driver and by workers."""
     driver_bytes: int = 0
-    """Values that passed through the driver: what it put there or sent, and what it looked at."""
+    """Values that passed through the driver: what it put there or sent, and what its ``DataStore`` brought."""
     driver_s: float = 0.0
     """How long the driver took for that."""
 
@@ -44,7 +47,7 @@ class StoredBlock:
     Args:
         store: where its arrays are.
         reference: of the arrays, which are one value of the store.
-        traffic: counts what is looked at; only the driver has it.
+        traffic: counts what is read; only the driver has it.
     """
 
     __slots__ = ("_arrays", "reference", "store", "traffic")
@@ -56,19 +59,11 @@ class StoredBlock:
         self._arrays: Mapping[str, Array] | None = None
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Rows of one array.
-
-        Raises:
-            TrainerLostError: the node that held them is gone.
-        """
-        begin = time.perf_counter()
-        if self._arrays is None:
-            fetch_blocks([self])
-        assert self._arrays is not None
+        """Rows of one array."""
+        assert self._arrays is not None, "a store brings a block before its rows are read"
         rows = self._arrays[name][start:stop]
         if self.traffic is not None:
             self.traffic.driver_bytes += rows.nbytes
-            self.traffic.driver_s += time.perf_counter() - begin
         return rows
 
     def fill(self, arrays: Mapping[str, Array]) -> None:
@@ -109,35 +104,45 @@ def fetch_blocks(blocks: Iterable[StoredBlock]) -> None:
         block.fill(found[block.reference])
 
 
-def blocks_of(arrays: Iterable[Any]) -> list[StoredBlock]:
-    """The blocks behind whatever of these is stored."""
-    blocks: dict[int, StoredBlock] = {}
-    for array in arrays:
-        rows: Sequence[Any] = array.pieces if isinstance(array, RemoteArray) else ()
-        if isinstance(array, RemoteText):
-            rows = (array.rows,)
-        for piece in rows:
-            if isinstance(piece, Rows) and isinstance(piece.block, StoredBlock):
-                blocks[id(piece.block)] = piece.block
-    return list(blocks.values())
+class BlockStore(DataStore):
+    """The ``DataStore`` of a run over worker processes: values come out of blocks. Workers have one, too."""
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic
+
+    def bring(self, blocks: Sequence[Block]) -> None:
+        """See ``DataStore``."""
+        begin = time.perf_counter()
+        fetch_blocks(block for block in blocks if isinstance(block, StoredBlock))
+        if self._traffic is not None:
+            self._traffic.driver_s += time.perf_counter() - begin
+
+    def get_request(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with plain arrays, and so what it resumes from. Blocks the thread.
+
+        Raises:
+            TrainerLostError: see ``DataStore.bring``.
+        """
+        arrays: tuple[Any, ...] = (request.prompt_ids, request.forced_ids)
+        refs = [array for array in arrays if isinstance(array, ArrayRef)]
+        self.bring([block for ref in refs for block in ref.blocks])
+        prior = request.resume_from
+        return replace(
+            request,
+            prompt_ids=values_of(request.prompt_ids),
+            forced_ids=None if request.forced_ids is None else values_of(request.forced_ids),
+            resume_from=None if prior is None else self.get_completions([prior])[0],
+        )
 
 
-def fetched_request(request: GenerateRequest) -> GenerateRequest:
-    """The request with what it resumes from at hand. Blocks the thread until it is here."""
-    if not isinstance(request.resume_from, RemoteCompletion):
-        return request
-    fetch_blocks(blocks_of(arrays_of_completion(request.resume_from)))
-    return replace(request, resume_from=request.resume_from.fetch())
+def has_references(request: GenerateRequest) -> bool:
+    """Whether tokens of a request, or what it resumes from, stay with a worker."""
+    prior = request.resume_from
+    arrays = (request.prompt_ids, request.forced_ids, None if prior is None else prior.token_ids)
+    return any(isinstance(array, ArrayRef) for array in arrays)
 
 
-def arrays_of_completion(completion: RemoteCompletion) -> list[Any]:
-    """Whatever of it may be stored."""
-    return [
-        completion.token_ids,
-        completion.logprobs,
-        completion.raw_logprobs,
-        completion.remote_text,
-        *completion.token_data.values(),
-        completion.prompt_ids,
-        *completion.prompt_token_data.values(),
-    ]
+def bytes_here(array: Array | ArrayRef) -> int:
+    """Bytes of an array that travel with a message: what is stored does not."""
+    pieces = array.pieces if isinstance(array, ArrayRef) else (array,)
+    return sum(piece.nbytes for piece in pieces if isinstance(piece, np.ndarray))

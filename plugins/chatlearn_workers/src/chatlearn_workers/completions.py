@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.types import Completion, FinishReason, LogprobBasis, RemoteText, SamplingParams, VersionSpan
+from chatlearn_core.types import Completion, FinishReason, LogprobBasis, SamplingParams, TextRef, VersionSpan
+from chatlearn_core.types.array_ref import Array, ArrayRef, Block, Rows
 from chatlearn_core.types.pickling import pickled_by_position
-from chatlearn_core.types.remote import Array, Block, RemoteArray, RemoteCompletion, Rows
 
 TEXT = "text"
 DATA, PROMPT_DATA = "token_data/", "prompt_token_data/"
@@ -88,9 +88,10 @@ def completion_of(facts: CompletionFacts, block: Block, sampling: SamplingParams
     Args:
         sampling: what was asked for.
     """
-    arrays = {name: _stored(place, block) for name, place in facts.places.items() if name != TEXT}
-    text: Any = RemoteText(_rows(facts.places[TEXT], block))
-    return RemoteCompletion(
+    owner = facts.request_id
+    arrays = {name: _stored(place, block, owner, name) for name, place in facts.places.items() if name != TEXT}
+    text: Any = TextRef(_rows(facts.places[TEXT], block), owner)
+    return Completion(
         request_id=facts.request_id,
         token_ids=arrays["token_ids"],
         logprobs=arrays["logprobs"],
@@ -116,9 +117,9 @@ def _rows(place: Place, block: Block) -> Rows:
     return Rows(block, key, start, stop)
 
 
-def _stored(place: Place, block: Block) -> Any:
+def _stored(place: Place, block: Block, owner: str, name: str) -> Any:
     tail, dtype = _shape(place[0])
-    return RemoteArray([_rows(place, block)], tail, dtype)
+    return ArrayRef([_rows(place, block)], tail, dtype, owner, name.rpartition("/")[2])
 
 
 @cache

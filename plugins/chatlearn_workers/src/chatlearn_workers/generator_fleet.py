@@ -16,7 +16,7 @@ from chatlearn_core.runtime.health import health_words
 from chatlearn_core.types import Completion, GenerateRequest, ReplicaState, SamplingParams
 from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
 from chatlearn_runtime_kit.restart_budget import Tell
-from chatlearn_workers.blocks import StoredBlock, Traffic
+from chatlearn_workers.blocks import StoredBlock, Traffic, bytes_here
 from chatlearn_workers.completions import completion_of
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_worker import POLL_S, ReplicaReport
@@ -82,7 +82,7 @@ class Replica:
 
     def _flush(self) -> None:
         requests, self._queue = self._queue, []
-        self._traffic.driver_bytes += sum(request.prompt_ids.nbytes for _, request in requests)
+        self._traffic.driver_bytes += sum(bytes_here(request.prompt_ids) for _, request in requests)
         self._send(self._submit(requests))
 
     def _drop(self, request_id: str) -> None:

@@ -21,10 +21,10 @@ from chatlearn_core.types import (
     SyncReceipt,
     SyncRequest,
 )
-from chatlearn_core.types.remote import Array
+from chatlearn_core.types.array_ref import Array
 from chatlearn_runtime_kit.offload import move
 from chatlearn_runtime_kit.weight_ends import take_weights
-from chatlearn_workers.blocks import fetched_request
+from chatlearn_workers.blocks import BlockStore, has_references
 from chatlearn_workers.completions import CompletionFacts, CompletionPacker
 from chatlearn_workers.rpc_result import Failure
 from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
@@ -83,10 +83,10 @@ class GeneratorWorker(Worker):
         self, requests: Sequence[tuple[int, GenerateRequest]], streamed: Collection[int] = frozenset()
     ) -> None:
         """Start numbered requests, in order and in one turn of the event loop, so that a batch does not depend on
-        timing. One that resumes from tokens which are lost with their node is answered with that. Tokens of those that
+        timing. One that refers to tokens which are lost with their node is answered with that. Tokens of those that
         are ``streamed`` are in the reports.
         """
-        if any(request.resume_from is not None for _, request in requests):
+        if any(has_references(request) for _, request in requests):
             requests = await asyncio.to_thread(self._fetched, requests)
             if self._ended:
                 self._news.set()
@@ -96,11 +96,12 @@ class GeneratorWorker(Worker):
             task.add_done_callback(self._running.discard)
 
     def _fetched(self, requests: Sequence[tuple[int, GenerateRequest]]) -> list[tuple[int, GenerateRequest]]:
-        """The requests with what they resume from, without those for which it is gone."""
+        """The requests with plain arrays, without those of which an array is gone."""
         fetched: list[tuple[int, GenerateRequest]] = []
+        store = BlockStore()
         for number, request in requests:
             try:
-                fetched.append((number, fetched_request(request)))
+                fetched.append((number, store.get_request(request)))
             except TrainerLostError as error:
                 self._ended.append((number, request, Failure.of(error)))
         return fetched

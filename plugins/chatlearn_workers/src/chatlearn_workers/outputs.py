@@ -11,7 +11,7 @@ import torch
 
 from chatlearn_core.plugins.records import OutputSpec
 from chatlearn_core.types import Derived, Metrics, Outputs
-from chatlearn_core.types.remote import Array, Block, RemoteArray, RemoteTensor, Rows
+from chatlearn_core.types.array_ref import Array, ArrayRef, Block, Rows, TensorRef
 from chatlearn_workers.arrays import TensorArray, to_arrays, to_tensors
 
 
@@ -29,7 +29,8 @@ class ComputedFacts:
         outputs: dict[str, torch.Tensor] = to_tensors(self.at_hand)
         for name, (shape, dtype) in self.stored.items():
             rows = Rows(block, name, 0, shape[0])
-            outputs[name] = RemoteTensor([cast(Array, RemoteArray([rows], shape[1:], dtype))])
+            whole = ArrayRef([rows], shape[1:], dtype, "a batch", name)
+            outputs[name] = cast(torch.Tensor, TensorRef([cast(Array, whole)]))
         return outputs
 
     @property
@@ -63,7 +64,7 @@ def pack_derived(derived: Derived) -> tuple[DerivedFacts, dict[str, Array]]:
 
 
 def pack_outputs(outputs: Outputs, specs: Mapping[str, OutputSpec]) -> tuple[ComputedFacts, dict[str, Array]]:
-    """Facts, and the block. What numpy has no type for (bfloat16) becomes float32, which holds the same numbers."""
+    """Facts, and the block."""
     block = {name: _array(tensor) for name, tensor in outputs.items() if specs[name].per == "token"}
     at_hand = {name: tensor for name, tensor in outputs.items() if specs[name].per == "sequence"}
     stored = {name: (array.shape, array.dtype.str) for name, array in block.items()}
@@ -71,5 +72,6 @@ def pack_outputs(outputs: Outputs, specs: Mapping[str, OutputSpec]) -> tuple[Com
 
 
 def _array(tensor: torch.Tensor) -> Array:
+    """As samples have it: floating-point numbers in float32."""
     host = tensor.detach().cpu()
-    return (host.float() if host.dtype in (torch.bfloat16, torch.float16) else host).numpy()
+    return (host.float() if host.is_floating_point() else host).numpy()

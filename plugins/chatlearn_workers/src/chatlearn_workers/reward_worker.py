@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
-from chatlearn_workers.sample_codec import fetched_samples
+from chatlearn_workers.blocks import BlockStore
 from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import WorkerSpec
 
@@ -31,7 +30,7 @@ class RewardWorker(Worker):
         return self.facts()
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        return await self._group.score(await asyncio.to_thread(fetched_samples, samples))
+        return await self._group.score(await BlockStore().aget(samples))
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:
         await self._group.offload(parts)

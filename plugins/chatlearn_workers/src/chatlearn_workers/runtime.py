@@ -23,7 +23,7 @@ from chatlearn_runtime_kit.environments import LocalEnvironments
 from chatlearn_runtime_kit.restart_budget import RestartBudget
 from chatlearn_runtime_kit.rewards import part_name
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
-from chatlearn_workers.blocks import Traffic
+from chatlearn_workers.blocks import BlockStore, Traffic
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_fleet import RemoteGeneratorFleet
 from chatlearn_workers.options import WorkersOptions
@@ -71,6 +71,7 @@ class WorkersRuntime(ABC):
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
         self._senders: dict[tuple[str, str], RemoteSenders] = {}
         self._traffic = Traffic()
+        self.data = BlockStore(self._traffic)
         self._directory = str(Path.cwd())
         self._trainer_restart_budgets: dict[str, RestartBudget] = {}
         self.on_event: Callable[[RuntimeEvent], None] | None = None

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.types import Fill, RemoteArray, RemoteTurn, Sample
-from chatlearn_workers.blocks import Traffic, blocks_of, fetch_blocks
+from chatlearn_core.types import ArrayRef, Fill, Sample
+from chatlearn_workers.blocks import Traffic
 
 _MAX_RUNS = 8
 """An array of more runs of equal values is sent as it is."""
@@ -33,43 +33,19 @@ def travelling_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Samp
     return sent
 
 
-def fetched_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples as they were before they travelled, with ordinary arrays. Blocks the thread until they are here."""
-    fetch_blocks(blocks_of(part for sample in samples for part in _parts(sample)))
-    return [
-        replace(
-            sample,
-            token_ids=np.asarray(sample.token_ids),
-            loss_mask=np.asarray(sample.loss_mask),
-            turns=tuple(turn.fetch() if isinstance(turn, RemoteTurn) else turn for turn in sample.turns),
-            token_data={name: np.asarray(values) for name, values in sample.token_data.items()},
-        )
-        for sample in samples
-    ]
-
-
 def _at_hand(array: Any) -> Iterator[np.ndarray]:
     """What of an array travels with a message."""
-    for piece in array.pieces if isinstance(array, RemoteArray) else (array,):
+    for piece in array.pieces if isinstance(array, ArrayRef) else (array,):
         if isinstance(piece, np.ndarray):
             yield piece
 
 
 def _short(array: Any) -> Any:
     """An array of few runs of equal values as these runs."""
-    if isinstance(array, RemoteArray) or array.ndim != 1 or not len(array) or array.dtype.kind not in "bi":
+    if isinstance(array, ArrayRef) or array.ndim != 1 or not len(array) or array.dtype.kind not in "bi":
         return array
     changes = np.flatnonzero(array[1:] != array[:-1]) + 1
     if len(changes) >= _MAX_RUNS:
         return array
     bounds = pairwise([0, *changes.tolist(), len(array)])
-    return RemoteArray([Fill(array[start].item(), stop - start) for start, stop in bounds], (), array.dtype)
-
-
-def _parts(sample: Sample) -> Iterator[Any]:
-    """Whatever of it may be kept elsewhere."""
-    yield sample.token_ids
-    yield from sample.token_data.values()
-    for turn in sample.turns:
-        if isinstance(turn, RemoteTurn):
-            yield turn.remote_text
+    return ArrayRef([Fill(array[start].item(), stop - start) for start, stop in bounds], (), array.dtype)

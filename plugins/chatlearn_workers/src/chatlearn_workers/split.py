@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from chatlearn_core.batching import balance
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import OutputSpec
 from chatlearn_core.types import Metrics, Outputs, TrainBatch, merge_metrics
-from chatlearn_core.types.remote import Array, RemoteTensor
+from chatlearn_core.types.array_ref import Array, TensorRef, cut
 
 K = TypeVar("K", bound=str)
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def gather_outputs(
                     f"data-parallel slice {index} returned {len(values)} rows of {name!r} for {len(indices)} sequences "
                     f"of {sum(bounds[i + 1] - bounds[i] for i in indices)} tokens; {len(rows)} were expected"
                 )
-            if isinstance(values, RemoteTensor):
+            if isinstance(values, TensorRef):
                 stored.setdefault(name, {}).update(_cut(values, bounds, indices))
                 continue
             size = batch.num_sequences if name in per_sequence else batch.num_tokens
@@ -107,18 +107,18 @@ def gather_outputs(
                 gathered[name] = values.new_empty((size, *values.shape[1:]))
             gathered[name][torch.as_tensor(rows, dtype=torch.int64)] = values
     for name, arrays in stored.items():
-        gathered[name] = RemoteTensor([arrays[index] for index in range(batch.num_sequences)])
+        gathered[name] = cast(Tensor, TensorRef([arrays[index] for index in range(batch.num_sequences)]))
     if not gathered:  # an empty batch: whatever was returned is empty
         return dict(next((part for part in slices if part), {}))
     return gathered
 
 
-def _cut(values: RemoteTensor, bounds: Sequence[int], indices: Sequence[int]) -> dict[int, Array]:
+def _cut(values: TensorRef, bounds: Sequence[int], indices: Sequence[int]) -> dict[int, Array]:
     """A slice's tensor, which is one stored array, by sequence of the batch."""
     [whole] = values.sequences
     lengths = [bounds[i + 1] - bounds[i] for i in indices]
     ends = list(accumulate(lengths))
-    return {i: whole[end - length : end] for i, length, end in zip(indices, lengths, ends, strict=True)}
+    return {i: cut(whole, end - length, end) for i, length, end in zip(indices, lengths, ends, strict=True)}
 
 
 def _token_rows(bounds: Sequence[int], indices: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ from chatlearn_core.types import (
     SyncRequest,
     WeightManifest,
 )
-from chatlearn_core.types.remote import Array
+from chatlearn_core.types.array_ref import Array
 from chatlearn_hosting.engine_side.private_store import LOOPBACK
 from chatlearn_hosting.reserved_port import ReservedPort
 from chatlearn_runtime_kit.offload import move

@@ -12,7 +12,8 @@ from dataclasses import replace
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.rollouts.in_flight import Generate, PromptsInFlight
 from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
-from chatlearn_core.executor.rollouts.pending import Group, Progress, at_hand
+from chatlearn_core.executor.rollouts.pending import Group, Progress
+from chatlearn_core.protocols import DataStore
 from chatlearn_core.types import Completion, GenerateRequest, Metrics
 
 
@@ -29,10 +30,19 @@ class ChunkedRollouts(PromptsInFlight):
         round_tokens: tokens that a completion may grow by in a round.
         max_rounds: rounds of a completion, at least 1.
         in_flight_prompts: prompts that a step begins with.
+        data: has what completions refer to.
     """
 
-    def __init__(self, generate: Generate, *, round_tokens: int, max_rounds: int, in_flight_prompts: int) -> None:
-        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts)
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        round_tokens: int,
+        max_rounds: int,
+        in_flight_prompts: int,
+        data: DataStore | None = None,
+    ) -> None:
+        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts, data=data)
         self.round_tokens = round_tokens
 
     async def _sample(self, rollout_step: PartialRolloutStep) -> None:
@@ -40,10 +50,10 @@ class ChunkedRollouts(PromptsInFlight):
         while rollout_step.unfinished and not any(group.has_completion for group in rollout_step.complete):
             await self._round(rollout_step)
 
-    def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
+    async def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
         carried = sum(not progress.ended for group in rollout_step.unfinished for progress in group.progress)
-        return self._pending(rollout_step, carried)
+        return await self._pending(rollout_step, carried)
 
     async def close(self) -> None:
         """Nothing runs between steps."""
@@ -58,6 +68,19 @@ class ChunkedRollouts(PromptsInFlight):
                 for index, progress in enumerate(group.progress):
                     if not progress.ended:
                         tasks.create_task(self._advance(rollout_step, group, index))
+        await self._keep(rollout_step)
+
+    async def _keep(self, rollout_step: PartialRolloutStep) -> None:
+        """What is resumed must not be lost with the node that sampled it."""
+        places = [
+            (group, index, progress.completion)
+            for group in rollout_step.unfinished
+            for index, progress in enumerate(group.progress)
+            if progress.completion is not None and not progress.ended
+        ]
+        kept = await self.data.aget_completions([completion for _, _, completion in places])
+        for (group, index, _), completion in zip(places, kept, strict=True):
+            group.progress[index] = replace(group.progress[index], completion=completion)
 
     async def _advance(self, rollout_step: PartialRolloutStep, group: Group, index: int) -> None:
         progress, request = group.progress[index], group.requests[index].generate_request
@@ -96,4 +119,4 @@ def progressed(completion: Completion, request: GenerateRequest, rounds: int, *,
         )
     reason = "abort" if cut else completion.finish_reason
     whole = replace(completion, sampling=request.sampling, finish_reason=reason)
-    return Progress(at_hand(whole) if cut else whole, rounds=rounds)
+    return Progress(whole, rounds=rounds)

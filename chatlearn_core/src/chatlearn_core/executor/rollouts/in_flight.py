@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
-from chatlearn_core.executor.rollouts.pending import Group, groups_of, num_samples
+from chatlearn_core.executor.rollouts.pending import Group, groups_of, num_samples, with_values
 from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.protocols import DataStore, PlainData
 from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -21,9 +22,13 @@ class PromptsInFlight(ABC):
         generate: makes a request.
         max_rounds: steps that a completion may last, at least 1.
         in_flight_prompts: prompts that a step begins with.
+        data: has what completions refer to.
     """
 
-    def __init__(self, generate: Generate, *, max_rounds: int, in_flight_prompts: int) -> None:
+    def __init__(
+        self, generate: Generate, *, max_rounds: int, in_flight_prompts: int, data: DataStore | None = None
+    ) -> None:
+        self.data = data or PlainData()
         self.max_rounds = max_rounds
         self.in_flight_prompts = in_flight_prompts
         self._generate = generate
@@ -56,7 +61,9 @@ class PromptsInFlight(ABC):
     async def _sample(self, rollout_step: PartialRolloutStep) -> None:
         """Sample until enough groups are complete, at least one."""
 
-    def _pending(self, rollout_step: PartialRolloutStep, num_unfinished: int) -> tuple[tuple[Group, ...], Metrics]:
+    async def _pending(
+        self, rollout_step: PartialRolloutStep, num_unfinished: int
+    ) -> tuple[tuple[Group, ...], Metrics]:
         """What ``finish`` returns.
 
         Args:
@@ -70,4 +77,4 @@ class PromptsInFlight(ABC):
             "rollout/unfinished": Metric(num_unfinished, reducer="sum"),
             "rollout/pending": Metric(num_samples(unfinished), reducer="sum"),
         }
-        return tuple(group.at_hand() for group in unfinished), metrics
+        return await with_values(unfinished, self.data), metrics

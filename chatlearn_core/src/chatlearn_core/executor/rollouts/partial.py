@@ -33,8 +33,12 @@ class PartialRollouts(Protocol):
         the step's completions.
         """
 
-    def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
-        """What is pending after the step, and metrics of it."""
+    async def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
+        """What is pending after the step, with plain arrays, and metrics of it.
+
+        Raises:
+            TrainerLostError: a node that held what was sampled is gone.
+        """
 
     async def weights_changed(self) -> None:
         """Every replica serves new weights."""
@@ -53,6 +57,7 @@ def partial_rollouts(config: RunConfig, rollouts: Rollouts, role: str) -> Partia
             round_tokens=rollout.round_tokens,
             max_rounds=rollout.max_rounds,
             in_flight_prompts=rollout.in_flight_prompts or per_step,
+            data=rollouts.runtime.data,
         )
     if rollout.partial == "keep":
         return PausedRollouts(
@@ -61,5 +66,6 @@ def partial_rollouts(config: RunConfig, rollouts: Rollouts, role: str) -> Partia
             prompts_per_step=per_step,
             max_rounds=rollout.max_rounds,
             in_flight_prompts=rollout.in_flight_prompts or 2 * per_step,
+            data=rollouts.runtime.data,
         )
     return None

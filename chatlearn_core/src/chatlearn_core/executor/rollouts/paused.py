@@ -13,7 +13,7 @@ from chatlearn_core.executor.rollouts.chunked import progressed
 from chatlearn_core.executor.rollouts.in_flight import Generate, PromptsInFlight
 from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
 from chatlearn_core.executor.rollouts.pending import Group, Progress
-from chatlearn_core.protocols import GeneratorFleet
+from chatlearn_core.protocols import DataStore, GeneratorFleet
 from chatlearn_core.types import Completion, Metrics
 
 
@@ -31,6 +31,7 @@ class PausedRollouts(PromptsInFlight):
         prompts_per_step: complete prompts that end a step's generation.
         max_rounds: steps of a completion, at least 1.
         in_flight_prompts: more than ``prompts_per_step``.
+        data: has what completions refer to.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class PausedRollouts(PromptsInFlight):
         prompts_per_step: int,
         max_rounds: int,
         in_flight_prompts: int,
+        data: DataStore | None = None,
     ) -> None:
-        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts)
+        super().__init__(generate, max_rounds=max_rounds, in_flight_prompts=in_flight_prompts, data=data)
         self.prompts_per_step = prompts_per_step
         self._fleet = fleet
         self._running: dict[str, asyncio.Task[Completion]] = {}
@@ -62,14 +64,14 @@ class PausedRollouts(PromptsInFlight):
             self._paused = True
             await self._fleet().pause()
 
-    def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
+    async def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
         """See ``PartialRollouts``."""
         for group in rollout_step.unfinished:
             group.progress = [
                 progress if progress.ended else replace(progress, rounds=progress.rounds + 1)
                 for progress in group.progress
             ]
-        return self._pending(rollout_step, len(self._running))
+        return await self._pending(rollout_step, len(self._running))
 
     async def weights_changed(self) -> None:
         """Let what was kept go on."""

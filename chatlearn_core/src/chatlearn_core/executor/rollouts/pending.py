@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.scheduler import RolloutRequest
-from chatlearn_core.types import Completion, ExampleDraw, RemoteCompletion
+from chatlearn_core.protocols import DataStore
+from chatlearn_core.types import Completion, ExampleDraw
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -68,19 +69,23 @@ class Group:
         ]
         return Group(requests, list(self.progress))
 
-    def at_hand(self) -> Group:
-        """A copy that needs no worker any more: what a replica keeps is lost when it dies."""
-        group = self.copy()
+
+async def with_values(groups: Sequence[Group], data: DataStore) -> tuple[Group, ...]:
+    """Copies of groups whose completions need no worker any more, fetched together: what a worker's node keeps is lost
+    with it.
+
+    Raises:
+        TrainerLostError: a node that held some is gone.
+    """
+    copies = [group.copy() for group in groups]
+    found = [progress.completion for group in copies for progress in group.progress if progress.completion is not None]
+    plain = iter(await data.aget_completions(found))
+    for group in copies:
         group.progress = [
-            replace(progress, completion=None if progress.completion is None else at_hand(progress.completion))
+            progress if progress.completion is None else replace(progress, completion=next(plain))
             for progress in group.progress
         ]
-        return group
-
-
-def at_hand(completion: Completion) -> Completion:
-    """The completion with its arrays in this process."""
-    return completion.fetch() if isinstance(completion, RemoteCompletion) else completion
+    return tuple(copies)
 
 
 def groups_of(requests: Iterable[RolloutRequest]) -> list[Group]:

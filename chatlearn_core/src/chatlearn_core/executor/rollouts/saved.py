@@ -45,7 +45,7 @@ def save_rollouts(checkpoint: Path, pending: Sequence[Group], buffer: Described)
     """Write rollouts into a checkpoint's directory; without any, nothing.
 
     Args:
-        pending: groups that are not finished.
+        pending: groups that are not finished, with plain arrays.
         buffer: the state of the buffer.
 
     Raises:
@@ -178,9 +178,9 @@ def _describe_completion(completion: Completion) -> dict[str, Any]:
         "version_spans": _describe_spans(completion.version_spans),
         "text": completion.text,
         "num_cached_tokens": completion.num_cached_tokens,
-        "arrays": _at_hand(own),
-        "token_data": _at_hand(completion.token_data),
-        "prompt_token_data": _at_hand(completion.prompt_token_data),
+        "arrays": own,
+        "token_data": dict(completion.token_data),
+        "prompt_token_data": dict(completion.prompt_token_data),
     }
 
 
@@ -225,12 +225,12 @@ def _describe_sample(sample: Sample) -> dict[str, Any]:
         "id": sample.id,
         "unit_id": sample.unit_id,
         "num_prompt_tokens": sample.num_prompt_tokens,
-        "token_ids": np.asarray(sample.token_ids),
-        "loss_mask": np.asarray(sample.loss_mask),
+        "token_ids": sample.token_ids,
+        "loss_mask": sample.loss_mask,
         "turns": [_describe_turn(turn) for turn in sample.turns],
         "reward": None if sample.reward is None else _describe_reward(sample.reward),
         "media": [_describe_media(media) for media in sample.media] if expanded else None,
-        "token_data": _at_hand(sample.token_data),
+        "token_data": dict(sample.token_data),
         "sequence_data": dict(sample.sequence_data),
         "exclusion": sample.exclusion,
     }
@@ -315,11 +315,6 @@ def _describe_spans(spans: Iterable[VersionSpan]) -> list[list[int]]:
 
 def _restore_spans(stored: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(*span) for span in stored)
-
-
-def _at_hand(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in this process."""
-    return {name: np.asarray(values) for name, values in arrays.items()}
 
 
 def _find_examples(crcs: Mapping[str, int], examples: Iterable[Example], file: Path) -> dict[str, Example]:

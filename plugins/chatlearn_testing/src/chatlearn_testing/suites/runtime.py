@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 
 from chatlearn_core.exceptions import (
     BackendError,
@@ -20,10 +19,11 @@ from chatlearn_core.exceptions import (
     ConfigError,
     ReplicaLostError,
     TrainerLostError,
+    UnfetchedError,
 )
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Runtime
-from chatlearn_core.types import pack_samples
+from chatlearn_core.types import TrainBatch, pack_samples, per_sequence
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import LENGTHS, MaskedPolicyLoss
 from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, read_bigram_tensors
@@ -111,6 +111,43 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
         self.run(stand, test)
 
+    def test_values_are_got_by_sample_and_field(self, stand: Stand) -> None:
+        """``Runtime.data`` gives the values of the fields that it is asked for, in the order of the samples, the same
+        as with plain arrays; a reference gives none, and says whose it is.
+        """
+
+        async def test() -> None:
+            roles = [stand.role(name, kind) for name, kind in ROLES.items()]
+            runtime = await stand.start(*roles)
+            completions = await generated(runtime, NAMES)
+            samples, expected = samples_of(completions), samples_of(runtime.data.get_completions(completions))
+            batch = pack_samples(samples)
+            outputs = await runtime.trainer("trainer").compute(batch, LOGPROBS)
+            computed = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "trainer_logprobs")
+            for sample, array in zip(samples, computed, strict=True):
+                sample.token_data["trainer_logprobs"] = array
+            for sample, other in zip(runtime.data.get(samples, {"token_ids"}), samples, strict=True):
+                assert sample.id == other.id, "samples come in another order than they were asked for"
+                assert type(sample.token_ids) is np.ndarray
+                assert sample.turns is other.turns
+                for name, values in other.token_data.items():
+                    assert sample.token_data[name] is values, f"{name} was not asked for"
+            for sample, other in zip(runtime.data.get(samples), expected, strict=True):
+                assert sample.token_ids.tolist() == other.token_ids.tolist()
+                assert sample.text == other.text
+                for name, values in other.token_data.items():
+                    assert sample.token_data[name].tolist() == values.tolist(), name
+            rows = np.concatenate([s.token_data["trainer_logprobs"] for s in runtime.data.get(samples)])
+            assert rows.tolist() == runtime.data.get_tensors(outputs)["logprobs"].tolist()
+            for sample in samples:
+                if not isinstance(sample.token_ids, np.ndarray):
+                    with pytest.raises(UnfetchedError, match=f"'token_ids' of '{sample.id}'"):
+                        np.asarray(sample.token_ids)
+            with pytest.raises(BackendError, match="'no-such-field'"):
+                runtime.data.get(samples, {"no-such-field"})
+
+        self.run(stand, test)
+
     def test_ranks_split_a_batch_and_merge_metrics_by_name(self, stand: Stand) -> None:
         """Every sequence is on one data-parallel rank; sums and means are those of the whole batch, a metric that one
         rank reports counts once, outputs come in batch order. A rank may have nothing to do.
@@ -126,11 +163,11 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                     derived = await several.trainer("trainer").derive(batch, doubled, split)
                     total = derived.metrics["token_ids"].value
                     assert total == float(batch.token_ids.sum()), "a sequence was lost, or is on two ranks"
-                    assert derived.token_data["doubled"].tolist() == (2.0 * batch.token_ids).tolist()
+                    doubled_ids = several.data.get_tensors(derived.token_data)["doubled"]
+                    assert doubled_ids.tolist() == (2.0 * batch.token_ids).tolist()
                     assert derived.sequence_data["length"].tolist() == list(lengths)
                     assert len(derived.exclusions) == num_parts
-                computed = [await runtime.trainer("trainer").compute(batch, LOGPROBS) for runtime in (one, several)]
-                whole, parts = (np.asarray(outputs["logprobs"].tolist()) for outputs in computed)
+                whole, parts = [await logprobs(runtime, batch) for runtime in (one, several)]
                 assert np.allclose(whole, parts, atol=1e-6), "outputs are not in the order of the batch"
                 metrics = [await runtime.trainer("trainer").update(batch, LOSS) for runtime in (one, several)]
                 for name in ("loss", "policy/logprob", "grad_norm", "lr"):
@@ -173,7 +210,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                 expected = greedy_tokens(stand.run_dir / f"exported-{version}")
                 for replica in range(2):
                     completion = await fleet.generate(request("greedy", temperature=0.0), replica)
-                    assert tokens([completion]) == [expected], f"replica {replica} serves other weights"
+                    assert tokens(runtime, [completion]) == [expected], f"replica {replica} serves other weights"
                     assert completion.version_spans[-1].version == version
 
         self.run(stand, test)
@@ -192,14 +229,14 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
             )
             await runtime.trainer("trainer").update(prepared(LENGTHS), LOSS)
             await runtime.sync_weights("trainer", "generator", 1)
-            expected = tokens(await generated(runtime, NAMES))
+            expected = tokens(runtime, await generated(runtime, NAMES))
             assert not stand.events
             fleet = runtime.generator("generator")
             waiting = asyncio.gather(*(fleet.generate(request(name), 0) for name in NAMES))
             await asyncio.sleep(4 * SLOW_S)
             await kill_replica(runtime, "generator", 0)
             completions = await waiting
-            assert tokens(completions) == expected
+            assert tokens(runtime, completions) == expected
             assert {span.version for c in completions for span in c.version_spans} == {1}
             [event] = stand.events
             facts = {"role": "generator", "worker": "replica 0", "restart": 1, "limit": 1}
@@ -290,9 +327,9 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                 stand.role("reward", "reward"),
                 stand.role("slow", "reward", timeout_s=SHORT_S, seconds_per_call=60.0),
             )
-            samples = samples_of(await generated(runtime, NAMES))
+            samples = runtime.data.get(samples_of(await generated(runtime, NAMES)), {"token_ids"})
             results = await runtime.reward("reward").score(samples)
-            shares = [float((np.asarray(s.token_ids)[s.num_prompt_tokens :] == 1).mean()) for s in samples]
+            shares = [float((s.completion_ids == 1).mean()) for s in samples]
             assert [result.value for result in results] == shares
             [late] = await runtime.reward("slow").score(samples[:1])
             assert late.value is None
@@ -306,19 +343,19 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         async def test() -> None:
             runtime = await stand.start(stand.role("generator", "generator", replicas=2, seconds_per_token=SLOW_S))
             fleet = runtime.generator("generator")
-            expected = tokens(await generated(runtime, NAMES))
+            expected = tokens(runtime, await generated(runtime, NAMES))
             waiting = asyncio.gather(*(fleet.generate(request(name)) for name in NAMES))
             await asyncio.sleep(4 * SLOW_S)
             await fleet.pause()
             await asyncio.sleep(4 * SLOW_S)
             await fleet.resume()
-            assert tokens(await waiting) == expected
+            assert tokens(runtime, await waiting) == expected
             waiting = asyncio.gather(*(fleet.generate(request(name)) for name in NAMES))
             await asyncio.sleep(4 * SLOW_S)
             await fleet.abort(NAMES[:3])
             ended = await waiting
             assert [c.finish_reason for c in ended] == ["abort"] * 3 + ["length"] * 3
-            for short, whole in zip(tokens(ended), expected, strict=True):
+            for short, whole in zip(tokens(runtime, ended), expected, strict=True):
                 assert short == whole[: len(short)]
 
         self.run(stand, test)
@@ -331,7 +368,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                 stand.role("trainer", "trainer"), stand.role("generator", "generator", replicas=2)
             )
             trainer, fleet = runtime.trainer("trainer"), runtime.generator("generator")
-            before = await trainer.compute(prepared(LENGTHS), LOGPROBS), tokens(await generated(runtime, NAMES))
+            before = await logprobs(runtime, prepared(LENGTHS)), tokens(runtime, await generated(runtime, NAMES))
             for group, worker_count in ((trainer, 1), (fleet, 2)):
                 away = await group.offload({"weights"})
                 assert [(e.worker, e.action, e.part, e.live_bytes) for e in away] == [
@@ -341,7 +378,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
                 await trainer.compute(prepared(LENGTHS), LOGPROBS)
             for group in (trainer, fleet):
                 assert all(e.live_bytes > 0 for e in await group.onload({"weights"}))
-            after = await trainer.compute(prepared(LENGTHS), LOGPROBS), tokens(await generated(runtime, NAMES))
+            after = await logprobs(runtime, prepared(LENGTHS)), tokens(runtime, await generated(runtime, NAMES))
             assert after[0]["logprobs"].tolist() == before[0]["logprobs"].tolist()
             assert after[1] == before[1]
 
@@ -382,21 +419,22 @@ async def three_steps(runtime: Any, exported: Path) -> list[dict[str, Any]]:
     trainer, found = runtime.trainer("trainer"), []
     for step in range(3):
         completions = await generated(runtime, [f"{name}-{step}" for name in NAMES])
+        plain = runtime.data.get_completions(completions)
         samples = samples_of(completions)
         rewards = await runtime.reward("reward").score(samples)
         derived = await trainer.derive(pack_samples(samples), doubled)
-        outputs = await trainer.compute(pack_samples(samples), LOGPROBS)
+        computed = await logprobs(runtime, pack_samples(samples))
         metrics = await trainer.update(prepared(LENGTHS, step), LOSS)
         receipts = await runtime.sync_weights("trainer", "generator", step + 1)
         found.append(
             {
-                "token_ids": tokens(completions),
-                "generator_logprobs": [np.asarray(c.logprobs).tobytes() for c in completions],
-                "text": [c.text for c in completions],
+                "token_ids": tokens(runtime, completions),
+                "generator_logprobs": [c.logprobs.tobytes() for c in plain],
+                "text": [c.text for c in plain],
                 "rewards": [(result.value, result.components) for result in rewards],
-                "derived": derived.token_data["doubled"].tolist(),
+                "derived": runtime.data.get_tensors(derived.token_data)["doubled"].tolist(),
                 "derived_metrics": {name: metric.value for name, metric in derived.metrics.items()},
-                "trainer_logprobs": torch.tensor(outputs["logprobs"].tolist()).numpy().tobytes(),
+                "trainer_logprobs": computed.tobytes(),
                 "metrics": [metrics[name].value for name in ("loss", "grad_norm", "policy/logprob")],
                 "receipts": [(receipt.replica, receipt.state, receipt.policy_version) for receipt in receipts],
             }
@@ -405,6 +443,12 @@ async def three_steps(runtime: Any, exported: Path) -> list[dict[str, Any]]:
     tensors = read_bigram_tensors(exported)
     found.append({"weights": [tensors[name].numpy().tobytes() for name in (TRANSITION, UNIGRAM)]})
     return found
+
+
+async def logprobs(runtime: Any, batch: TrainBatch) -> Any:
+    """[T] the trainer's logprobs of a batch, float32."""
+    outputs = await runtime.trainer("trainer").compute(batch, LOGPROBS)
+    return runtime.data.get_tensors(outputs)["logprobs"].float().numpy()
 
 
 def greedy_tokens(model: Path) -> list[int]:

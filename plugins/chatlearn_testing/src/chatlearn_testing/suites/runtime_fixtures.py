@@ -185,9 +185,9 @@ async def generated(runtime: Any, names: Sequence[str], role: str = "generator")
     return completions
 
 
-def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+def tokens(runtime: Runtime, completions: Sequence[Completion]) -> list[list[int]]:
     """What was sampled."""
-    return [np.asarray(completion.token_ids).tolist() for completion in completions]
+    return [completion.token_ids.tolist() for completion in runtime.data.get_completions(completions, {"token_ids"})]
 
 
 def samples_of(completions: Sequence[Completion]) -> list[Sample]:

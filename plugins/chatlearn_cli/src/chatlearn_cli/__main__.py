@@ -1,5 +1,0 @@
-"""``python -m chatlearn_cli`` is ``chatlearn``."""
-
-from chatlearn_cli.main import main
-
-main()
