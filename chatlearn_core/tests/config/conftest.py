@@ -128,7 +128,7 @@ def make_registry() -> PluginRegistry:
         transport("disk", channels=("checkpoint",)),
         transport("collective", per_replica=False, speed_rank=200),
         RuntimeSpec(name="local", **code("Empty")),
-        RuntimeSpec(name="cluster", **code("Empty")),
+        RuntimeSpec(name="cluster", placement="anywhere", **code("Empty")),
         LoggerSpec(name="console", **code("Careless")),
         DatasetSpec(name="gsm8k", **code("Empty")),
     ]

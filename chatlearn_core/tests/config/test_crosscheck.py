@@ -141,7 +141,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    report it to the authors of 'transformers'",
         ),
     ],
-    "local_hosts_one_rank": [
+    "one_process_hosts_one_rank": [
         (
             ["roles.generator.ranks=2"],
             "roles.generator.ranks: the runtime 'local' hosts one rank a role, in this process (got 2)\n"

@@ -8,10 +8,7 @@ from chatlearn_core.config.models import RoleConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, TrainerSpec
-
-LOCAL = "local"
-"""The runtime that the core brings."""
+from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, RuntimeSpec, TrainerSpec
 
 
 def role_names(checked: Checked) -> Iterator[Problem]:
@@ -93,11 +90,11 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
 
 
 def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
-    """The runtime ``local`` calls a reward in its own process: there is one of it."""
+    """A runtime of one process calls a reward there: there is one of it."""
     backend = checked.config.runtime.backend
     for name, role in checked.roles("reward"):
-        if backend == LOCAL and role.replicas > 1:
-            rule = f"the runtime '{LOCAL}' keeps one copy of a reward"
+        if _in_one_process(checked) and role.replicas > 1:
+            rule = f"the runtime '{backend}' keeps one copy of a reward"
             remedy = "remove replicas, or choose a runtime that hosts several (chatlearn plugins list)"
             related: Related = ((("runtime", "backend"), backend),)
             yield Problem(("roles", name, "replicas"), rule, role.replicas, remedy, related)
@@ -201,15 +198,21 @@ def environments_call_generators(checked: Checked) -> Iterator[Problem]:
             yield Problem(path, rule, role.uses, remedy)
 
 
-def local_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
-    """The runtime ``local`` is one process."""
+def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
+    """A runtime of one process hosts no second rank of a role."""
     backend = checked.config.runtime.backend
     for name, role in checked.config.roles.items():
-        if backend == LOCAL and role.ranks > 1 and role.kind in ("trainer", "generator"):
-            rule = f"the runtime '{LOCAL}' hosts one rank a role, in this process"
+        if _in_one_process(checked) and role.ranks > 1 and role.kind in ("trainer", "generator"):
+            rule = f"the runtime '{backend}' hosts one rank a role, in this process"
             remedy = "set ranks to 1, or choose a distributed runtime (chatlearn plugins list)"
             related: Related = ((("runtime", "backend"), backend),)
             yield Problem(("roles", name, "ranks"), rule, role.ranks, remedy, related)
+
+
+def _in_one_process(checked: Checked) -> bool:
+    """Whether the chosen runtime says that all roles are in its own process."""
+    runtime = checked.record("runtime", RuntimeSpec)
+    return runtime is not None and runtime.placement == "process"
 
 
 ROLE_RULES: tuple[Rule, ...] = (
@@ -221,6 +224,6 @@ ROLE_RULES: tuple[Rule, ...] = (
     engine_arguments,
     refreshed_roles,
     environments_call_generators,
-    local_hosts_one_rank,
+    one_process_hosts_one_rank,
     algorithm_roles,
 )
