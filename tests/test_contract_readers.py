@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from _pytest.mark import ParameterSet
 
 import chatlearn_core.protocols
 from chatlearn_core.plugins import records
@@ -78,22 +77,12 @@ def protocol_members() -> list[tuple[str, str]]:
     return sorted(members)
 
 
-AWAITED = frozenset({"expected_manifest"})
-"""Being wired."""
-
-
-def names(pairs: list[tuple[str, str]]) -> list[ParameterSet]:
-    """One case a name; what is being wired may fail."""
-    awaited = pytest.mark.xfail(reason="being wired", strict=False)
-    return [pytest.param(*pair, marks=awaited if pair[1] in AWAITED else ()) for pair in pairs]
-
-
-@pytest.mark.parametrize(("record", "field"), names(record_fields()))
+@pytest.mark.parametrize(("record", "field"), record_fields())
 def test_production_code_reads_every_field_of_a_record(record: str, field: str, read: frozenset[str]) -> None:
     assert field in read, f"{record}.{field} is declared in {records.__name__}, and no production code reads it"
 
 
-@pytest.mark.parametrize(("protocol", "member"), names(protocol_members()))
+@pytest.mark.parametrize(("protocol", "member"), protocol_members())
 def test_production_code_uses_every_member_of_a_protocol(protocol: str, member: str, read: frozenset[str]) -> None:
     assert member in read, f"{protocol}.{member} is part of a protocol, and no production code uses it"
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from chatlearn_core.exceptions import PluginIncompatibleError
-from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, shared_way
+from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, share_gpus, shared_way
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec, WeightSyncSpec
 
 
@@ -149,6 +149,46 @@ def test_auto_leaves_out_what_must_be_named() -> None:
     chosen, why = choose_transport(TRAINER, GENERATOR, (special, CHECKPOINT), "process")
     assert chosen.name == "checkpoint"
     assert "special does not fit (it is taken by name only: it needs a moon)" in why
+
+
+@pytest.mark.parametrize(
+    ("placement", "same_gpus", "devices", "name"),
+    [
+        ("host", True, ("cuda", "cuda"), "ipc"),
+        ("hosts", True, ("auto", "auto"), "ipc"),
+        ("host", False, ("cuda", "cuda"), "beside"),
+        ("host", True, ("cuda", "cpu"), "beside"),
+        ("anywhere", True, ("cuda", "cuda"), "checkpoint"),
+        ("process", True, ("cuda", "cuda"), "direct"),
+    ],
+)
+def test_auto_stays_on_the_gpu_where_both_ends_are_sure_to_share_it(
+    placement, same_gpus: bool, devices: tuple[str, ...], name: str
+) -> None:
+    ipc = transport("ipc", reach="host", within_hosts=True, needs_gpus=True, needs_same_gpus=True, speed_rank=15)
+    chosen, why = choose_transport(
+        TRAINER, GENERATOR, (*ALL, BESIDE, ipc), placement, devices=devices, same_gpus=same_gpus
+    )
+    assert chosen.name == name or (chosen.name, name) == ("shared_memory", "beside"), why
+    if not same_gpus:
+        assert "ipc does not fit (the runtime is not certain that both ends are on the same GPUs)" in why
+        assert mismatches(TRAINER, GENERATOR, ipc, placement, devices=devices) == [], "by name it is taken"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "trainer", "expected"),
+    [
+        (SimpleNamespace(), SimpleNamespace(), False),
+        (SimpleNamespace(same_gpus_between=lambda *sizes: True), SimpleNamespace(), True),
+        (SimpleNamespace(same_gpus_between=lambda *sizes: False), SimpleNamespace(), False),
+        (SimpleNamespace(same_gpus_between=lambda *sizes: True), SimpleNamespace(weights_on_device=False), False),
+    ],
+)
+def test_gpus_are_shared_where_the_runtime_is_sure_and_the_weights_are_there(
+    runtime: SimpleNamespace, trainer: SimpleNamespace, expected: bool
+) -> None:
+    sizes = [RoleSize(name, name, "cuda", 1, 1, 1) for name in ("trainer", "generator")]
+    assert share_gpus(runtime, *sizes, trainer) is expected
 
 
 @pytest.mark.parametrize(("devices", "fits"), [((), True), (("auto", "cuda:1"), True), (("cuda", "cpu"), False)])

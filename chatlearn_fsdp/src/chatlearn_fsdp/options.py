@@ -82,6 +82,11 @@ class FSDPOptions(OptimizerOptions):
     )
 
     @property
+    def weights_on_device(self) -> bool:
+        """Whether what it streams is on the role's device, and not in host memory."""
+        return not self.cpu_offload
+
+    @property
     def payloads(self) -> frozenset[str]:
         """What a trainer with these options can send: adapters only where it trains some."""
         return frozenset({"full", "adapter"} if self.lora is not None else {"full"})

@@ -61,6 +61,9 @@ class FakeBackend:
 
     # loader
 
+    def expected_manifest(self) -> WeightManifest:
+        return WeightManifest({})
+
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         self.policy_version = policy_version
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.plugins.compatibility import RoleSize
 from chatlearn_ray.options import RayRuntimeOptions
 from chatlearn_ray.placement import PlacedRole, PlacementPlan, place_roles
 
@@ -285,3 +288,24 @@ def test_a_slot_has_whole_gpus_if_it_has_several() -> None:
 def test_a_role_on_gpus_in_a_pool_without_them_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'trainer' is to run on a GPU, but the slots of pool 'p' have none"):
         place(TRAINER, pools={"p": {"slots": 4}}, roles={"trainer": {"pool": "p"}})
+
+
+@pytest.mark.parametrize(
+    ("pools", "trainer", "generator", "expected"),
+    [
+        ({"p": {"slots": 4, "gpus": 1}}, {"pool": "p"}, {"pool": "p"}, True),
+        ({"p": {"slots": 1, "gpus": 4}}, {"pool": "p"}, {"pool": "p"}, True),
+        ({"p": {"slots": 8, "gpus": 1}}, {"pool": "p"}, {"pool": "p", "first_slot": 4}, False),
+        ({"p": {"slots": 4, "gpus": 1}, "q": {"slots": 4, "gpus": 1}}, {"pool": "p"}, {"pool": "q"}, False),
+        ({"p": {"slots": 4, "cpus": 2}}, {"pool": "p"}, {"pool": "p"}, False),
+        ({}, {}, {}, False),
+    ],
+    ids=["fractions", "divided slot", "other slots", "other pools", "no GPUs", "places of their own"],
+)
+def test_two_roles_are_sure_to_share_gpus_in_the_same_slots_alone(
+    pools: dict[str, Any], trainer: dict[str, Any], generator: dict[str, Any], expected: bool
+) -> None:
+    options = RayRuntimeOptions.model_validate({"pools": pools, "roles": {"trainer": trainer, "generator": generator}})
+    sizes = RoleSize("trainer", "trainer", "auto", 1, 4, 1), RoleSize("generator", "generator", "auto", 4, 1, 1)
+    assert options.same_gpus_between(*sizes) is expected
+    assert not options.same_gpus_between(sizes[0], RoleSize("generator", "generator", "cpu", 4, 1, 1))

@@ -96,6 +96,12 @@ class FakeLoader:
         self.hangs = False
         self.failure: str | None = None
         self.is_dead = False
+        self.expects = MANIFEST
+        self.num_asked = 0
+
+    def expected_manifest(self) -> WeightManifest:
+        self.num_asked += 1
+        return self.expects
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
         self.events.append(f"begin {self.name}")
@@ -209,6 +215,20 @@ async def test_a_manifest_that_does_not_match_moves_no_byte(scene: Scene) -> Non
         await scene.sync()
     assert scene.events == ["begin a", "begin b"]
     assert scene.loaders[0].failure == "another replica refused the weights: w: shape [2, 3] offered, [2, 4] expected"
+
+
+async def test_another_model_is_refused_while_every_replica_serves_on(scene: Scene) -> None:
+    scene.loaders[1].expects = WeightManifest({"w": TensorSpec("w", (2, 4), "float32")})
+    told = r"replica 1, hold different models: 1 tensors differ.*\n  w: shape \[2, 3\] offered, \[2, 4\] expected"
+    with pytest.raises(WeightSyncError, match=told):
+        await scene.sync()
+    assert scene.events == [], "no replica began"
+    assert [loader.failure for loader in scene.loaders] == [None, None]
+    scene.loaders[1].expects = WeightManifest({"w": TensorSpec("w", (2, 3), "bfloat16")})
+    assert [receipt.state for receipt in await scene.sync()] == ["serving"] * 2, "dtypes are the loader's affair"
+    asked = [loader.num_asked for loader in scene.loaders]
+    await scene.sync(4)
+    assert [loader.num_asked for loader in scene.loaders] == asked, "the same manifest is compared once"
 
 
 async def test_a_replica_that_never_stops_serving_is_dead_and_the_other_gets_the_weights(

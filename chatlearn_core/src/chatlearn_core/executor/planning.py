@@ -12,7 +12,14 @@ from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, Ru
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.executor.learning_plan import LearningPlan
 from chatlearn_core.flow import Graph
-from chatlearn_core.plugins.compatibility import RoleSize, choose_transport, mismatches, placement_of, shared_way
+from chatlearn_core.plugins.compatibility import (
+    RoleSize,
+    choose_transport,
+    mismatches,
+    placement_of,
+    share_gpus,
+    shared_way,
+)
 from chatlearn_core.plugins.records import (
     EnvironmentSpec,
     Export,
@@ -159,6 +166,7 @@ def _weight_syncs(
                 export=export,
                 rolling=config.weight_sync.fleet_rule == "rolling",
                 devices=[policy.device, generator.device],
+                same_gpus=share_gpus(runtime.options, *sizes, policy.backend.options),
             )
             options = registry.load_options(record)(**config.weight_sync.options)
         else:

@@ -74,6 +74,20 @@ def placement_of(
     return placement
 
 
+def share_gpus(options: object, trainer: RoleSize, generator: RoleSize, trainer_options: object) -> bool:
+    """Whether it is certain that a trainer has weights on every GPU that a generator's engines are on.
+
+    Args:
+        options: the runtime's; a method ``same_gpus_between(trainer, generator)`` knows where it puts them. Without one
+            nothing is certain.
+        trainer: sizes of the trainer role.
+        generator: sizes of the generator role.
+        trainer_options: an attribute ``weights_on_device`` that is False says that the weights stay on the host.
+    """
+    between = getattr(options, "same_gpus_between", None)
+    return between is not None and getattr(trainer_options, "weights_on_device", True) and between(trainer, generator)
+
+
 def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
     """Of which distributions the logprobs of a generator with these options may be, see ``GeneratorSpec.bases``."""
     bases: frozenset[str] = getattr(options, "bases", generator.bases)
@@ -212,8 +226,20 @@ def choose_transport(
     export: Export | None = None,
     rolling: bool = False,
     devices: Collection[str] = (),
+    same_gpus: bool = False,
 ) -> tuple[WeightSyncSpec, str]:
     """The fastest transport that fits (lowest ``speed_rank``, then by name), and a sentence that says why.
+
+    Args:
+        trainer: whose weights travel.
+        generator: that takes them.
+        transports: to choose from.
+        placement: as of ``mismatches``; so are ``payload``, ``export``, ``rolling`` and ``devices``.
+        payload: what travels.
+        export: the form that was asked for.
+        rolling: whether replicas change one after the other.
+        devices: of both ends.
+        same_gpus: whether the two are certain to be on the same GPUs (``share_gpus``).
 
     Raises:
         PluginIncompatibleError: none fits; names what each side offers, for each transport.
@@ -228,6 +254,8 @@ def choose_transport(
     for transport in ranked:
         if transport.by_name_only is not None and not reasons[transport.name]:
             reasons[transport.name] = [f"it is taken by name only: {transport.by_name_only}"]
+        elif transport.needs_same_gpus and not same_gpus and not reasons[transport.name]:
+            reasons[transport.name] = ["the runtime is not certain that both ends are on the same GPUs"]
     fitting = [transport for transport in ranked if not reasons[transport.name]]
     ends = f"trainer {trainer.name!r} and generator {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
     if not fitting:

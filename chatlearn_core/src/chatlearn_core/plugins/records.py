@@ -196,9 +196,12 @@ class WeightSyncSpec(PluginRecord):
     speed_rank: int = 100
     """``auto`` prefers the lowest among the transports that fit."""
     by_name_only: str | None = None
-    """Why ``auto`` never takes it: it needs what no record can tell."""
+    """Why ``auto`` never takes it: it needs what neither a record nor a runtime can tell."""
     needs_gpus: bool = False
     """Its ends must be on GPUs, in processes of their own."""
+    needs_same_gpus: bool = False
+    """Each rank of the engine must be on a GPU that a rank of the trainer is on, too. ``auto`` takes it where the
+    runtime is sure of that (``compatibility.share_gpus``)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

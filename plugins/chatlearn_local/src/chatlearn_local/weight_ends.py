@@ -17,7 +17,7 @@ from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, Sync
 from chatlearn_local.trainer import LocalTrainer
 from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
 from chatlearn_runtime_kit.sync_answers import checked_offer
-from chatlearn_runtime_kit.weight_ends import GRACE_S, take_weights
+from chatlearn_runtime_kit.weight_ends import GRACE_S, take_weights, unfit_tensors
 
 
 class LocalSenders:
@@ -85,6 +85,9 @@ class LocalReceivers:
             self.receivers[replica] = self._make_receiver(self._route.options, endpoint)
             self._generators[replica] = self._fleet.replicas[replica]
         return self._endpoints[replica]
+
+    async def unfit(self, replica: int, request: SyncRequest) -> list[str]:
+        return unfit_tensors(self._fleet.replicas[replica].loader, request)
 
     async def begin(self, replica: int, request: SyncRequest) -> None:
         loader = self._fleet.replicas[replica].loader

@@ -148,6 +148,15 @@ class RayRuntimeOptions(WorkersOptions):
 
         return placement_between(trainer, generator, self)
 
+    def same_gpus_between(self, trainer: RoleSize, generator: RoleSize) -> bool:
+        """Whether these two share the GPUs of a pool's slots: each GPU of an engine has a rank of the trainer."""
+        pools = {self.roles.get(name, PlacementOptions()).pool for name in (trainer.name, generator.name)}
+        if len(pools) > 1 or None in pools:
+            return False
+        from chatlearn_ray.placement import same_gpus_between  # not needed to list plugins, and less light
+
+        return same_gpus_between(trainer, generator, self)
+
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names))) or "none"

@@ -359,6 +359,19 @@ def placement_between(trainer: RoleSize, generator: RoleSize, options: RayRuntim
     return "hosts" if placement_plan.beside(generator.name, trainer.name) else "anywhere"
 
 
+def same_gpus_between(trainer: RoleSize, generator: RoleSize, options: RayRuntimeOptions) -> bool:
+    """Whether these two are sure to share GPUs: see ``RayRuntimeOptions.same_gpus_between``."""
+    try:
+        placement_plan = place_roles([_placed(trainer, options), _placed(generator, options)], options)
+    except ConfigError:
+        return False  # which the runtime refuses, with the reason
+    trained, served = (
+        {device for placement in placement_plan.of(role.name) for device in placement.devices}
+        for role in (trainer, generator)
+    )
+    return served <= trained and all(device.is_gpu for device in served)
+
+
 def _placed(role: RoleSize, options: RayRuntimeOptions) -> PlacedRole:
     pool = options.pools.get(options.roles.get(role.name, PlacementOptions()).pool or "")
     device = role.device if role.device != "auto" else "cuda" if pool is not None and pool.gpus else "cpu"

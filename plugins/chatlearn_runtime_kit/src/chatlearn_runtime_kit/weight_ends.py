@@ -56,6 +56,9 @@ class ReceiverGroup(Protocol):
             BackendError: the replica cannot be reached; it is dead when this raises.
         """
 
+    async def unfit(self, replica: int, request: SyncRequest) -> list[str]:
+        """See ``unfit_tensors``. The replica serves on, whatever is found."""
+
     async def begin(self, replica: int, request: SyncRequest) -> None:
         """See ``WeightLoader.begin``. A replica that does not answer in time is dead when this raises."""
 
@@ -73,6 +76,16 @@ class ReceiverGroup(Protocol):
 
     def close(self) -> None:
         """Close what this process holds. Twice is fine."""
+
+
+def unfit_tensors(loader: WeightLoader, request: SyncRequest) -> list[str]:
+    """Names and shapes in which what is offered differs from what a replica expects, one line each; asks only.
+
+    Dtypes are the loader's affair, which may convert them; adapters say themselves what must arrive.
+    """
+    if request.payload == "adapter":
+        return []
+    return loader.expected_manifest().differences(request.manifest, check_dtype=False)
 
 
 async def take_weights(

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from chatlearn_core.exceptions import BackendError, WeightSyncError
 from chatlearn_core.runtime.plan import WeightRoute
-from chatlearn_core.types import SyncOffer, SyncReceipt, SyncRequest, WeightManifest
+from chatlearn_core.types import Endpoint, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
 from chatlearn_runtime_kit.sync_planner import SyncPlanner
 from chatlearn_runtime_kit.weight_ends import ReceiverGroup, SenderGroup
 
+_MAX_LINES = 10
+"""Differences of a manifest in a message."""
 _NOTICE_S = 2.0
 """How long senders may take to notice that every receiver has failed; then they are stopped."""
 
@@ -31,6 +33,8 @@ class WeightTransfer:
         self.planner = SyncPlanner(route, workspace)
         self._senders = senders
         self._receivers = receivers
+        self._fits: dict[Endpoint, WeightManifest] = {}
+        """Of each receiver the last manifest that its replica was found to expect."""
 
     async def sync(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
         """Bring the trainer's weights to these replicas, all together or in turns as the fleet rule says.
@@ -97,11 +101,13 @@ class WeightTransfer:
             await self._senders.release(request)
 
     async def _begin(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
-        """Every replica checks the manifest; if one refuses, those that stopped serving are given up.
+        """Every replica checks the manifest; if one refuses, those that stopped serving are given up. What does not fit
+        by name or shape is found before that, while all serve on.
 
         Returns:
             Receipts of those that died before or meanwhile, which keeps the weights from no other.
         """
+        await self._require_fit(request, replicas)
         outcomes = await asyncio.gather(
             *(self._receivers.begin(replica, request) for replica in replicas), return_exceptions=True
         )
@@ -119,6 +125,30 @@ class WeightTransfer:
             await self._receivers.fail(begun, f"another replica refused the weights: {refusals[0]}")
             raise refusals[0]
         return dead
+
+    async def _require_fit(self, request: SyncRequest, replicas: Sequence[int]) -> None:
+        """Ask every replica that did not yet take this manifest; one that died is left to ``begin``.
+
+        Raises:
+            WeightSyncError: a replica expects other tensors; all replicas serve what they served.
+        """
+        ends = {end.replica: end for end in request.receivers}
+        asked = [replica for replica in replicas if self._fits.get(ends[replica]) != request.manifest]
+        found = await asyncio.gather(*(self._receivers.unfit(r, request) for r in asked), return_exceptions=True)
+        for replica, lines in zip(asked, found, strict=True):
+            if isinstance(lines, BaseException):
+                if await self._receivers.lives(replica):
+                    raise lines
+                continue
+            if lines:
+                more = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
+                shown = "\n".join(f"  {line}" for line in lines[:_MAX_LINES])
+                raise WeightSyncError(
+                    f"weight sync of policy version {request.policy_version}: role {self.route.trainer!r} and role "
+                    f"{self.route.generator!r}, replica {replica}, hold different models: {len(lines)} tensors differ. "
+                    f"Nothing was moved. Give both roles models of one architecture and size\n{shown}{more}"
+                )
+            self._fits[ends[replica]] = request.manifest
 
     async def _transfer(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
         """Send and receive at the same time. A sender that fails ends the wait of the receivers."""

@@ -25,7 +25,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="cuda_ipc",
-            summary="Blocks of GPU memory that trainer and engine ranks on the same GPUs share; by name only.",
+            summary="Blocks of GPU memory that trainer and engine ranks on the same GPUs share.",
             sender="chatlearn_sync.cuda_ipc:CudaIpcSender",
             receiver="chatlearn_sync.cuda_ipc:CudaIpcReceiver",
             options="chatlearn_sync.options:CudaIpcOptions",
@@ -33,8 +33,8 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             channels=("memory_handles",),
             reach="host",
             within_hosts=True,
-            by_name_only="it needs trainer and engine ranks on the same GPUs, which is not known before they start",
             needs_gpus=True,
+            needs_same_gpus=True,
             speed_rank=15,
         ),
         WeightSyncSpec(

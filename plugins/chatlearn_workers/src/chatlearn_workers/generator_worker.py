@@ -23,7 +23,7 @@ from chatlearn_core.types import (
 )
 from chatlearn_core.types.array_ref import Array
 from chatlearn_runtime_kit.offload import move
-from chatlearn_runtime_kit.weight_ends import take_weights
+from chatlearn_runtime_kit.weight_ends import take_weights, unfit_tensors
 from chatlearn_workers.blocks import BlockStore, has_references
 from chatlearn_workers.completions import CompletionFacts, CompletionPacker
 from chatlearn_workers.rpc_result import Failure
@@ -176,6 +176,10 @@ class GeneratorWorker(Worker):
         self._receivers[key] = self.registry.load_factory(record, "receiver")(options, self.endpoint())
         self._transports[key] = f"weight sync {record.name!r} ({self.registry.origin(record)})"
         return self.endpoint()
+
+    async def unfit(self, request: SyncRequest) -> list[str]:
+        """See ``unfit_tensors``."""
+        return unfit_tensors(self.generator.loader, request)
 
     async def begin(self, request: SyncRequest) -> None:
         """Check the manifest and stop serving."""

@@ -103,6 +103,11 @@ class RemoteReceivers:
             return endpoint
         return opened[1]
 
+    async def unfit(self, replica: int, request: SyncRequest) -> list[str]:
+        served, shared = self._fleet.replicas[replica], self._shared.reference(request)
+        found: list[str] = await self._call(served, "unfit", shared, timeout_s=request.timeout_s)
+        return found
+
     async def begin(self, replica: int, request: SyncRequest) -> None:
         shared = self._shared.reference(request)
         await self._call(self._fleet.replicas[replica], "begin", shared, timeout_s=request.timeout_s)
