@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from chatlearn_core.exceptions import BackendError
+from chatlearn_core.plugins.records import Export
 from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
 from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
 from chatlearn_fsdp.options import FSDPOptions
@@ -67,6 +71,39 @@ class ReadingCount:
         CheckpointFiles.rows = self._rows  # type: ignore[method-assign]  # as above
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of the memory that operations take beyond their arguments' own, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = set(_memory((args, kwargs)))
+        made = func(*args, **(kwargs or {}))
+        for memory, num_bytes in _memory(made).items():
+            if memory not in given:
+                self.num_bytes += num_bytes
+                self.largest = max(self.largest, num_bytes)
+        return made
+
+
+def _memory(values: Any) -> dict[int, int]:
+    """The blocks of memory under all plain and sharded tensors of these values: where they are, and their bytes."""
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(values)]
+    plain = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type != "meta"]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain}
+
+
+def streamed(trainer: FSDPTrainer, export: Export) -> tuple[int, int]:
+    """Bytes that streaming takes beyond the weights, all of them and of the largest tensor."""
+    with Allocations() as taken:
+        for _ in trainer.weights(export):
+            pass
+    return taken.num_bytes, taken.largest
+
+
 def asked(loss: HeadLoss) -> OutputRequest:
     """What the loss needs; of a language model also tables of tokens."""
     names = loss.needs.names
@@ -117,6 +154,7 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
         trainer.compute(mine, loss.needs)  # FSDP leaves the root's own parameters gathered after it
         answer["live_bytes"] = trainer.live_bytes("weights")
         answer["full"] = _full(trainer)
+        answer["taken"] = {export: streamed(trainer, export) for export in ("full_tensors", "boxes")}
         answer["boxes"] = [
             (shard.name, shard.global_shape, shard.box, shard.owner_rank, shard.tensor.clone())
             for shard in trainer.weights("boxes")

@@ -229,6 +229,13 @@ def test_a_form_that_was_asked_for_and_is_not_there_is_named() -> None:
     ]
 
 
+def test_a_transport_says_why_it_carries_no_boxes() -> None:
+    holder = replace(TRAINER, exports=frozenset({"full_tensors", "boxes"}))
+    whole = replace(DIRECT, whole_only="one rank holds every tensor")
+    [reason] = mismatches(holder, GENERATOR, whole, "process", export="boxes")
+    assert "transport 'direct' carries export 'full_tensors' (one rank holds every tensor); trainer 'fsdp'" in reason
+
+
 def test_boxes_do_not_leave_their_host_where_each_host_serves_itself() -> None:
     beside = replace(BESIDE, exports=("full_tensors", "boxes"), channels=("boxes", "tensors"))
     assert shared_way(SHARDS, GENERATOR, beside, "host") == ("boxes", "tensors")

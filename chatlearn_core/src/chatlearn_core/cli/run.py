@@ -127,7 +127,9 @@ def describe(assembly: Assembly) -> str:
     turns = schedule(sharing, plan, assembly.graph, assembly.learning.learners)
     lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
     lines += ["", "weight sync"]
-    lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}" for s in plan.weight_syncs] or ["  none"]
+    lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
+        "  none"
+    ]
     lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]
     lines += [f"  {report} (eval)" for report in (assembly.eval_set.reports if assembly.eval_set else ())]
     return "\n".join(lines)

@@ -166,7 +166,7 @@ def _weight_syncs(
                 export=export,
                 rolling=config.weight_sync.fleet_rule == "rolling",
                 devices=[policy.device, generator.device],
-                same_gpus=share_gpus(runtime.options, *sizes, policy.backend.options),
+                same_gpus=share_gpus(runtime.options, sizes[0], sizes[1], policy.backend.options),
             )
             options = registry.load_options(record)(**config.weight_sync.options)
         else:

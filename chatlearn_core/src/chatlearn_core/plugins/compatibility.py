@@ -186,6 +186,8 @@ def mismatches(
     delivery = f"transport {transport.name!r} delivers by channel {offered} {REACH_TEXT[transport.reach]}"
     reasons = []
     carries = f"transport {transport.name!r} carries export {' or '.join(map(repr, transport.exports))}"
+    if transport.whole_only is not None:
+        carries += f" ({transport.whole_only})"
     exports = f"trainer {trainer.name!r} exports {quoted(trainer.exports)}"
     if not shared_exports(trainer, transport, "process", "full", None):
         reasons.append(f"{carries}; {exports}")

@@ -181,6 +181,8 @@ class WeightSyncSpec(PluginRecord):
     options: ImportString
     exports: tuple[Export, ...] = ("full_tensors",)
     """In what form it can carry weights, the best first; the first that the trainer exports is used."""
+    whole_only: str | None = None
+    """Why it carries no boxes, in words that follow "it carries whole tensors alone: "."""
     channels: tuple[Channel, ...] = ("tensors",)
     """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used. Of
     the export ``boxes``: as they are (``boxes``), or put together by the receiver (``tensors``)."""

@@ -148,6 +148,15 @@ class WeightRoute:
     max_loading: int = 1
     """Under the fleet rule ``rolling``: how many replicas change their weights at a time."""
 
+    @property
+    def form(self) -> str:
+        """In what form weights leave the trainer and reach the generator, for people."""
+        if self.export == "full_tensors":
+            return "ranks that hold parts gather whole tensors before they send"
+        if self.channel == "boxes":
+            return "each rank sends the boxes that it holds, and the generator puts them in their places"
+        return "each rank sends the boxes that it holds, and the receiver makes whole tensors of them for the generator"
+
 
 @dataclass(slots=True, frozen=True)
 class RunPlan:
