@@ -19,12 +19,12 @@ from machine import machine_facts
 
 AIM_S = 0.5
 BARE = ["-c", "pass"]
-LIST = ["-m", "chatlearn_core.cli.main", "plugins", "list"]
-HELP = ["-m", "chatlearn_core.cli.main", "--help"]
+LIST = ["-m", "chatlearn_cli.main", "plugins", "list"]
+HELP = ["-m", "chatlearn_cli.main", "--help"]
 LIST_MODULES = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))
-from chatlearn_core.cli.main import main
+from chatlearn_cli.main import main
 main(["plugins", "list"])
 """
 

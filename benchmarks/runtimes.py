@@ -24,7 +24,7 @@ from grpo_steps import configuration
 from machine import machine_facts
 from workload import PreparedWorkload, Workload
 
-CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
+CHATLEARN = (sys.executable, "-c", "from chatlearn_cli.main import main; main()")
 PHASES = ("generate", "reward", "update", "sync")
 
 

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 PRELOADED = (
-    "chatlearn_core.cli.main",
+    "chatlearn_cli.main",
     "chatlearn_core.executor.evaluation",
     "chatlearn_core.executor.run",
     "chatlearn_local.runtime",
@@ -43,7 +43,7 @@ def run(order: dict[str, Any]) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"], order["file_limit"]))
     sys.argv = ["chatlearn", *order["argv"]]
-    from chatlearn_core.cli.main import main
+    from chatlearn_cli.main import main
 
     main(order["argv"])
 

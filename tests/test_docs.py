@@ -24,7 +24,7 @@ import typer
 import yaml
 from typer.main import get_command
 
-from chatlearn_core.cli.main import app
+from chatlearn_cli.main import app
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.models import RunConfig, Section
 from chatlearn_core.exceptions import PluginError

@@ -117,7 +117,7 @@ def test_the_worker_processes_of_rewards_end_with_the_run(
 def test_a_process_of_its_own_from_the_start(recipe: Any, environment: dict[str, str]) -> None:
     """Without the forking server."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "chatlearn_core.cli.main", "run", str(recipe.file)],
+        [sys.executable, "-m", "chatlearn_cli.main", "run", str(recipe.file)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -28,7 +28,7 @@ def imported_by(code: str, environment: dict[str, str]) -> set[str]:
     [
         "import chatlearn_core.plugins, chatlearn_core.plugins.records",
         "from chatlearn_core.plugins.loader import discover_plugins; discover_plugins()",
-        "from chatlearn_core.cli.main import app",
+        "from chatlearn_cli.main import app",
     ],
 )
 def test_finding_plugins_imports_no_engine(code: str, environment: dict[str, str]) -> None:
@@ -39,7 +39,7 @@ def test_finding_plugins_imports_no_engine(code: str, environment: dict[str, str
 @pytest.mark.parametrize("command", ["plugins list", "plugins list --json", "--help", "run --help"])
 def test_light_commands_import_no_engine(command: str, environment: dict[str, str]) -> None:
     code = (
-        "import contextlib, sys\nfrom chatlearn_core.cli.main import main\n"
+        "import contextlib, sys\nfrom chatlearn_cli.main import main\n"
         f"with contextlib.suppress(SystemExit): main({command.split()!r})\nNone"
     )
     plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}

@@ -63,7 +63,7 @@ def run_and_watch(directory: Path, roles: Mapping[str, Any], **settings: Any) ->
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
     environment = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
     run = subprocess.Popen(
-        [sys.executable, "-m", "chatlearn_core.cli.main", "run", str(directory / "run.yaml")],
+        [sys.executable, "-m", "chatlearn_cli.main", "run", str(directory / "run.yaml")],
         stdout=(directory / "output").open("w"),
         stderr=subprocess.STDOUT,
         env=environment | {"OMP_NUM_THREADS": "1"},

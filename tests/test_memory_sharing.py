@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from chatlearn_core.cli.run import describe
+from chatlearn_cli.run import describe
 from chatlearn_core.config.load import load_config
 from chatlearn_core.exceptions import BackendError, ConfigError
 from chatlearn_core.executor.assembly import Assembly, assemble

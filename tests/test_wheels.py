@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Sequence
 from email.message import Message
 from functools import cache
 from importlib import metadata
@@ -44,6 +45,13 @@ LIBRARIES = {
 """Distributions that register nothing."""
 CACHES = {"__pycache__", ".ruff_cache", ".mypy_cache", ".pytest_cache"}
 PROVIDERS = metadata.packages_distributions()
+REPORT = (
+    "-c",
+    "import json; from chatlearn_core.plugins.loader import discover_plugins; "
+    "from chatlearn_core.plugins.report import plugins_json; print(json.dumps(plugins_json(discover_plugins())))",
+)
+"""Lists plugins where there is no command line."""
+COMMAND = ("-m", "chatlearn_cli", "plugins", "list", "--json")
 
 
 @pytest.fixture(scope="session")
@@ -122,14 +130,17 @@ def test_every_plugin_names_its_entry_point(wheels: dict[str, Path]) -> None:
             ]
         text = "".join(points)
         if name == "chatlearn-core":
-            assert "chatlearn = chatlearn_core.cli.main:main" in text
+            assert "chatlearn_core.plugins.builtin" in text
+        elif name == "chatlearn-cli":
+            assert "chatlearn = chatlearn_cli.main:main" in text
+            assert "chatlearn_cli.plugin" in text
         elif name in LIBRARIES:
             assert not text, f"{name} is a library"
         elif name not in {"chatlearn", "chatlearn-observe"}:
             assert f"{name.replace('-', '_')}.plugin" in text, name
 
 
-def test_core_alone_lists_its_own_plugins_and_then_one_more(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_core_alone_lists_its_own_plugins_and_then_what_is_added(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
@@ -145,6 +156,8 @@ def test_core_alone_lists_its_own_plugins_and_then_one_more(wheels: dict[str, Pa
     assert listed(environment) == {"chatlearn-core"}
     unpack(wheels["chatlearn-algorithms"], site)
     assert listed(environment) == {"chatlearn-core", "chatlearn-algorithms"}
+    unpack(wheels["chatlearn-cli"], site)
+    assert listed(environment, COMMAND) == {"chatlearn-core", "chatlearn-cli", "chatlearn-algorithms"}
 
 
 def test_every_file_of_a_package_is_inside(wheels: dict[str, Path]) -> None:
@@ -262,18 +275,13 @@ def unpack(wheel: Path, site: Path) -> None:
         archive.extractall(site)
 
 
-def listed(environment: Path, *, strict: bool = True) -> set[str]:
-    """Distributions in ``chatlearn plugins list`` of that environment; ``strict``: everything they need is there."""
+def listed(environment: Path, program: Sequence[str] = REPORT, *, strict: bool = True) -> set[str]:
+    """Distributions among the plugins of that environment; ``strict``: everything they need is there."""
     finished = subprocess.run(
-        [environment / "bin" / "python", "-I", "-m", "chatlearn_core.cli.main", "plugins", "list", "--json"],
-        cwd=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        [environment / "bin" / "python", "-I", *program], cwd=environment, capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
-    content = json.loads(finished.stdout)
-    entries = content["plugins"] if isinstance(content, dict) else content
+    entries = json.loads(finished.stdout)["plugins"]
     assert entries
     assert not strict or all(entry["status"] == "ok" for entry in entries), entries
     return {entry["distribution"] for entry in entries}

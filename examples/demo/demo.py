@@ -146,7 +146,7 @@ def example_problem(directory: Path) -> str:
 def chatlearn(console: Console, *arguments: str) -> None:
     """Run a command the way a user would, and stop if it fails."""
     console.print(f"   [dim]$ chatlearn {' '.join(arguments)}[/]", soft_wrap=True)
-    finished = subprocess.run([sys.executable, "-m", "chatlearn_core.cli.main", *arguments], check=False)
+    finished = subprocess.run([sys.executable, "-m", "chatlearn_cli.main", *arguments], check=False)
     if finished.returncode:
         sys.exit(finished.returncode)
 

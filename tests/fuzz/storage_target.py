@@ -82,7 +82,7 @@ def limit_file_size(num_bytes: int) -> None:
 
 def train(order: dict[str, Any]) -> dict[str, Any]:
     """``chatlearn run`` in this process: its exit code, and how often it used its directory."""
-    from chatlearn_core.cli.main import main
+    from chatlearn_cli.main import main
 
     storage = Storage(order["directory"], **order["fault"])
     storage.watch()

@@ -236,11 +236,11 @@ def test_one_name_of_two_kinds_is_no_conflict(fake_environment) -> None:
 
 
 @pytest.mark.parametrize("name", ["plugins", "plugins list"])
-def test_a_plugin_cannot_take_a_command_of_the_core(fake_environment, name: str) -> None:
+def test_a_plugin_cannot_take_a_command_of_the_command_line(fake_environment, name: str) -> None:
     command = f'@hookimpl\ndef chatlearn_cli_commands():\n    return [CliCommandSpec(name={name!r}, app="m:f")]\n'
     fake_environment.install("greedy", IMPORTS + command)
     entries = [entry for entry in discover_plugins().entries if (entry.kind, entry.name) == ("cli_command", name)]
-    assert {entry.distribution: entry.status for entry in entries} == {"chatlearn-core": "ok", "greedy": "conflict"}
+    assert {entry.distribution: entry.status for entry in entries} == {"chatlearn-cli": "ok", "greedy": "conflict"}
 
 
 def test_an_engine_that_is_too_old(fake_environment) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chatlearn_core.cli.main import main
+from chatlearn_cli.main import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

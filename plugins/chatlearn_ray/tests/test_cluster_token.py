@@ -18,7 +18,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_hosting.reserved_port import ReservedPort
 from chatlearn_ray.cluster_token import use_token, write_token
 
-CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
+CHATLEARN = (sys.executable, "-c", "from chatlearn_cli.main import main; main()")
 DRIVER = Path(__file__).with_name("token_cluster.py")
 
 

@@ -18,7 +18,7 @@ from chatlearn_core.plugins.loader import discover_plugins
 from .small_run import write_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
-CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
+CHATLEARN = (sys.executable, "-c", "from chatlearn_cli.main import main; main()")
 RAGGED = (
     "sampling.max_tokens=16",
     "sampling.stop=['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']",

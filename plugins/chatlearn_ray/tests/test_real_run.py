@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("leaves_nothing"),
 ]
-CHATLEARN = (sys.executable, "-c", "from chatlearn_core.cli.main import main; main()")
+CHATLEARN = (sys.executable, "-c", "from chatlearn_cli.main import main; main()")
 RAY = "runtime.backend=ray"
 ALL_GONE_S = 25.0
 """After the driver was killed; Ray's own agents would stay for longer, and the guard gives workers five seconds."""

@@ -90,7 +90,7 @@ def run_as_a_job(address: str, folder: Path) -> list[dict[str, float]]:
     """Metrics of a run whose process is started as that of a Ray job is: with RAY_ADDRESS, in the job's directory."""
     folder.mkdir()
     config = write_run(folder)
-    command = [sys.executable, "-c", "from chatlearn_core.cli.main import main; main()", "run", str(config)]
+    command = [sys.executable, "-c", "from chatlearn_cli.main import main; main()", "run", str(config)]
     settings = ["runtime.backend=ray", "train.steps=1", "log.rollouts=0", "weight_sync.backend=checkpoint"]
     done = subprocess.run(
         [*command, *settings, f"output_dir={folder / 'run'}"],

@@ -92,7 +92,7 @@ def test_a_test_that_fails_keeps_its_own_error(block: Path) -> None:
         ("ray::IDLE", True),
         ("ray::WorkerHost.invoke", False),
         ("/usr/lib/ray/core/src/ray/raylet/raylet --raylet_socket_name=/tmp/x", True),
-        ("python -m chatlearn_core.cli.main run", False),
+        ("python -m chatlearn_cli.main run", False),
     ],
 )
 def test_a_ray_that_outlives_runs_is_not_left_behind(command: str, expected: bool) -> None:

@@ -113,7 +113,7 @@ def test_all_are_listed_and_their_own_tests_pass(tmp_path: Path) -> None:
     for kind in TEMPLATE_KINDS:
         names, _ = write_plugin(f"zed-{kind}", kind, out)
         install(out / names.distribution, site)
-    listed = run(sys.executable, "-m", "chatlearn_core.cli.main", "plugins", "list", path=site).stdout
+    listed = run(sys.executable, "-m", "chatlearn_cli.main", "plugins", "list", path=site).stdout
     rows = {tuple(line.split()[:5]) for line in listed.splitlines()}
     for kind in TEMPLATE_KINDS:
         assert (kind, "zed", f"zed-{kind.replace('_', '-')}", "0.1.0", "ok") in rows, listed
@@ -139,7 +139,7 @@ def test_pip_installs_it_from_wheels(tmp_path: Path) -> None:
             assert f"chatlearn_testing/template/{folder}{relative}" in packed
     unpacked = run(*pip, "install", *offline, "--target", str(target), *map(str, files))
     assert unpacked.returncode == 0, unpacked.stderr
-    chatlearn = (sys.executable, "-P", "-m", "chatlearn_core.cli.main", "plugins")
+    chatlearn = (sys.executable, "-P", "-m", "chatlearn_cli.main", "plugins")
     made = run(*chatlearn, "new", "zed-reward", "--kind", "reward", "--directory", str(out), path=target)
     assert made.returncode == 0, made.stderr
     assert "__pycache__" not in {path.name for path in out.rglob("*")}

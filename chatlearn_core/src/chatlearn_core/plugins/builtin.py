@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import (
-    CliCommandSpec,
     ExampleKindSpec,
     FlowMethodSpec,
     OutputSpec,
@@ -38,21 +37,6 @@ def chatlearn_example_kinds() -> list[ExampleKindSpec]:
         ExampleKindSpec(
             name="preferences", summary="Completions of one prompt, ranked or labelled.", factory=f"{kinds}Preferences"
         ),
-    ]
-
-
-@hookimpl
-def chatlearn_cli_commands() -> list[CliCommandSpec]:
-    """The commands of the core; plugins cannot take their names."""
-    return [
-        CliCommandSpec(name="run", app="chatlearn_core.cli.run:run", help="Train a model as a configuration says."),
-        CliCommandSpec(name="eval", app="chatlearn_core.cli.run:evaluate", help="Evaluate a model or a checkpoint."),
-        CliCommandSpec(name="plugins", app="chatlearn_core.cli.plugins:app", help="List and show plugins."),
-        CliCommandSpec(
-            name="plugins list", app="chatlearn_core.cli.plugins:list_plugins", help="List every installed plugin."
-        ),
-        CliCommandSpec(name="plugins show", app="chatlearn_core.cli.plugins:show", help="Show what a plugin declares."),
-        CliCommandSpec(name="config", app="chatlearn_core.cli.config:app", help="Show and check configurations."),
     ]
 
 

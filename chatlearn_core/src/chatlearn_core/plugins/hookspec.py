@@ -53,10 +53,10 @@ RunStatus = Literal["completed", "interrupted", "failed"]
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register commands below ``chatlearn``.
 
-    Called when the command line starts, unless a command of the core was asked for. ``chatlearn --help`` shows name
+    Called when the command line starts, unless one of its own commands was asked for. ``chatlearn --help`` shows name
     and ``help`` from the record; ``app`` is imported when it is used. A function is one command; a ``typer.Typer`` is
     a group of commands, even with one in it. A name such as ``plugins weigh`` puts the command below ``chatlearn
-    plugins``, the one group of the core that takes others.
+    plugins``, the one group that takes others.
 
     Example:
         from chatlearn_core.plugins import hookimpl

@@ -26,6 +26,7 @@ from chatlearn_core.plugins.records import GeneratorSpec, Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import missing_requirements
 from chatlearn_core.plugins.sources import (
+    COMMAND_LINE,
     CORE,
     DISABLE_VARIABLE,
     DisabledDistributions,
@@ -240,7 +241,7 @@ def runs_elsewhere(record: PluginRecord | None) -> bool:
 def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
     """Turn all usable entries that share kind and name into conflicts, each naming every provider.
 
-    Commands of the core keep their names: a plugin must not be able to disable ``chatlearn plugins``.
+    Commands of the command line itself keep their names: a plugin must not be able to disable ``chatlearn plugins``.
     """
     same: dict[tuple[Kind | None, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
@@ -249,8 +250,8 @@ def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
     marked = []
     for entry in entries:
         rivals = same[entry.kind, entry.name] if entry.record is not None else []
-        of_core = entry.kind == "cli_command" and entry.distribution == CORE
-        if len(rivals) > 1 and not of_core:
+        is_kept = entry.kind == "cli_command" and entry.distribution == COMMAND_LINE
+        if len(rivals) > 1 and not is_kept:
             providers = ", ".join(sorted(rival.origin for rival in rivals))
             reason = f"registered by {providers}; uninstall one, or name it in {DISABLE_VARIABLE}"
             entry = replace(entry, status="conflict", reason=reason)

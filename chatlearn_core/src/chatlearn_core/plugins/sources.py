@@ -16,6 +16,8 @@ from chatlearn_core import __version__
 from chatlearn_core.plugins.markers import PROJECT as ENTRY_POINT_GROUP
 
 CORE = "chatlearn-core"
+COMMAND_LINE = "chatlearn-cli"
+"""Its commands keep their names, whatever other distributions register."""
 DISABLE_VARIABLE = "CHATLEARN_DISABLE_PLUGINS"
 
 

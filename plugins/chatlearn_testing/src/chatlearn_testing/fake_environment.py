@@ -54,4 +54,4 @@ class FakeEnvironment:
 
     def chatlearn(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run the command line with the fake distributions installed."""
-        return self.python("-m", "chatlearn_core.cli.main", *arguments, **environment)
+        return self.python("-m", "chatlearn_cli.main", *arguments, **environment)

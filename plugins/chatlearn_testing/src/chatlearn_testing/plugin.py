@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import CliCommandSpec
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """Both join the core's group ``plugins``."""
+    """Both join the group ``plugins`` of the command line."""
     return [
         CliCommandSpec(
             name="plugins new",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from chatlearn_core.cli.plugins import app
+from chatlearn_cli.plugins import app
 from chatlearn_core.exceptions import ChatLearnError, PluginNotFoundError
 from chatlearn_testing.scaffold import write_plugin
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chatlearn_core.cli.plugins import app
+from chatlearn_cli.plugins import app
 from chatlearn_core.exceptions import PluginError
 from chatlearn_testing.scaffold import TEMPLATE_KINDS
 

@@ -9,20 +9,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from chatlearn_core import __version__
-from chatlearn_core.plugins.builtin import chatlearn_cli_commands
+from chatlearn_cli import __version__
+from chatlearn_cli.plugin import chatlearn_cli_commands
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import CliCommandSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.select import load_callable
-from chatlearn_core.plugins.sources import CORE
+from chatlearn_core.plugins.sources import COMMAND_LINE
 
 
 class LazyGroup(TyperGroup):
     """The commands below ``chatlearn``, or below the one that ``path`` names.
 
-    Those of the core are known without looking for plugins, so that no plugin can take one away. ``--help`` reads name
-    and help of the others from their records.
+    Those of this distribution are known without looking for plugins, so that no plugin can take one away. ``--help``
+    reads name and help of the others from their records.
     """
 
     # Contexts and commands are click's; Typer has its own copy of click in some versions, so there is no one import
@@ -33,7 +33,7 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self._core = self._below(chatlearn_cli_commands())
+        self._own = self._below(chatlearn_cli_commands())
         self._registry: PluginRegistry | None = None
 
     @property
@@ -49,12 +49,12 @@ class LazyGroup(TyperGroup):
         return {word: record for word, record in words.items() if " " not in word}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands of the core in their own order, then those of plugins by name."""
-        return list(self._core | self._below(self.registry.records("cli_command")))
+        """Commands of this distribution in their own order, then those of plugins by name."""
+        return list(self._own | self._below(self.registry.records("cli_command")))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that knows name and help; ``resolve_command`` gives the command itself."""
-        record = self._core.get(cmd_name) or self._below(self.registry.records("cli_command")).get(cmd_name)
+        record = self._own.get(cmd_name) or self._below(self.registry.records("cli_command")).get(cmd_name)
         return None if record is None else TyperCommand(name=cmd_name, help=record.help or record.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -66,8 +66,8 @@ class LazyGroup(TyperGroup):
         name = args[0]
         if ctx.resilient_parsing or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        if name in self._core:
-            return name, load_command(self._core[name], f"{CORE} {__version__}"), args[1:]
+        if name in self._own:
+            return name, load_command(self._own[name], f"{COMMAND_LINE} {__version__}"), args[1:]
         record = self.registry.select("cli_command", self.path + name, "command line")
         return name, load_command(record, self.registry.origin(record)), args[1:]
 

@@ -12,15 +12,15 @@ from typing import TextIO, cast
 import pytest
 from rich.console import Console
 
-from chatlearn_core.cli.progress_bar import ProgressBar
-from chatlearn_core.cli.terminal import TolerantStream
+from chatlearn_cli.progress_bar import ProgressBar
+from chatlearn_cli.terminal import TolerantStream
 
 HOSTILE = "\x1b[31mred\x07 half \ud800 [bold]"
 SHOWN = "\\x1b[31mred\\x07 half \\ud800 [bold]"
 
 FAILING = """
 import logging, sys
-from chatlearn_core.cli import lazy, main
+from chatlearn_cli import lazy, main
 from chatlearn_core.exceptions import ConfigError
 
 def evaluate():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from chatlearn_core.cli.terminal import tell
+from chatlearn_cli.terminal import tell
 from chatlearn_core.exceptions import ConfigError, Interrupted
 from chatlearn_core.printable import printable
 
@@ -56,7 +56,7 @@ def run(
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train a model as a configuration says."""
-    from chatlearn_core.cli.progress_bar import ProgressBar
+    from chatlearn_cli.progress_bar import ProgressBar
     from chatlearn_core.executor.garbage import garbage_collected_seldom
     from chatlearn_core.executor.run import Run
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from chatlearn_core.cli.config import app
+from chatlearn_cli.config import app
 
 runner = CliRunner()
 
@@ -129,7 +129,7 @@ def test_schema(config: Path, tmp_path: Path) -> None:
 
 def test_importing_the_command_imports_no_engine_and_no_yaml_stack() -> None:
     code = (
-        "import sys, chatlearn_core.cli.config; "
+        "import sys, chatlearn_cli.config; "
         "print(sorted({'torch', 'omegaconf', 'pydantic', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

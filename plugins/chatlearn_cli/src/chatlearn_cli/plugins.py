@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatlearn_core.cli.lazy import PluginsGroup
+from chatlearn_cli.lazy import PluginsGroup
 from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
@@ -71,7 +71,7 @@ def entries_named(registry: PluginRegistry, name: str, kind: str | None) -> list
 
 def show_text(registry: PluginRegistry, entry: PluginEntry) -> str:
     """Declared fields, then options."""
-    from chatlearn_core.plugins.options import option_rows, options_text  # imports pydantic, which `list` need not
+    from chatlearn_cli.plugin_options import option_rows, options_text  # imports pydantic, which `list` need not
 
     text = record_text(entry)
     if entry.record is None or not hasattr(entry.record, "options"):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from chatlearn_core.plugins.options import OptionRow, option_rows, options_text
+from chatlearn_cli.plugin_options import OptionRow, option_rows, options_text
 
 
 class Inner(BaseModel):

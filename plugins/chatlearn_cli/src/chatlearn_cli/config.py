@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chatlearn_core.cli.terminal import tell
+from chatlearn_cli.terminal import tell
 from chatlearn_core.exceptions import ChatLearnError
 
 if TYPE_CHECKING:

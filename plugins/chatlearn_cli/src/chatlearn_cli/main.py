@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from chatlearn_cli.lazy import LazyGroup
+from chatlearn_cli.terminal import finish_streams, prepare_streams, tell
 from chatlearn_core import __version__
-from chatlearn_core.cli.lazy import LazyGroup
-from chatlearn_core.cli.terminal import finish_streams, prepare_streams, tell
 from chatlearn_core.exceptions import ChatLearnError, Interrupted
 
 EXIT_ERROR = 2

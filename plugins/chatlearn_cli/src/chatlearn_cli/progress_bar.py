@@ -12,7 +12,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from chatlearn_core.cli.terminal import TolerantStream
+from chatlearn_cli.terminal import TolerantStream
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.policy import POLICY_METRICS
 from chatlearn_core.executor.progress import RunListener

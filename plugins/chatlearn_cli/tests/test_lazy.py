@@ -63,7 +63,7 @@ def test_a_command_that_cannot_be_imported_names_its_plugin(fake_environment) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_plugin_adds_a_command_to_the_group_of_the_core(fake_environment) -> None:
+def test_a_plugin_adds_a_command_to_the_group_plugins(fake_environment) -> None:
     install(fake_environment)
     listed = fake_environment.chatlearn("plugins", "--help").stdout
     assert all(text in listed for text in ("list", "matrix", "show", "Weigh a plugin."))
@@ -80,7 +80,7 @@ def test_a_command_of_the_kit_says_how_to_install_it(fake_environment, command: 
         "import importlib.metadata as metadata, sys\n"
         "found = metadata.distributions\n"
         "metadata.distributions = lambda **of: (d for d in found(**of) if d.name != 'chatlearn-testing')\n"
-        "from chatlearn_core.cli.main import main\n"
+        "from chatlearn_cli.main import main\n"
         f"main(['plugins', {command!r}, 'acme-reward'])\n"
     )
     done = fake_environment.python("-c", hide)
@@ -103,8 +103,8 @@ def test_an_unknown_command_is_explained_by_the_plugin_that_failed(fake_environm
     assert "failed to load: acme_tools (acme-tools 1.0): ModuleNotFoundError" in done.stderr
 
 
-def test_no_plugin_can_take_away_the_commands_of_the_core(fake_environment) -> None:
+def test_no_plugin_can_take_away_the_commands_that_are_always_there(fake_environment) -> None:
     fake_environment.install("greedy", COMMANDS.replace('"acme", app', '"plugins", app'))
-    done = fake_environment.chatlearn("plugins", "list", CHATLEARN_DISABLE_PLUGINS="chatlearn-core")
+    done = fake_environment.chatlearn("plugins", "list", CHATLEARN_DISABLE_PLUGINS="chatlearn-cli")
     assert done.returncode == 0, done.stderr
     assert "greedy" in done.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from chatlearn_core.cli.progress_bar import ProgressBar, step_numbers
+from chatlearn_cli.progress_bar import ProgressBar, step_numbers
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_step_shows_its_reward_or_its_loss() -> None:
 
 
 def test_tokens_of_a_step_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("chatlearn_core.cli.progress_bar._PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("chatlearn_cli.progress_bar._PLAIN_INTERVAL_S", 0.0)
     text = io.StringIO()
     bar = ProgressBar(counts_tokens=True, console=Console(file=text, width=200))
     assert bar.counts_tokens

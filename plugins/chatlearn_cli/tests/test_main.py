@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import chatlearn_core
-from chatlearn_core.cli import main as cli
+from chatlearn_cli import main as cli
 from chatlearn_core.exceptions import ConfigError, Interrupted
 
 
@@ -15,7 +15,7 @@ def failing_command(monkeypatch: pytest.MonkeyPatch):
         def evaluate() -> None:
             raise error
 
-        monkeypatch.setattr("chatlearn_core.cli.lazy.load_callable", lambda record, attribute, origin: evaluate)
+        monkeypatch.setattr("chatlearn_cli.lazy.load_callable", lambda record, attribute, origin: evaluate)
 
     monkeypatch.delenv("CHATLEARN_TRACEBACK", raising=False)
     return install
@@ -82,7 +82,7 @@ def test_looking_around_imports_nothing_heavy(fake_environment, arguments) -> No
     """Pydantic is not among them: some versions of Typer convert options with it."""
     done = fake_environment.python(
         "-c",
-        "import sys, atexit; from chatlearn_core.cli.main import main;"
+        "import sys, atexit; from chatlearn_cli.main import main;"
         "heavy = ('torch', 'numpy', 'transformers', 'omegaconf', 'yaml');"
         "atexit.register(lambda: print([name for name in heavy if name in sys.modules], file=sys.stderr));"
         f"main({list(arguments)!r})",
