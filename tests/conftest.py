@@ -27,6 +27,8 @@ import yaml
 from chatlearn_testing.leftovers import WAIT_S, wait_until_empty
 from chatlearn_testing.processes import session_members
 
+PROBE_PACKAGE = Path(__file__).with_name("probe_package")
+WHEEL = "probe_package-1.0-py3-none-any.whl"
 PROBE_PLUGIN = """
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
@@ -369,6 +371,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = {"plugin": PROBE_PLUGIN, "points": PROBE_POINTS, "options": PROBE_OPTIONS, "backends": PROBE_BACKENDS}
     for name, source in sources.items():
         folder.joinpath(f"probe_{name}.py").write_text(textwrap.dedent(source))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def probe_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel of ``tests/probe_package`` is installed, and nothing else."""
+    wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("probe-package")
+    pip = ["pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index", "--target", folder]
+    for command in (["hatchling", "build", "-t", "wheel", "-d", wheels], [*pip, wheels / WHEEL]):
+        subprocess.run([sys.executable, "-m", *map(str, command)], cwd=PROBE_PACKAGE, check=True, capture_output=True)
     return folder
 
 

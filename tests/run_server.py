@@ -38,6 +38,8 @@ def run(order: dict[str, Any]) -> None:
     os.dup2(output, 2)
     os.chdir(order["cwd"])
     os.environ.update(order["env"])
+    # As an interpreter that starts in this environment would have it.
+    sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     if order["file_limit"] is not None:
         # What exceeds it fails with EFBIG, as a full disk fails with ENOSPC: the kernel refuses the bytes.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

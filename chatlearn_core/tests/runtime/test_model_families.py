@@ -55,7 +55,7 @@ class Registry:
         return SimpleNamespace
 
     def load_factory(self, record: ModelFamilySpec) -> Any:
-        return lambda _: SimpleNamespace(name=record.name, facts=lambda _: ModelFacts(self.model_type, 64, 8))
+        return lambda _: SimpleNamespace(name=record.name, model_type=lambda _: self.model_type)
 
 
 ACME = ModelFamilySpec(name="acme", factory="special", options="options", model_types=frozenset({"acme_moe"}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +29,8 @@ from chatlearn_core.types import (
 from chatlearn_core.types.array_ref import cut
 from chatlearn_core.types.keyed_seed import keyed_seed
 
+ResultT = TypeVar("ResultT")
+
 
 async def generate(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     """``generator.generate``: the sample of each request."""
@@ -49,52 +53,69 @@ async def extend(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     dropped, since it does not cover the new tokens. A sample that cannot be continued is excluded.
     """
     number = sum(node.method.name == call.node.method.name for node in call.graph.nodes[: call.node.index])
-    for request in requests:
-        sample = request.filled
-        if sample.exclusion is not None:  # nothing was generated, or its reward failed
-            request.dropped = True
-            continue
-        seed = keyed_seed(call.seed, "turn", request.draw.seed_key, request.sample_id, number)
-        sampling = replace(sampled_as(call.node.arguments, request.sampling or call.sampling), seed=seed)
-        turn = f"{request.sample_id}+{number + 1}"
-        asked = GenerateRequest(turn, sample.token_ids, sampling, request.group_id, media=sample.media)
-        found = await _completion(call, RolloutRequest(turn, request.draw, asked))
-        if isinstance(found, Completion):
-            request.sample = sample_with_turn(sample, found, generator=call.node.role, drop=call.fields)
-        else:
-            sample.exclusion = found or "generation failed: a further turn cannot go on in a later step"
-            request.dropped = True
+    await _together(_extend_one(call, request, number) for request in requests)
+
+
+async def _extend_one(call: FlowCall, request: RolloutRequest, number: int) -> None:
+    """The ``number``-th further turn of one sample, from 0."""
+    sample = request.filled
+    if sample.exclusion is not None:  # nothing was generated, or its reward failed
+        request.dropped = True
+        return
+    seed = keyed_seed(call.seed, "turn", request.draw.seed_key, request.sample_id, number)
+    sampling = replace(sampled_as(call.node.arguments, request.sampling or call.sampling), seed=seed)
+    turn = f"{request.sample_id}+{number + 1}"
+    asked = GenerateRequest(turn, sample.token_ids, sampling, request.group_id, media=sample.media)
+    found = await _completion(call, RolloutRequest(turn, request.draw, asked))
+    if isinstance(found, Completion):
+        request.sample = sample_with_turn(sample, found, generator=call.node.role, drop=call.fields)
+    else:
+        sample.exclusion = found or "generation failed: a further turn cannot go on in a later step"
+        request.dropped = True
 
 
 async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     """``generator.score``: what a generator makes of the tokens behind each sample's prompt, as ``token_data`` that is
     0 where ``loss_mask`` is False.
     """
-    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
-    scored: list[tuple[Sample, Completion]] = []
-    for request in requests:
-        sample = request.filled
-        start, length = sample.num_prompt_tokens, sample.num_completion_tokens
-        if not length or not sample.loss_mask.any():
-            continue
-        asked = GenerateRequest(
-            f"{request.sample_id}?{call.node.index}",
-            cut(sample.token_ids, 0, start),
-            SamplingParams(max_tokens=length, temperature=temperature),
-            request.group_id,
-            media=sample.media,
-            forced_ids=cut(sample.token_ids, start, len(sample.token_ids)),
-        )
-        found = await _completion(call, RolloutRequest(asked.id, request.draw, asked))
-        if not isinstance(found, Completion):
-            if sample.exclusion is None:
-                sample.exclusion = f"scoring failed: {found or 'it would go on in a later step'}"
-            continue
-        scored.append((sample, found))
+    answers = await _together(_forced(call, request) for request in requests)
+    scored = [answer for answer in answers if answer is not None]
     values = await call.runtime.data.aget_completions([found for _, found in scored], {"logprobs"})
     for (sample, _), found in zip(scored, values, strict=True):
         logprobs = np.concatenate([np.zeros(sample.num_prompt_tokens, np.float32), found.logprobs])
         sample.token_data[call.node.fields[0]] = np.where(sample.loss_mask, logprobs, np.float32(0.0))
+
+
+async def _forced(call: FlowCall, request: RolloutRequest) -> tuple[Sample, Completion] | None:
+    """The sample of a request and what a generator makes of its tokens; None where there is nothing to score, or the
+    request failed, which excludes the sample.
+    """
+    sample = request.filled
+    start, length = sample.num_prompt_tokens, sample.num_completion_tokens
+    if not length or not sample.loss_mask.any():
+        return None
+    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
+    asked = GenerateRequest(
+        f"{request.sample_id}?{call.node.index}",
+        cut(sample.token_ids, 0, start),
+        SamplingParams(max_tokens=length, temperature=temperature),
+        request.group_id,
+        media=sample.media,
+        forced_ids=cut(sample.token_ids, start, len(sample.token_ids)),
+    )
+    found = await _completion(call, RolloutRequest(asked.id, request.draw, asked))
+    if isinstance(found, Completion):
+        return sample, found
+    if sample.exclusion is None:
+        sample.exclusion = f"scoring failed: {found or 'it would go on in a later step'}"
+    return None
+
+
+async def _together(requests: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Make requests to a generator at the same time, in their order; returns what they give."""
+    async with asyncio.TaskGroup() as tasks:
+        made = [tasks.create_task(request) for request in requests]
+    return [task.result() for task in made]
 
 
 async def _completion(call: FlowCall, request: RolloutRequest) -> Completion | str | None:

@@ -270,7 +270,8 @@ class FlowScheduler:
                     for index in own:
                         await events[index].wait()
                 async with lease or contextlib.nullcontext():
-                    await self._carry_out(work, own)
+                    with self._generation(node, timers):
+                        await self._carry_out(work, own)
                 return
             if node.kind == "generator":
                 self._enter_phase(work)

@@ -113,6 +113,7 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
             name="generator.extend",
             summary="Continue samples with a further turn.",
             arguments=f"{_ARGUMENTS}:SamplingArguments",
+            granularity="batch",  # what an engine batches must not depend on when a reward or a function was done
             changes=True,
             action=f"{_CALLS}:extend",
         ),
@@ -120,6 +121,7 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
             name="generator.score",
             summary="Logprobs of the tokens that samples have.",
             arguments=f"{_ARGUMENTS}:ComputeArguments",
+            granularity="batch",
             adds=("{name}_score_logprobs",),
             action=f"{_CALLS}:score_tokens",
         ),

@@ -23,6 +23,14 @@ class ModelFacts:
 class ModelFamily(Protocol):
     """Built as ``factory(options)``; knows one kind of model directory."""
 
+    def model_type(self, source: ModelSource) -> str:
+        """The type that the model's configuration names, also one that this family cannot read: the family that reads
+        model directories in general is asked, to find the one that declares the type.
+
+        Raises:
+            ModelError: no readable model configuration there.
+        """
+
     def load_tokenizer(self, source: ModelSource) -> Any:
         """A tokenizer as ``data.Tokenizer`` describes it; Hugging Face's are.
 

@@ -32,7 +32,7 @@ def model_family(registry: PluginRegistry, source: ModelSource) -> ModelFamily:
     special = [record for record in records if record.model_types]
     if not special:
         return family
-    model_type = family.facts(source).model_type
+    model_type = family.model_type(source)
     claims = [record for record in special if model_type in record.model_types]
     if len(claims) > 1:
         raise ConfigError(

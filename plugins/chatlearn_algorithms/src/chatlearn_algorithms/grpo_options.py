@@ -119,9 +119,10 @@ class GRPOOptions(BaseModel):
     def required_roles(self) -> tuple[tuple[str, str], ...]:
         """(name, kind) of the roles that a configuration must define. The reference has a message of its own."""
         roles = self.roles
-        needed = [(roles.generator, "generator"), (roles.policy, "trainer")]
+        environment = roles.environment  # which says itself what generators it uses
+        needed = [(roles.generator, "generator") if environment is None else (environment, "environment")]
+        needed += [(roles.policy, "trainer")]
         needed += [(roles.reward, "reward")] if roles.reward is not None else []
-        needed += [(roles.environment, "environment")] if roles.environment is not None else []
         return tuple(needed)
 
     @property

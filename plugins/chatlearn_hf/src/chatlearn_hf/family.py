@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerBase
 
 from chatlearn_chat import ChatTemplateRenderer
@@ -9,7 +11,13 @@ from chatlearn_core.exceptions import ModelError
 from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts
 from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy
-from chatlearn_hf.model_directory import check_model_directory, check_tokenizer_fits, load_config, load_tokenizer
+from chatlearn_hf.model_directory import (
+    check_model_directory,
+    check_tokenizer_fits,
+    load_config,
+    load_tokenizer,
+    read_config_file,
+)
 from chatlearn_hf.model_directory import max_length as config_max_length
 from chatlearn_hf.options import TransformersFamilyOptions
 
@@ -19,6 +27,21 @@ class TransformersFamily:
 
     def __init__(self, options: TransformersFamilyOptions) -> None:
         self.options = options
+
+    def model_type(self, source: ModelSource) -> str:
+        """``model_type`` of ``config.json``, which transformers need not know; of a hub id, what transformers says.
+
+        Raises:
+            ModelError: no readable configuration there, or one that names no type.
+        """
+        directory = Path(source.path).expanduser()
+        if not directory.is_dir():
+            check_model_directory(source.path)
+            return str(load_config(source.path, trust_remote_code=source.trust_remote_code).model_type)
+        model_type = read_config_file(directory).get("model_type")
+        if not isinstance(model_type, str) or not model_type:
+            raise ModelError(f"the configuration of {source.path} says model_type: {model_type!r}, which names no type")
+        return model_type
 
     def load_tokenizer(self, source: ModelSource) -> PreTrainedTokenizerBase:
         """The tokenizer, checked against the model's vocabulary.

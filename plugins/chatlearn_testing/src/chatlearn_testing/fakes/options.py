@@ -17,6 +17,9 @@ class FakeTrainerOptions(FakeOptions):
     learning_rate: float = Field(0.1, gt=0, description="Of plain gradient descent with momentum.")
     momentum: float = Field(0.9, ge=0, lt=1, description="0 is plain gradient descent.")
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Token budget of one forward pass.")
+    record: str | None = Field(
+        None, description="A directory into which every update writes the batch that it is given."
+    )
 
 
 class FakePipelineOptions(FakeTrainerOptions):

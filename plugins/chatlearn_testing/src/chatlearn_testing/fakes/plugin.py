@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from chatlearn_core.plugins.records import (
+    DatasetSpec,
+    GeneratorSpec,
+    ModelFamilySpec,
+    RewardSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 from chatlearn_testing.fakes.records import (
+    BIGRAM_FAMILY,
     FAKE_BOX_SYNC,
     FAKE_GENERATOR,
+    FAKE_MEDIA_FORMAT,
+    FAKE_MEDIA_GENERATOR,
     FAKE_PIPELINE_TRAINER,
     FAKE_REWARD,
     FAKE_TRAINER,
@@ -23,8 +33,20 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
 
 @hookimpl
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """The bigram generator."""
-    return [FAKE_GENERATOR]
+    """The bigram generator, and the one that expands media."""
+    return [FAKE_GENERATOR, FAKE_MEDIA_GENERATOR]
+
+
+@hookimpl
+def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
+    """What reads bigram models."""
+    return [BIGRAM_FAMILY]
+
+
+@hookimpl
+def chatlearn_datasets() -> Iterable[DatasetSpec]:
+    """Prompts with media."""
+    return [FAKE_MEDIA_FORMAT]
 
 
 @hookimpl

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec, WeightSyncSpec
+from dataclasses import replace
+
+from chatlearn_core.plugins.records import (
+    DatasetSpec,
+    GeneratorSpec,
+    ModelFamilySpec,
+    RewardSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
 
 _FAKES = "chatlearn_testing.fakes"
 
@@ -38,6 +47,28 @@ FAKE_GENERATOR = GeneratorSpec(
     scores=True,
     seeded=True,
     model_families=frozenset({"bigram"}),
+)
+
+FAKE_MEDIA_GENERATOR = replace(
+    FAKE_GENERATOR,
+    name="fake_media",
+    summary="The same with media in prompts, which it expands, and with routes of every token.",
+    factory=f"{_FAKES}.media_generator:MediaGenerator",
+)
+
+FAKE_MEDIA_FORMAT = DatasetSpec(
+    name="fake_media",
+    summary="Text whose placeholders stand for the entries of the column media.",
+    factory=f"{_FAKES}.media_format:MediaFormat",
+    options=f"{_FAKES}.options:FakeOptions",
+)
+
+BIGRAM_FAMILY = ModelFamilySpec(
+    name="bigram",
+    summary="Bigram models: a letter a token.",
+    factory=f"{_FAKES}.family:BigramFamily",
+    options=f"{_FAKES}.options:FakeOptions",
+    model_types=frozenset({"bigram"}),
 )
 
 REMOTE_FAKE_GENERATOR = GeneratorSpec(

@@ -41,6 +41,7 @@ from chatlearn_testing.fakes.bigram import (
     write_bigram_model,
 )
 from chatlearn_testing.fakes.options import FakeTrainerOptions
+from chatlearn_testing.recorded_batches import record_batch
 
 CHECKPOINT_FILE, STATE_FILE = "weights.safetensors", "state.json"
 
@@ -129,6 +130,8 @@ class FakeTrainer:
         self._require("weights", "gradients", "optimizer")
         if not self.context.trainable:
             raise BackendError(f"trainer role {self.context.role!r} does not learn, so it has no optimizer")
+        if self.options.record is not None:
+            record_batch(Path(self.options.record), self.context, batch)
         whole = {name: tensor.requires_grad_() for name, tensor in self._whole(self._weights).items()}
         budget = self.options.max_tokens_per_micro_batch
         results: list[LossOutput] = []

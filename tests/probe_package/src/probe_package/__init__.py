@@ -1,0 +1,1 @@
+"""Everything that a third party may add with hooks alone."""
