@@ -327,6 +327,39 @@ async def test_two_rounds_with_an_observation_in_between() -> None:
     assert pack_samples(samples).loss_mask.sum() == 8
 
 
+class Staggered(Roles):
+    """A generator whose completions are done one after the other, and that counts what it is asked at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.together: set[tuple[str, ...]] = set()
+
+    async def completion(self, role: str, request: Any) -> Completion:
+        self.open.append(request.generate_request.id)
+        for _ in range(10 * len(self.open)):
+            await asyncio.sleep(0)
+        self.together.add(tuple(self.open))
+        self.open.remove(request.generate_request.id)
+        return await super().completion(role, request)
+
+
+@pytest.mark.parametrize(("call", "mark"), [("extend", "+1"), ("score", "?1")])
+async def test_what_depends_on_samples_is_asked_for_all_of_them_together(call: str, mark: str) -> None:
+    """Whenever the samples were done: what an engine batches, and how it rounds, must not depend on that."""
+
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(samples, m.generator.score(samples)) if call == "score" else m.generator.extend(samples)
+
+    roles = Staggered()
+    await run(flow, roles)
+    first = {names[0] for names in roles.together}
+    assert f"p0@0#0{mark}" in first
+    assert tuple(f"p{i}@0#{j}{mark}" for i in range(2) for j in range(2)) in roles.together
+    assert not any(mark in "".join(names) and any(mark not in name for name in names) for names in roles.together)
+
+
 async def test_further_turns_are_sampled_as_the_step_says() -> None:
     def flow(prompts: Any, m: Any) -> Any:
         return m.generator.extend(m.generator.generate(prompts), max_tokens=1)

@@ -42,6 +42,12 @@ def test_wrong_settings_are_refused(settings, message):
         GRPOOptions(**settings)
 
 
+def test_an_environment_says_itself_which_generators_it_uses():
+    kinds = dict(GRPOOptions(roles={"environment": "desk", "reward": None}).required_roles)
+    assert kinds == {"desk": "environment", "trainer": "trainer"}
+    assert dict(GRPOOptions().required_roles) == {"generator": "generator", "trainer": "trainer", "reward": "reward"}
+
+
 def test_k1_alone_in_a_loss_is_warned_of():
     (warning,) = GRPOOptions(kl_coef=0.1, kl_estimator="k1").warnings
     assert warning[0] == "kl_estimator"

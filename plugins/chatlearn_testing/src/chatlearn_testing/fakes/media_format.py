@@ -19,9 +19,11 @@ class MediaFormat:
         self.options = options
 
     def parse(self, row: Row) -> RawExample:
-        """Raises DataError: a medium is not written in hex."""
+        """Raises DataError: a medium is not written in hex, or empty."""
         try:
             media = tuple(Media("image", bytes.fromhex(text)) for text in row.get("media", ()))
         except ValueError as error:
             raise DataError(f"the column media holds bytes in hex: {error}") from error
+        if not all(medium.content for medium in media):
+            raise DataError("a medium is empty; write at least one byte, or leave it and its placeholder out")
         return RawExample(prompt=row["prompt"], id=row.get("id"), media=media)

@@ -25,7 +25,7 @@ class MediaGenerator(FakeGenerator):
     """
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See the protocol. A prompt that holds the tokens of its media, as that of a further turn does, stays as it is.
+        """See the protocol. A prompt that holds the tokens of its media, such as that of a further turn, is left alone.
 
         Raises:
             BackendError: the prompt has another number of placeholders than media.
@@ -68,15 +68,17 @@ def expanded(prompt_ids: TokenIds, media: tuple[Media, ...], where: str) -> Toke
 
 
 def media_tokens(medium: Media) -> TokenIds:
-    """[N] a token for each of the N bytes, none of them a placeholder or the end of the sequence."""
-    return 1 + np.frombuffer(medium.content, np.uint8).astype(np.int64) % (PLACEHOLDER - 1)
+    """[N] a token for each of the N >= 1 bytes, none of them a placeholder or the end of the sequence."""
+    tokens: TokenIds = 1 + np.frombuffer(medium.content, np.uint8).astype(np.int64) % (PLACEHOLDER - 1)
+    return tokens
 
 
 def routed_experts(token_ids: TokenIds) -> npt.NDArray[np.int16]:
     """[T, layers, choices] the experts of each token of a whole sequence."""
     positions = np.arange(len(token_ids))[:, None, None]
     layers, choices = np.arange(NUM_LAYERS)[None, :, None], np.arange(NUM_CHOICES)[None, None, :]
-    return ((token_ids[:, None, None] * 7 + positions * 3 + layers * 5 + choices) % NUM_EXPERTS).astype(np.int16)
+    routes: npt.NDArray[np.int64] = (token_ids[:, None, None] * 7 + positions * 3 + layers * 5 + choices) % NUM_EXPERTS
+    return routes.astype(np.int16)
 
 
 def _is_expanded(prompt_ids: TokenIds, media: tuple[Media, ...]) -> bool:
