@@ -60,11 +60,12 @@ def expanded(prompt_ids: TokenIds, media: tuple[Media, ...], where: str) -> Toke
     places = np.flatnonzero(prompt_ids == PLACEHOLDER)
     if len(places) != len(media):
         raise BackendError(f"{where} has {len(places)} placeholders (token {PLACEHOLDER}) and {len(media)} media")
-    parts, at = [], 0
+    parts: list[TokenIds] = []
+    at = 0
     for place, medium in zip(places, media, strict=True):
         parts += [prompt_ids[at:place], media_tokens(medium)]
         at = int(place) + 1
-    return np.concatenate([*parts, prompt_ids[at:]]).astype(np.int64)
+    return np.concatenate([*parts, prompt_ids[at:]])
 
 
 def media_tokens(medium: Media) -> TokenIds:
