@@ -16,6 +16,7 @@ from chatlearn_core.plugins.records import (
     LoggerSpec,
     PluginRecord,
     RewardSpec,
+    RoleUse,
     RuntimeSpec,
     TrainerSpec,
     WeightSyncSpec,
@@ -116,6 +117,7 @@ def make_registry() -> PluginRegistry:
         ),
         EnvironmentSpec(name="game", **code("Empty")),
         RewardSpec(name="math", **code("Empty")),
+        RewardSpec(name="judged", uses={"judge": RoleUse()}, **code("Empty")),
         RewardSpec(name="format", **code("Careless")),
         AlgorithmSpec(
             name="grpo",

@@ -156,17 +156,50 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    name one of: trainer",
         ),
     ],
-    "environments_call_generators": [
+    "handles_are_roles": [
         (
             ["roles.game={kind: environment, backend: game, uses: {policy: trainer}}"],
-            "roles.game.uses.policy: the environment calls it by the handle 'policy', so it must be a generator; it is "
-            "a trainer (got 'trainer')\n"
+            "roles.game.uses.policy: environment 'game' calls it by the handle 'policy', so it must be a generator; it "
+            "is a trainer (got 'trainer')\n"
             "    name a role of kind generator",
         ),
         (
             ["roles.game={kind: environment, backend: game, uses: {other: generator}}"],
             "roles.game.uses: environment 'game' calls generators by the handles policy (got {'other': 'generator'})\n"
             "    give each its role, such as uses: {policy: generator}",
+        ),
+        (
+            ["roles.reward={kind: reward, backend: judged, uses: {judge: trainer}}"],
+            "roles.reward.uses.judge: reward 'judged' calls it by the handle 'judge', so it must be a generator; it is "
+            "a trainer (got 'trainer')\n"
+            "    name a role of kind generator",
+        ),
+        (
+            ["roles.reward={kind: reward, backend: judged, uses: {judge: generater}}"],
+            "roles.reward.uses.judge: reward 'judged' calls it by the handle 'judge', so it must be a generator; it is "
+            "not defined (got 'generater')\n"
+            "    is 'generator' meant? name a role of kind generator",
+        ),
+        (
+            ["roles.reward={kind: reward, backend: judged, uses: {judge: reward}}"],
+            "roles.reward.uses.judge: reward 'judged' would call its own role by the handle 'judge': a cycle, "
+            "reward -> reward (got 'reward')\n"
+            "    name a role of kind generator",
+        ),
+        (
+            ["roles.reward={kind: reward, parts: [{backend: judged}]}"],
+            "roles.reward.parts.0.uses: reward 'judged' calls generators by the handles judge (got {})\n"
+            "    give each its role, such as uses: {judge: generator}",
+        ),
+        (
+            ["roles.reward.uses={judge: generator}"],
+            "roles.reward.uses: reward 'math' calls no other role (got {'judge': 'generator'})\n    remove uses",
+        ),
+        (
+            ["roles.reward={kind: reward, parts: [{backend: math}], uses: {judge: generator}}"],
+            "roles.reward.uses: uses is for the one backend of a role, and this role combines parts "
+            "(got {'judge': 'generator'})\n"
+            "    set the uses of each part (parts.0.uses)",
         ),
     ],
     "algorithm_roles": [

@@ -156,3 +156,24 @@ def test_people_are_told_who_takes_turns_and_what_moves() -> None:
 def test_devices_with_the_same_guests_are_told_together() -> None:
     found = sharing(trainer={GPU0, GPU1}, generator={GPU0, GPU1})
     assert describe_sharing(found, []) == ["generator, trainer take turns on node, GPU 0 and 1 more, up to node, GPU 1"]
+
+
+def test_a_reward_takes_its_turn_with_the_roles_that_it_calls() -> None:
+    """The judge comes when sampling is over, and leaves before the trainer."""
+    kinds = {**KINDS, "judge": "generator"}
+    roles = {
+        name: SimpleNamespace(name=name, kind=kind, trainable=name == "trainer", holds_a_model=kind != "reward")
+        for name, kind in kinds.items()
+    }
+    plan: Any = SimpleNamespace(weight_syncs=PLAN.weight_syncs, refreshes={}, roles=roles)
+    own = {role: frozenset({GPU0}) for role in ("trainer", "generator", "judge")}
+    found = find_sharing(roles, own, "auto")  # type: ignore[arg-type]  # stands for the plan's roles
+    steps = schedule(found, plan, trace(grpo, kinds, uses={"reward": ["judge"]}), ["trainer"])
+    assert {step.name: [str(move) for move in step.moves] for step in steps} == {
+        "generator.generate": ["offload trainer (weights)", "onload generator (kv_cache)"],
+        "reward.score": ["offload generator (weights, kv_cache)", "onload judge (weights, kv_cache)"],
+        "reference.logprobs": [],
+        "trainer.logprobs": ["offload judge (weights, kv_cache)", "onload trainer (weights)"],
+        "trainer.update": ["onload trainer (gradients, optimizer)"],
+        "sync trainer -> generator": ["offload trainer (gradients, optimizer)", "onload generator (weights)"],
+    }

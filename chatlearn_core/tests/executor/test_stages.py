@@ -30,3 +30,13 @@ def test_what_a_reward_needs_is_production() -> None:
         return m.join(m.judge.score(known), m.other.logprobs(known))
 
     assert names(flow) == (["sampler.generate", "reference.logprobs", "judge.score"], ["other.logprobs"])
+
+
+def test_a_reward_that_calls_a_role_that_learns_is_consumption() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.sampler.generate(prompts)
+        return m.join(m.judge.score(samples), m.learner.logprobs(samples))
+
+    for used, stage in (("reference", 0), ("learner", 1)):
+        graph = trace(flow, ROLES, uses={"judge": [used]})
+        assert "judge.score" in [node.name for node in step_stages(graph, ["learner"])[stage]]

@@ -27,3 +27,13 @@ def test_text_names_every_call_its_input_and_when_it_starts() -> None:
 def test_an_empty_flow_has_its_name() -> None:
     graph = trace(lambda examples, m: examples, {}, name="sft", given="demonstrations")
     assert to_text(graph) == "flow sft"
+
+
+def test_text_names_the_roles_that_a_role_calls() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(samples, m.reward.score(samples))
+
+    kinds = {"generator": "generator", "reward": "reward", "judge": "generator"}
+    text = to_text(trace(flow, kinds, uses={"reward": ["judge"]}))
+    assert "adds reward (sample by sample; reward, uses judge; " in text

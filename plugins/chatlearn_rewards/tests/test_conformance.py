@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 
+from chatlearn_rewards.conformance import SETTINGS
 from chatlearn_testing.suites import RewardCase, RewardConformance
 
 MISBEHAVING = """import os
@@ -44,6 +45,19 @@ class TestFormat(RewardConformance):
     backend = "format"
     options: ClassVar = {"pattern": "<think>.*</think>.*", "num_workers": 1}
     cases = (RewardCase("<think>a</think>b", 1.0), RewardCase("b", 0.0))
+
+
+class TestJudge(RewardConformance):
+    backend = "judge"
+    options: ClassVar = SETTINGS["reward/judge"]["options"]
+    handles: ClassVar = SETTINGS["reward/judge"]["handles"]
+    cases = SETTINGS["reward/judge"]["cases"]
+
+
+class TestModel(RewardConformance):
+    backend = "model"
+    handles: ClassVar = SETTINGS["reward/model"]["handles"]
+    cases = SETTINGS["reward/model"]["cases"]
 
 
 class TestFunction(RewardConformance):

@@ -87,6 +87,7 @@ class RewardPart(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     weight: float = 1.0
     data_sources: list[str] | None = Field(None, description="Only samples of these data sources; all by default.")
+    uses: dict[str, str] = Field(default_factory=dict, description="Handle -> the role that it calls by it.")
 
 
 class RefreshConfig(Section):
@@ -122,9 +123,14 @@ class RoleConfig(Section):
         default_factory=dict, description="Engine-native arguments, passed verbatim; not for rewards."
     )
     uses: dict[str, str] = Field(
-        default_factory=dict, description="Of an environment: handle -> the generator role that it calls by it."
+        default_factory=dict, description="Of an environment or a reward: handle -> the role that it calls by it."
     )
     timeout_s: Seconds = Field(1800.0, description="Longest time one call to this role may take.")
+
+    @property
+    def used_roles(self) -> frozenset[str]:
+        """The roles that it calls, those of its parts included."""
+        return frozenset(self.uses.values()).union(*(part.uses.values() for part in self.parts))
 
 
 class SamplingConfig(Section):

@@ -14,12 +14,14 @@ from chatlearn_core.executor.aggregations import select_aggregation
 from chatlearn_core.executor.decisions import option_schedules
 from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
 from chatlearn_core.executor.flow_checks import (
+    called_by_text,
     check_devices,
     check_outputs,
     check_partial_rollouts,
     check_roles,
     check_scores,
     check_stages,
+    check_uses,
 )
 from chatlearn_core.executor.ground_truths import ground_truth_check
 from chatlearn_core.executor.learning_plan import LearningPlan, learning_plan
@@ -112,6 +114,7 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     if evaluation is not None:
         check_outputs(loaded, registry, evaluation, {})
     check_scores(loaded, graph)
+    check_uses(loaded, registry, _called(graph, evaluation, learning))
     check_partial_rollouts(config, graph)
     follow = [name for name, role in config.roles.items() if role.refresh is not None]
     check_stages(config, graph, (*learning.losses, *follow))
@@ -165,7 +168,8 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             control_tokens=config.data.control_tokens,
             max_tokens=max_length,
         )
-    models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts)
+    by_text = called_by_text(loaded, _called(flow.graph, flow.evaluation, flow.learning))
+    models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts, by_text)
     check_served_families(loaded, models)
     plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
     stop_token_ids = _ends_of_turns(renderer, tokenizer)
@@ -281,8 +285,9 @@ def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm
 
 def _other_basis(loaded: LoadedConfig, sampling: SamplingParams) -> tuple[str, LogprobBasis | None]:
     """The first generator whose logprobs are not of the distribution that is sampled from, and what they are of."""
+    judges = frozenset().union(*(role.used_roles for role in loaded.config.roles.values() if role.kind == "reward"))
     for name, role in loaded.config.roles.items():
-        if role.kind == "generator":
+        if role.kind == "generator" and not (name in judges and role.model is not None):
             choice = loaded.plugin("roles", name)
             assert isinstance(choice.record, GeneratorSpec)
             declared = DeclaredBases(name, choice.record.name, bases_of(choice.record, choice.options))
@@ -300,6 +305,7 @@ def trace_flow(loaded: LoadedConfig, algorithm: Algorithm, registry: PluginRegis
         name=config.algorithm.name,
         given=_given(example_kind(loaded, registry, algorithm.input)),
         vocabulary=FlowVocabulary.of(registry),
+        uses=_uses(config),
     )
 
 
@@ -310,7 +316,14 @@ def trace_evaluation(loaded: LoadedConfig, algorithm: Algorithm, graph: Graph, r
         flow = evaluation_flow(evaluation_roles(config, graph))
     else:
         flow, given = algorithm.evaluation, _given(example_kind(loaded, registry, algorithm.evaluation_input))
-    return trace(flow, _kinds(config), name="evaluation", given=given, vocabulary=FlowVocabulary.of(registry))
+    return trace(
+        flow,
+        _kinds(config),
+        name="evaluation",
+        given=given,
+        vocabulary=FlowVocabulary.of(registry),
+        uses=_uses(config),
+    )
 
 
 def example_kind(loaded: LoadedConfig, registry: PluginRegistry, name: str) -> ExampleKindSpec:
@@ -327,6 +340,15 @@ def _given(kind: ExampleKindSpec) -> str | None:
 
 def _kinds(config: RunConfig) -> dict[str, str]:
     return {name: role.kind for name, role in config.roles.items()}
+
+
+def _called(graph: Graph, evaluation: Graph | None, learning: LearningPlan) -> frozenset[str]:
+    """The roles that flow, evaluation and losses call themselves."""
+    return frozenset({*graph.roles, *(evaluation.roles if evaluation else ()), *learning.learners})
+
+
+def _uses(config: RunConfig) -> dict[str, frozenset[str]]:
+    return {name: role.used_roles for name, role in config.roles.items()}
 
 
 def _group_rewards(loaded: LoadedConfig) -> frozenset[str]:

@@ -132,14 +132,12 @@ def held_parts(role: RolePlan) -> tuple[MemoryPart, ...]:
 
 
 def uses_of(node: Node, roles: Mapping[str, RolePlan]) -> list[DeviceUse]:
-    """What a call of the flow does with memory: its role's, or that of the generators which an environment calls; none
-    for rewards and functions.
+    """What a call of the flow does with memory: that of its role, and of the roles which that one calls. A reward that
+    calls none, and a function, use none.
     """
-    if node.kind == "environment":
-        return [DeviceUse(role, "generate") for role in sorted(set(roles[node.role].uses.values()))]
-    if node.kind not in ("generator", "trainer"):
-        return []
-    return [DeviceUse(node.role, "generate" if node.kind == "generator" else "compute")]
+    kinds = {role: roles[role].kind for role in node.uses} | {node.role: node.kind}
+    methods: dict[str, Method] = {"generator": "generate", "trainer": "compute"}
+    return [DeviceUse(role, methods[kind]) for role, kind in sorted(kinds.items()) if kind in methods]
 
 
 @dataclass(slots=True, frozen=True)

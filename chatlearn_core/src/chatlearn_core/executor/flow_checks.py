@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.flow import Graph
-from chatlearn_core.plugins.records import GeneratorSpec, OutputSpec, TrainerSpec
+from chatlearn_core.plugins.records import GeneratorSpec, OutputSpec, RewardSpec, RoleUse, TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Loss
 
@@ -62,7 +63,7 @@ def check_roles(
 
 def _used(config: RunConfig, called: set[str]) -> set[str]:
     """The roles that are called, and those that they call."""
-    return called | {used for name in called if name in config.roles for used in config.roles[name].uses.values()}
+    return called.union(*(config.roles[name].used_roles for name in called if name in config.roles))
 
 
 def _each(losses: Losses) -> Iterator[tuple[str, Loss]]:
@@ -132,6 +133,70 @@ def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
             )
 
 
+def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection[str]) -> None:
+    """Every role that a reward calls can do what it asks: a trainer computes the outputs, with the head that they need;
+    a generator gives logprobs of given tokens.
+
+    Args:
+        roles: those that are called.
+    """
+    for name in roles:
+        for key, handle, used, use in _uses(loaded, name):
+            record = loaded.plugin("roles", used).record
+            if isinstance(record, GeneratorSpec) and use.scores and not record.scores:
+                raise ConfigError(
+                    f"{key}.uses.{handle} is {used!r}: this reward asks it for logprobs of given tokens, which "
+                    f"generator {record.name!r} does not give. Choose a generator that does (transformers)"
+                    + (", or a trainer role" if "trainer" in use.kinds else "")
+                )
+            if isinstance(record, TrainerSpec):
+                for output in sorted(use.outputs):
+                    head, given = registry.outputs[output].head, loaded.config.roles[used].head
+                    if head is not None and given != head:
+                        raise ConfigError(
+                            f"{key}.uses.{handle} is {used!r}: this reward asks it for {output!r}, which needs the "
+                            f"head {head!r}, and roles.{used}.head is {given!r}. Set it to {head}"
+                        )
+                    if output not in record.outputs:
+                        raise ConfigError(
+                            f"{key}.uses.{handle} is {used!r}: this reward asks it for {output!r}, but trainer "
+                            f"{record.name!r} provides {', '.join(sorted(record.outputs))}. Choose another trainer"
+                        )
+
+
+def _uses(loaded: LoadedConfig, name: str) -> Iterator[tuple[str, str, str, RoleUse]]:
+    """(place in the configuration, handle, role, what is asked of it) of everything that a reward role calls."""
+    role = loaded.config.roles[name]
+    if role.kind != "reward":
+        return
+    sections: list[tuple[tuple[str | int, ...], Mapping[str, str]]] = [(("roles", name), role.uses)]
+    if role.parts:
+        sections = [(("roles", name, "parts", index), part.uses) for index, part in enumerate(role.parts)]
+    for path, uses in sections:
+        choice = loaded.plugin(*path)
+        assert isinstance(choice.record, RewardSpec)
+        for handle, used in uses.items():
+            use = choice.record.uses[handle]
+            ids = getattr(choice.options, "token_ids", use.token_ids)
+            yield ".".join(map(str, path)), handle, used, replace(use, token_ids=ids)
+
+
+def called_by_text(loaded: LoadedConfig, called: Collection[str]) -> frozenset[str]:
+    """Roles that only rewards call, and to which they give text: their tokenizer is their own affair.
+
+    Args:
+        called: roles that the flow, the evaluation and losses call themselves.
+    """
+    by_text: set[str] = set()
+    by_ids: set[str] = set(called)
+    for name in called:
+        if loaded.config.roles[name].kind == "environment":
+            by_ids |= loaded.config.roles[name].used_roles
+        for _, _, used, use in _uses(loaded, name):
+            (by_ids if use.token_ids else by_text).add(used)
+    return frozenset(by_text - by_ids)
+
+
 def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
     """What may be unfinished when a step ends is what a generator samples."""
     if config.rollout.partial == "none":
@@ -143,6 +208,13 @@ def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
             f"generators {len(calls)} times, the second time with {calls[1].name} ({calls[1].source}), and only what "
             "one call samples can go on in a later step. Set rollout.partial to none"
         )
+    for node in graph.nodes:
+        if calls and calls[0].role in node.uses:
+            raise ConfigError(
+                f"rollout.partial is {config.rollout.partial!r}, but roles.{node.role} uses the generator "
+                f"{calls[0].role!r} itself ({node.source}), which is paused with completions in it when a step has "
+                f"enough. Give {node.role} a generator role of its own, or set rollout.partial to none"
+            )
     if not graph.calls("generator.generate"):
         raise ConfigError(
             f"rollout.partial is {config.rollout.partial!r}, but the flow of algorithm {config.algorithm.name!r} "

@@ -55,7 +55,7 @@ def plan_run(
     """
     config = loaded.config
     used = {*graph.roles, *learning.learners, *(evaluation.roles if evaluation else ())}
-    used |= {called for name in used for called in config.roles[name].uses.values()}
+    used |= {called for name in used for called in config.roles[name].used_roles}
     roles = {name: _role_plan(loaded, name, learning) for name in config.roles if name in used}
     return RunPlan(
         registry=registry,
@@ -99,7 +99,7 @@ def _role_plan(loaded: LoadedConfig, name: str, learning: LearningPlan) -> RoleP
     else:
         choice = loaded.plugin("roles", name)
         assert isinstance(choice.record, TrainerSpec | GeneratorSpec | RewardSpec | EnvironmentSpec)
-        backends = (BackendPlan(f"roles.{name}", choice.record, choice.options),)
+        backends = (BackendPlan(f"roles.{name}", choice.record, choice.options, uses=dict(role.uses)),)
     return RolePlan(
         name=name,
         kind=role.kind,
@@ -113,7 +113,6 @@ def _role_plan(loaded: LoadedConfig, name: str, learning: LearningPlan) -> RoleP
         engine=role.engine,
         timeout_s=role.timeout_s,
         refresh=_refresh(name, role, learning),
-        uses=dict(role.uses),
         total_updates=learning.num_updates.get(name),
     )
 
@@ -133,7 +132,7 @@ def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) 
     choice = loaded.plugin("roles", role, "parts", index)
     assert isinstance(choice.record, RewardSpec)
     sources = None if part.data_sources is None else frozenset(part.data_sources)
-    return BackendPlan(f"roles.{role}.parts.{index}", choice.record, choice.options, part.weight, sources)
+    return BackendPlan(f"roles.{role}.parts.{index}", choice.record, choice.options, part.weight, sources, part.uses)
 
 
 def _weight_syncs(

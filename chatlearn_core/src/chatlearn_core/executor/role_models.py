@@ -29,7 +29,12 @@ def asked_for_by(where: str) -> Iterator[None]:
 
 
 def check_role_models(
-    loaded: LoadedConfig, family: ModelFamily, roles: Collection[str], tokenizer: Tokenizer, facts: ModelFacts
+    loaded: LoadedConfig,
+    family: ModelFamily,
+    roles: Collection[str],
+    tokenizer: Tokenizer,
+    facts: ModelFacts,
+    by_text: Collection[str] = (),
 ) -> dict[str, ModelFacts]:
     """What is known of the model that each trainer and generator role holds.
 
@@ -38,6 +43,7 @@ def check_role_models(
         roles: those that are used.
         tokenizer: of the run: what prompts are encoded with.
         facts: of the run's model.
+        by_text: roles that are given text, and so may have another tokenizer.
 
     Raises:
         ModelError: a role's own model cannot be read, or its tokenizer gives another meaning to an id of the run's.
@@ -57,7 +63,7 @@ def check_role_models(
         if source.path != own.path:
             with asked_for_by(f"{where}.path"):
                 known[name] = family.facts(source)
-        if source.tokenizer_path != own.tokenizer_path:
+        if source.tokenizer_path != own.tokenizer_path and name not in by_text:
             with asked_for_by(f"{where}.{'tokenizer' if role.model.tokenizer else 'path'}"):
                 check_same_tokenizer(name, source, family.load_tokenizer(source), own, tokenizer)
     return known

@@ -50,6 +50,8 @@ class Node:
     """The nodes that made the samples it works on, in order; empty: they are the flow's own input."""
     function: FunctionCall | None = None
     """What ``m.apply`` calls; None for calls on roles."""
+    uses: tuple[str, ...] = ()
+    """Other roles that the role calls in turn, such as the judge of a reward."""
 
     @property
     def kind(self) -> str:
@@ -132,16 +134,17 @@ class Graph:
         """The nodes of the production stage and of the consumption stage, each in the order of their calls.
 
         Production runs when a rollout is finished and needs no role that learns: generation, rewards, frozen models.
-        Consumption runs when samples are taken for an update: trainer calls on roles that learn, whose results depend
-        on how far these have learned, and every call that needs one of them. Generators serve synchronized copies of
-        the policy, so a call on a generator is production.
+        Consumption runs when samples are taken for an update: calls on trainer roles that learn, whose results depend
+        on how far these have learned, on rewards that use such a role, and every call that needs one of them.
+        Generators serve synchronized copies of the policy, so a call on a generator is production.
 
         Args:
             learning_roles: the roles that the algorithm updates.
         """
         consumption: set[int] = set()
         for node in self.nodes:
-            if node.role in learning_roles or not consumption.isdisjoint(node.inputs):
+            called = {node.role, *node.uses}
+            if not called.isdisjoint(learning_roles) or not consumption.isdisjoint(node.inputs):
                 consumption.add(node.index)
         return (
             tuple(node for node in self.nodes if node.index not in consumption),

@@ -12,8 +12,9 @@ def to_text(graph: Graph) -> str:
         lines.append(f"  level {depth}")
         for node in level:
             inputs = ", ".join(graph.nodes[i].name for i in node.inputs) or "input"
+            kind = f"{node.kind}, uses {', '.join(node.uses)}" if node.uses else node.kind
             lines.append(
-                f"    {node.call:<24} <- {inputs:<28} adds {added(node)} ({_starts(node)}; {node.kind}; {node.source})"
+                f"    {node.call:<24} <- {inputs:<28} adds {added(node)} ({_starts(node)}; {kind}; {node.source})"
             )
     return "\n".join(lines)
 

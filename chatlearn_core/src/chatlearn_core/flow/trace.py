@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from chatlearn_core.exceptions import FlowError
@@ -28,6 +28,7 @@ def trace(
     name: str | None = None,
     given: str | None = None,
     vocabulary: FlowVocabulary | None = None,
+    uses: Mapping[str, Collection[str]] | None = None,
 ) -> Graph:
     """Call ``flow(examples, m)`` once on symbols and return its checked graph.
 
@@ -38,12 +39,13 @@ def trace(
         given: kind of the examples whose samples the flow begins with, such as ``demonstrations``; None: it begins with
             prompts, and a generator makes the samples.
         vocabulary: the calls that are known; by default those of the core alone.
+        uses: role -> the roles that it calls in turn.
 
     Raises:
         FlowError: a decision on data that is not there yet, an unknown role, method or argument, a call with the wrong
             input, an unused result, or a missing return value. Names the source line and the remedy.
     """
-    recorder = _Recorder(dict(roles), given, vocabulary or FlowVocabulary.builtin())
+    recorder = _Recorder(dict(roles), given, vocabulary or FlowVocabulary.builtin(), uses or {})
     result = flow(Samples(), _Roles(recorder))
     where = definition(flow)
     if result is None:
@@ -64,8 +66,11 @@ def trace(
 class _Recorder:
     """Collects the calls in order, each checked against those before it."""
 
-    def __init__(self, roles: dict[str, str], given: str | None, vocabulary: FlowVocabulary) -> None:
+    def __init__(
+        self, roles: dict[str, str], given: str | None, vocabulary: FlowVocabulary, uses: Mapping[str, Collection[str]]
+    ) -> None:
         self.roles = roles
+        self.uses = uses
         self.given = given
         self.vocabulary = vocabulary
         self.nodes: list[Node] = []
@@ -103,6 +108,7 @@ class _Recorder:
             tuple(self._output(name, label, source) for name in method.outputs),
             (index,) if method.takes == "examples" else value.samples_of,
             function,
+            tuple(sorted(self.uses.get(role, ()))),
         )
         self._check(node)
         self.nodes.append(node)

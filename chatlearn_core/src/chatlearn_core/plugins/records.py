@@ -161,11 +161,32 @@ class GeneratorSpec(BackendRecord):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class RoleUse:
+    """What a reward asks of a role that it calls."""
+
+    kinds: frozenset[str] = frozenset({"generator"})
+    """``generator``, ``trainer`` or both."""
+    outputs: frozenset[str] = frozenset()
+    """What a trainer must compute, by the names of ``OutputSpec``."""
+    scores: bool = False
+    """Whether a generator must give logprobs of given tokens (``GeneratorSpec.scores``)."""
+    token_ids: bool = False
+    """Whether the role is given token ids of samples, so that it must have the run's tokenizer. An options model with
+    an attribute ``token_ids`` overrides it: whether text is rendered anew may be a setting."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RewardSpec(BackendRecord):
     """A reward: ``factory(options, RoleContext) -> Reward``."""
 
     kind: ClassVar[Kind] = "reward"
     unit: Literal["sample", "group"] = "sample"
+    uses: Mapping[str, RoleUse] = field(default_factory=dict)
+    """Handles of the roles that it calls; ``uses`` of the role, or of its part, says which role each is, and
+    ``RoleContext.handles`` has them.
+
+    Example:
+        ``{"judge": RoleUse(kinds=frozenset({"generator"}))}``"""
     check_ground_truth: ImportString | None = None
     """``check(options, ground_truth) -> str | None``: why no completion can be judged against it, in words that follow
     "prompt 'id'". Called for every row that this reward will judge as data are loaded, so it must be cheap."""

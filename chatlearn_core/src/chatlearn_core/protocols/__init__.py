@@ -30,6 +30,7 @@ from chatlearn_core.protocols.logger import Logger
 from chatlearn_core.protocols.loss import Loss, LossOutput, Unit
 from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction, MemoryEvent
 from chatlearn_core.protocols.reward import Reward, RewardUnit
+from chatlearn_core.protocols.role_handle import RoleHandle
 from chatlearn_core.protocols.runtime import (
     Derive,
     EnvironmentGroup,
@@ -83,6 +84,7 @@ __all__ = [
     "RewardUnit",
     "RoleContext",
     "RoleGroup",
+    "RoleHandle",
     "RoleIsUp",
     "RoleUpdate",
     "RolloutContext",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+
+if TYPE_CHECKING:
+    from chatlearn_core.protocols.role_handle import RoleHandle
 
 Head = Literal["lm", "value", "reward"]
 MemoryPart = Literal["weights", "gradients", "optimizer", "kv_cache"]
@@ -53,6 +56,8 @@ class RoleContext:
     """What the ranks know each other by at the rendezvous; None where it is on loopback."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     """Engine-native arguments, passed through verbatim after the backend checked them."""
+    handles: Mapping[str, RoleHandle] = field(default_factory=dict)
+    """Of a reward: the roles that it calls, by the handles of its record (``RewardSpec.uses``)."""
 
 
 @runtime_checkable

@@ -36,12 +36,25 @@ class BackendPlan:
     options: BaseModel
     weight: float = 1.0
     data_sources: frozenset[str] | None = None
+    uses: Mapping[str, str] = field(default_factory=dict)
+    """Of an environment or a reward: handle -> the role that it calls by it."""
 
     @property
     def unit(self) -> Literal["sample", "group"]:
         """The least that this reward judges at a time."""
         assert isinstance(self.record, RewardSpec), f"{self.key} is no reward"
         return self.record.unit
+
+
+@dataclass(slots=True, frozen=True)
+class UsedRole:
+    """A role as one that calls it knows it. Picklable."""
+
+    name: str
+    kind: str
+    model: ModelSource
+    weights_change: bool
+    """Whether it learns, or takes weights of a role that does."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,8 +90,6 @@ class RolePlan:
     engine: Mapping[str, Any]
     timeout_s: float
     refresh: Refresh | None = None
-    uses: Mapping[str, str] = field(default_factory=dict)
-    """Of an environment: handle -> generator role."""
     total_updates: int | None = None
     """Optimizer steps of the whole run; None: it does not learn."""
 
@@ -88,8 +99,18 @@ class RolePlan:
         return self.kind in ("trainer", "generator")
 
     @property
+    def used_roles(self) -> frozenset[str]:
+        """The roles that its backends call."""
+        return frozenset(role for backend in self.backends for role in backend.uses.values())
+
+    @property
+    def uses(self) -> Mapping[str, str]:
+        """Of an environment: handle -> generator role."""
+        return self.backend.uses
+
+    @property
     def backend(self) -> BackendPlan:
-        """The only backend of a trainer or generator."""
+        """The only backend of a trainer, generator or environment."""
         assert len(self.backends) == 1, f"role {self.name} has {len(self.backends)} backends"
         return self.backends[0]
 
@@ -173,6 +194,17 @@ class RunPlan:
     def refreshes(self) -> dict[str, Refresh]:
         """Trainer role -> when it takes another's weights."""
         return {name: role.refresh for name, role in self.roles.items() if role.refresh is not None}
+
+    def used_by(self, backend: BackendPlan) -> dict[str, UsedRole]:
+        """The roles that a backend calls, by its handles."""
+        synced = {route.generator for route in self.weight_syncs}
+        found: dict[str, UsedRole] = {}
+        for handle, name in backend.uses.items():
+            role = self.roles[name]
+            assert role.model is not None, f"role {name} is used, and holds no model"
+            changes = name in synced or role.trainable or role.refresh is not None
+            found[handle] = UsedRole(name, role.kind, role.model, changes)
+        return found
 
     def context(self, role: RolePlan, *, replica: int = 0, rank: int = 0, device: str = "cpu") -> RoleContext:
         """The context of one rank of one replica."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
 from chatlearn_runtime_kit.devices import resolve_device
 from chatlearn_runtime_kit.environments import LocalEnvironments
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
+from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
 _STOP_S = 10.0
@@ -122,9 +124,12 @@ class LocalRuntime:
             await group.start()
         else:
             executor = self._executor(role)
-            context = self.plan.context(role)
+            calls = RoleCalls(role, self.plan, self)
             parts = []
             for backend in role.backends:
+                used = self.plan.used_by(backend)
+                handles = build_handles(role.name, used, self.plan.registry, calls.ask)
+                context = replace(self.plan.context(role), handles=handles)
                 reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
                 name = part_name(role, backend.key)
                 parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from chatlearn_testing.fakes.role_handle import ScriptedHandle
 from chatlearn_testing.suites import RewardCase
 
 
@@ -39,5 +40,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
             RewardCase("no", 0.0, ground_truth="yes"),
             RewardCase("raise", None),
         ),
+    },
+    "reward/judge": {
+        "options": {"labels": {"good": 1.0, "bad": 0.0}, "template": "{completion}"},
+        "handles": {"judge": ScriptedHandle(lambda prompt, sampling: prompt)},
+        "cases": (
+            RewardCase("It is good.", 1.0),
+            RewardCase("Bad!", 0.0),
+            RewardCase("I cannot say", None),
+        ),
+    },
+    "reward/model": {
+        "handles": {"model": ScriptedHandle(scores=lambda token_ids: float(token_ids[-1]))},
+        "cases": (RewardCase("a", 97.0), RewardCase("b", 98.0)),
     },
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import RewardSpec
+from chatlearn_core.plugins.records import RewardSpec, RoleUse
 
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """``math``, ``gsm8k``, ``format`` and ``function``."""
+    """``math``, ``gsm8k``, ``format``, ``function``, ``judge`` and ``model``."""
     return [
         RewardSpec(
             name="math",
@@ -37,5 +37,27 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="A plain Python function by import path or file.",
             factory="chatlearn_rewards.function_reward:FunctionReward",
             options="chatlearn_rewards.options:FunctionOptions",
+        ),
+        RewardSpec(
+            name="judge",
+            summary="The verdict of a generator role that is shown the question and the answer.",
+            factory="chatlearn_rewards.judge_reward:JudgeReward",
+            options="chatlearn_rewards.judge_options:JudgeOptions",
+            uses={"judge": RoleUse()},
+        ),
+        RewardSpec(
+            name="model",
+            summary="A reward model: a trainer role with head reward, or what a generator role makes of the answer.",
+            factory="chatlearn_rewards.model_reward:ModelReward",
+            options="chatlearn_rewards.model_options:ModelOptions",
+            unit="group",
+            uses={
+                "model": RoleUse(
+                    kinds=frozenset({"generator", "trainer"}),
+                    outputs=frozenset({"scores"}),
+                    scores=True,
+                    token_ids=True,
+                )
+            },
         ),
     ]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError, RoleLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError
 from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout
+from chatlearn_runtime_kit.own_time import OwnTime
 
 _STOP_S = 5.0
 """An environment's loop that does not end for so long is left behind: its thread is a daemon."""
@@ -70,8 +71,7 @@ class LocalEnvironments:
         """See ``EnvironmentGroup``. The time that generators take does not count."""
         here = asyncio.get_running_loop()
         pending: set[concurrent.futures.Future[Completion]] = set()
-        lost: list[RoleLostError] = []
-        clock = _OwnTime(order.timeout_s)
+        clock = OwnTime(order.timeout_s)
 
         async def generate_here(handle: str, request: GenerateRequest) -> Completion:
             if handle not in self.role.uses:
@@ -83,9 +83,6 @@ class LocalEnvironments:
             pending.add(asked)
             try:
                 return await asyncio.wrap_future(asked)
-            except RoleLostError as error:
-                lost.append(error)  # whatever the environment makes of it, the run ends
-                raise
             finally:
                 pending.discard(asked)
 
@@ -113,8 +110,8 @@ class LocalEnvironments:
             ) from error
         finally:
             clock.over = True
-        if lost:
-            raise lost[0]
+        if clock.lost:
+            raise clock.lost[0]
         return checked_rollout(rollout, order, self.role)
 
     def close(self) -> None:
@@ -129,30 +126,6 @@ class LocalEnvironments:
                 self._thread.join(_STOP_S)
             if not self._thread.is_alive():
                 self._loop.close()
-
-
-class _OwnTime:
-    """A limit of the time that an environment takes itself: while it waits for a generator it stands still."""
-
-    def __init__(self, seconds: float) -> None:
-        self.limit = asyncio.timeout(seconds)
-        self.over = False
-        self._left = seconds
-        self._num_waiting = 0
-
-    async def without(self, generated: Awaitable[Completion]) -> Completion:
-        """Await a completion; generators have limits of their own."""
-        now = asyncio.get_running_loop().time
-        if not self._num_waiting and (end := self.limit.when()) is not None:
-            self._left = end - now()
-            self.limit.reschedule(None)
-        self._num_waiting += 1
-        try:
-            return await generated
-        finally:
-            self._num_waiting -= 1
-            if not self._num_waiting and not self.over:
-                self.limit.reschedule(now() + self._left)
 
 
 def checked_rollout(rollout: Any, order: RolloutOrder, role: RolePlan) -> Rollout:

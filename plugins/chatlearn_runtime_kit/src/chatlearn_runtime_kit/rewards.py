@@ -11,6 +11,7 @@ from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_runtime_kit.own_time import CURRENT, OwnTime
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,7 +48,11 @@ class CombinedReward:
         self.timeout_s = timeout_s
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result a sample, in order; never raises for what a reward does."""
+        """One result a sample, in order; never raises for what a reward does.
+
+        Raises:
+            RoleLostError: a role that a reward calls cannot work any more.
+        """
         verdicts: list[dict[str, RewardResult]] = [{} for _ in samples]
 
         async def run(part: RewardPart) -> None:
@@ -80,9 +85,11 @@ class CombinedReward:
     async def _call(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult] | str:
         """One call's results, or what is wrong with it as a whole."""
         results: Any = None
-        limit = asyncio.timeout(self.timeout_s)
+        problem: list[RewardResult] | str
+        clock = OwnTime(self.timeout_s)
+        current = CURRENT.set(clock)
         try:
-            async with limit:
+            async with clock.limit:
                 results = await part.reward.score(samples)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -90,12 +97,17 @@ class CombinedReward:
                 raise  # the run is being stopped
             problem = f"the reward cancelled itself: {said(error)}"
         except (Exception, SystemExit) as error:
-            if limit.expired():
+            if clock.limit.expired():
                 problem = f"no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"
             else:
                 problem = said(error)
         else:
-            return checked_rewards(results, samples)
+            problem = checked_rewards(results, samples)
+        finally:
+            clock.over = True
+            CURRENT.reset(current)
+        if clock.lost:
+            raise clock.lost[0]
         return problem
 
     def _combine(self, sample: Sample, verdict: dict[str, RewardResult]) -> RewardResult:

@@ -12,6 +12,7 @@ from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_runtime_kit.restart_budget import RestartBudget, Tell
 from chatlearn_workers.blocks import Traffic
+from chatlearn_workers.conversation import Ask, converse
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.remote import RemoteWorker, all_or_first_error
 from chatlearn_workers.sample_codec import travelling_samples
@@ -61,6 +62,7 @@ class RemoteRewardGroup:
 
     Args:
         by_group: whether a group is judged as a whole.
+        ask: answers what the rewards ask of other roles; None: they ask nothing.
         tell: called with each restart.
     """
 
@@ -73,10 +75,12 @@ class RemoteRewardGroup:
         traffic: Traffic | None = None,
         *,
         by_group: bool = False,
+        ask: Ask | None = None,
         tell: Tell | None = None,
     ) -> None:
         self.name = name
         self.by_group = by_group
+        self._ask = ask
         self._launch = launch
         self._traffic = traffic or Traffic()
         self._num_workers = num_workers
@@ -117,6 +121,7 @@ class RemoteRewardGroup:
         """One result a sample, in order; what a reward does wrong is in the results.
 
         Raises:
+            RoleLostError: a role that a reward calls cannot work any more.
             BackendError: workers died more often than they may be rebuilt.
         """
         index = self._calls % len(self._places)
@@ -133,7 +138,7 @@ class RemoteRewardGroup:
             worker = self._places[index].worker
             try:
                 # Twice: when a call fails as a whole, the worker judges each sample alone, under the same timeout.
-                results: list[RewardResult] = await worker.call("score", encoded, timeout_s=2 * worker.timeout_s)
+                results = await self._call(worker, encoded, 2 * worker.timeout_s)
             except WorkerDiedError as error:
                 await self._replace(index, worker, error, counts=not has_died)
             except BackendTimeoutError as error:
@@ -142,6 +147,15 @@ class RemoteRewardGroup:
             else:
                 return results
         return None
+
+    async def _call(self, worker: RemoteWorker, samples: Sequence[Sample], limit_s: float) -> list[RewardResult]:
+        """The results of one call."""
+        results: list[RewardResult]
+        if self._ask is None:
+            results = await worker.call("score", samples, timeout_s=limit_s)
+        else:
+            results = await converse(worker, "score", samples, ask=self._ask, limit_s=limit_s)
+        return results
 
     async def _one_by_one(self, index: int, samples: Sequence[Sample]) -> list[RewardResult]:
         """Each unit in a call of its own; one that its worker does not survive has an error."""
@@ -155,7 +169,7 @@ class RemoteRewardGroup:
                 worker = place.worker
                 try:
                     encoded = travelling_samples([samples[i] for i in unit], self._traffic)
-                    results: list[RewardResult] = await worker.call("score", encoded)
+                    results = await self._call(worker, encoded, worker.timeout_s)
                 except (WorkerDiedError, BackendTimeoutError) as error:
                     has_killed = has_killed or isinstance(error, WorkerDiedError)
                     results = [RewardResult(None, error=str(error)) for _ in unit]

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from chatlearn_core.protocols import MemoryPart
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
+from chatlearn_runtime_kit.role_handles import RoleRequest, build_handles
 from chatlearn_workers.blocks import BlockStore
+from chatlearn_workers.conversation import AskingWorker, current_call
 from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import WorkerSpec
 
 
-class RewardWorker(Worker):
+class RewardWorker(AskingWorker, Worker):
     """One worker of a reward role: all its parts, combined."""
 
     def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
-        super().__init__(spec, node_address)
+        Worker.__init__(self, spec, node_address)
+        AskingWorker.__init__(self)
         self._group = CombinedReward(self.context.role, (), spec.timeout_s)
 
     async def setup(self) -> WorkerFacts:
         """Build and start every part."""
         parts: list[RewardPart] = []
         for share in self.spec.shares:
-            reward = self.build(share.plugin)
+            handles = build_handles(self.context.role, share.uses, self.registry, _ask)
+            reward = self.build(share.plugin, handles=handles)
             parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit))
             self._group = CombinedReward(self.context.role, parts, self.spec.timeout_s)
             await self.set_up(reward)
@@ -42,3 +47,8 @@ class RewardWorker(Worker):
         """Close every part."""
         group, self._group = self._group, CombinedReward(self.context.role, (), 1.0)
         await self.close_all([part.reward.close for part in group.parts])
+
+
+async def _ask(role: str, request: RoleRequest) -> Any:
+    """Carries out what a reward asks of another role: by the driver, as part of the call that the reward answers."""
+    return await current_call().ask(role, request)

@@ -22,6 +22,7 @@ from chatlearn_core.types import SyncReceipt
 from chatlearn_runtime_kit.environments import LocalEnvironments
 from chatlearn_runtime_kit.restart_budget import RestartBudget
 from chatlearn_runtime_kit.rewards import part_name
+from chatlearn_runtime_kit.role_handles import RoleCalls
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.blocks import BlockStore, Traffic
 from chatlearn_workers.errors import WorkerDiedError
@@ -297,6 +298,7 @@ class WorkersRuntime(ABC):
                 options.max_reward_restarts,
                 self._traffic,
                 by_group=any(part.unit == "group" for part in role.backends),
+                ask=RoleCalls(role, self.plan, self).ask if role.used_roles else None,
                 tell=self._tell,
             )
             await rewards.start()
@@ -357,7 +359,14 @@ class WorkersRuntime(ABC):
         )
         if role.kind == "reward":
             shares = tuple(
-                RewardShare(part_name(role, part.key), self._choice(part), part.weight, part.data_sources, part.unit)
+                RewardShare(
+                    part_name(role, part.key),
+                    self._choice(part),
+                    part.weight,
+                    part.data_sources,
+                    part.unit,
+                    self.plan.used_by(part),
+                )
                 for part in role.backends
             )
             return replace(spec, shares=shares)

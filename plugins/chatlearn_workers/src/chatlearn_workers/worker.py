@@ -60,10 +60,10 @@ class Worker:
             device = resolve_device(self.context.device, f"roles.{self.context.role}.device")
             self.context = replace(self.context, device=device)
 
-    def build(self, plugin: PluginChoice) -> Any:
-        """The backend object that a choice names."""
+    def build(self, plugin: PluginChoice, **more: Any) -> Any:
+        """The backend object that a choice names; ``more`` is added to its context."""
         record, options = plugin.find(self.registry, self.spec.driver_host)
-        return self.registry.load_factory(record)(options, self.context)
+        return self.registry.load_factory(record)(options, replace(self.context, **more))
 
     @property
     def origin(self) -> Origin:

@@ -6,7 +6,7 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -17,6 +17,7 @@ from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_core.protocols import RoleContext
+from chatlearn_core.runtime.plan import UsedRole
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +67,8 @@ class RewardShare:
     weight: float
     data_sources: frozenset[str] | None
     unit: Literal["sample", "group"]
+    uses: Mapping[str, UsedRole] = field(default_factory=dict)
+    """Handle -> the role that it calls by it."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -59,6 +59,16 @@ def sampling_repeats(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name, "backend"), rule, role.backend)
 
 
+def judges_hold_still(checked: Checked) -> Iterator[Problem]:
+    """A judge without a model of its own judges with the weights that it judges."""
+    for name, role in checked.roles("reward"):
+        for used in sorted(role.used_roles):
+            found = checked.config.roles.get(used)
+            if found is not None and found.kind == "generator" and found.model is None:
+                rule = f"it takes the policy's weights, so that the policy judges itself in roles.{name}"
+                yield Problem(("roles", used, "model"), rule, remedy="give it a model of its own, if that is not meant")
+
+
 MANY_STOPS = 100
 """Texts that end a completion: no model is known to need more."""
 
@@ -124,6 +134,7 @@ CAUTION_RULES: tuple[Rule, ...] = (
     options_are_meant,
     logprobs_compare,
     sampling_repeats,
+    judges_hold_still,
     stop_texts_are_few,
     datasets_differ,
     warm_up_ends,

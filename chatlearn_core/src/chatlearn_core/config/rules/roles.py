@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from chatlearn_core.config.models import RoleConfig
 from chatlearn_core.config.problems import KeyPath, Problem, nearest
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.import_string import resolve_import_string
-from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, RuntimeSpec, TrainerSpec
+from chatlearn_core.plugins.records import (
+    EnvironmentSpec,
+    GeneratorSpec,
+    RewardSpec,
+    RoleUse,
+    RuntimeSpec,
+    TrainerSpec,
+)
 
 
 def role_names(checked: Checked) -> Iterator[Problem]:
@@ -52,7 +59,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "trainable": ("trainer",),
         "refresh": ("trainer",),
         "replicas": ("generator", "reward", "environment"),
-        "uses": ("environment",),
+        "uses": ("environment", "reward"),
         "ranks": ("trainer", "generator"),
         "device": ("trainer", "generator"),
         "engine": ("trainer", "generator"),
@@ -65,7 +72,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "ranks": "it runs in one rank",
         "device": "it is not placed on one",
         "engine": "only trainers and generators have engines",
-        "uses": "only an environment calls other roles",
+        "uses": "only environments and rewards call other roles",
     }
     fix = {
         "head": "remove it; a value or reward head is a role of kind trainer",
@@ -87,6 +94,9 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
             rule = "options is for the one backend of a role, and this role combines parts"
             remedy = "set the options of each part instead (parts.0.options)"
             yield Problem(("roles", name, "options"), rule, role.options, remedy)
+        if role.parts and role.kind == "reward" and role.uses:
+            rule = "uses is for the one backend of a role, and this role combines parts"
+            yield Problem(("roles", name, "uses"), rule, role.uses, "set the uses of each part (parts.0.uses)")
 
 
 def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
@@ -181,21 +191,63 @@ def refreshed_roles(checked: Checked) -> Iterator[Problem]:
             yield Problem(("roles", name, "refresh"), rule, remedy="remove refresh, or trainable")
 
 
-def environments_call_generators(checked: Checked) -> Iterator[Problem]:
-    """Every handle of an environment is a generator role, and every handle that its plugin needs is given."""
+def handles_are_roles(checked: Checked) -> Iterator[Problem]:
+    """Every handle of an environment or a reward is a role of a kind that its plugin calls, and every handle that the
+    plugin needs is given.
+    """
     for name, role in checked.roles("environment"):
-        path: KeyPath = ("roles", name, "uses")
         record = checked.record(f"roles.{name}", EnvironmentSpec)
-        for handle, used in role.uses.items():
-            found = checked.config.roles.get(used)
-            if found is None or found.kind != "generator":
-                what = "is not defined" if found is None else f"is a {found.kind}"
-                rule = f"the environment calls it by the handle '{handle}', so it must be a generator; it {what}"
-                yield Problem((*path, handle), rule, used, "name a role of kind generator")
-        if record is not None and set(role.uses) != set(record.uses):
-            rule = f"environment '{record.name}' calls generators by the handles {', '.join(record.uses)}"
-            remedy = f"give each its role, such as uses: {{{record.uses[0]}: generator}}"
-            yield Problem(path, rule, role.uses, remedy)
+        wanted = None if record is None else {handle: RoleUse() for handle in record.uses}
+        yield from _handles(checked, name, ("roles", name), f"environment '{role.backend}'", role.uses, wanted)
+    for name, role in checked.roles("reward"):
+        if not role.parts:
+            reward = checked.record(f"roles.{name}", RewardSpec)
+            uses = None if reward is None else reward.uses
+            yield from _handles(checked, name, ("roles", name), f"reward '{role.backend}'", role.uses, uses)
+        for index, part in enumerate(role.parts):
+            reward = checked.record(f"roles.{name}.parts.{index}", RewardSpec)
+            uses = None if reward is None else reward.uses
+            section: KeyPath = ("roles", name, "parts", index)
+            yield from _handles(checked, name, section, f"reward '{part.backend}'", part.uses, uses)
+
+
+def _handles(
+    checked: Checked,
+    role: str,
+    section: KeyPath,
+    plugin: str,
+    given: Mapping[str, str],
+    wanted: Mapping[str, RoleUse] | None,
+) -> Iterator[Problem]:
+    """What is wrong with the handles of one plugin.
+
+    Args:
+        role: whose they are.
+        section: that has ``uses``.
+        plugin: kind and name, for messages.
+        wanted: by its record; None where that is not known.
+    """
+    path: KeyPath = (*section, "uses")
+    for handle, used in given.items():
+        found = checked.config.roles.get(used)
+        kinds = sorted(wanted[handle].kinds if wanted and handle in wanted else {"generator", "trainer"})
+        remedy = f"name a role of kind {' or '.join(kinds)}"
+        if used == role:
+            rule = f"{plugin} would call its own role by the handle '{handle}': a cycle, {role} -> {role}"
+            yield Problem((*path, handle), rule, used, remedy)
+        elif found is None or found.kind not in kinds:
+            what = "is not defined" if found is None else f"is a {found.kind}"
+            guess = nearest(used, list(checked.config.roles)) if found is None else None
+            rule = f"{plugin} calls it by the handle '{handle}', so it must be a {' or '.join(kinds)}; it {what}"
+            yield Problem((*path, handle), rule, used, f"is '{guess}' meant? {remedy}" if guess else remedy)
+    if wanted is not None and set(given) != set(wanted):
+        if not wanted:
+            yield Problem(path, f"{plugin} calls no other role", dict(given), "remove uses")
+            return
+        first, use = next(iter(wanted.items()))
+        kinds = sorted(frozenset().union(*(each.kinds for each in wanted.values())))
+        rule = f"{plugin} calls {' and '.join(f'{kind}s' for kind in kinds)} by the handles {', '.join(wanted)}"
+        yield Problem(path, rule, dict(given), f"give each its role, such as uses: {{{first}: {min(use.kinds)}}}")
 
 
 def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
@@ -223,7 +275,7 @@ ROLE_RULES: tuple[Rule, ...] = (
     heads_and_ranks,
     engine_arguments,
     refreshed_roles,
-    environments_call_generators,
+    handles_are_roles,
     one_process_hosts_one_rank,
     algorithm_roles,
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from chatlearn_core.plugins.records import Kind
-from chatlearn_core.protocols import Reward, RoleContext
+from chatlearn_core.protocols import Reward, RoleContext, RoleHandle
 from chatlearn_core.types import (
     Completion,
     Prompt,
@@ -80,8 +80,10 @@ class RewardConformance(ConformanceSuite):
     """
 
     kind: ClassVar[Kind] = "reward"
-    settable: ClassVar[frozenset[str]] = frozenset({"cases"})
+    settable: ClassVar[frozenset[str]] = frozenset({"cases", "handles"})
     cases: ClassVar[Sequence[RewardCase]]
+    handles: ClassVar[Mapping[str, RoleHandle]] = {}
+    """Of a reward that calls other roles: what stands for each (``chatlearn_testing.fakes.role_handle``)."""
 
     def test_is_a_reward(self, make_reward: MakeReward) -> None:
         """Every method of ``Reward``; healthy after ``setup``."""
@@ -192,7 +194,7 @@ class RewardConformance(ConformanceSuite):
         made: list[Reward] = []
 
         def make() -> Reward:
-            reward: Reward = self.build()(self.make_options(), RoleContext("reward"))
+            reward: Reward = self.build()(self.make_options(), RoleContext("reward", handles=self.handles))
             reward.setup()
             made.append(reward)
             return reward

@@ -1,0 +1,88 @@
+"""How a reward calls another role, such as its judge or its reward model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from chatlearn_core.protocols.prompt_renderer import PromptRenderer
+from chatlearn_core.types import Completion, Floats, OutputRequest, Outputs, SamplingParams, TokenIds, TrainBatch
+
+
+class RoleHandle(Protocol):
+    """One role under the handle that ``uses`` gives it; ``RoleContext.handles`` has it.
+
+    Its methods are called from ``Reward.score``, on the event loop that runs it. While they wait, the time limit of the
+    reward stands still: the role that is called has limits of its own. Wherever a runtime hosts the two roles, no call
+    blocks the process of the reward.
+
+    Example:
+        judge = context.handles["judge"]
+        prompt = judge.renderer.prompt([{"role": "user", "content": question}])
+        completion = await judge.generate(prompt.token_ids, SamplingParams(max_tokens=64), request_id=sample.id)
+    """
+
+    @property
+    def role(self) -> str:
+        """Name of the role."""
+
+    @property
+    def kind(self) -> str:
+        """``generator`` or ``trainer``."""
+
+    @property
+    def model_path(self) -> str:
+        """Directory or hub id of its model."""
+
+    @property
+    def weights_change(self) -> bool:
+        """Whether its weights change in the course of the run, so that the same request may be answered otherwise."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of its model; loaded when it is read first.
+
+        Raises:
+            ModelError: no tokenizer there.
+        """
+
+    @property
+    def renderer(self) -> PromptRenderer:
+        """Renders conversations with its model's chat template, without a system prompt of its own."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that its model takes, tokens."""
+
+    async def generate(
+        self, token_ids: TokenIds, sampling: SamplingParams, *, request_id: str, group_id: str = ""
+    ) -> Completion:
+        """Sample after these tokens; of a generator.
+
+        Args:
+            token_ids: [P] ids of its own tokenizer.
+            sampling: its seed keys the random numbers.
+            request_id: for messages; two requests that are open at a time have two.
+            group_id: requests of one group go to one replica.
+
+        Raises:
+            ContractError: the role is no generator, or its completion breaks the contract.
+            BackendTimeoutError: the role did not answer in time; names who waited for whom.
+            RoleLostError: the role cannot work any more; whatever the caller makes of it, the run ends.
+            BackendError: the request failed.
+        """
+
+    async def score(
+        self,
+        token_ids: TokenIds,
+        continuation_ids: TokenIds,
+        *,
+        request_id: str,
+        group_id: str = "",
+        temperature: float = 1.0,
+    ) -> Floats:
+        """[C] logprobs of ``continuation_ids`` [C] after ``token_ids`` [P]; of a generator that scores
+        (``RoleUse.scores``). Raises as ``generate`` does.
+        """
+
+    async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
+        """Outputs without gradient, one number a sequence; of a trainer. Raises as ``generate`` does."""

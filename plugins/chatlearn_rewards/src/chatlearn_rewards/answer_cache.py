@@ -1,0 +1,97 @@
+"""Answers of a judge, kept by the content of the question."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+from chatlearn_core.exceptions import ConfigError
+
+_BUSY_S = 30.0
+"""How long a process waits for another one that writes to the same file."""
+
+
+class AnswerCache(Protocol):
+    """Keeps texts by key."""
+
+    def get(self, key: str) -> str | None:
+        """The text; None if there is none."""
+
+    def put(self, key: str, answer: str) -> None:
+        """Keep a text."""
+
+    def close(self) -> None:
+        """Release everything. Twice is fine."""
+
+
+class NoCache:
+    """Keeps nothing."""
+
+    def get(self, key: str) -> str | None:
+        return None
+
+    def put(self, key: str, answer: str) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class MemoryCache:
+    """Keeps the texts that were used last, up to ``num_entries``."""
+
+    def __init__(self, num_entries: int) -> None:
+        self._num_entries = num_entries
+        self._answers: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, key: str) -> str | None:
+        if key in self._answers:
+            self._answers.move_to_end(key)
+        return self._answers.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        self._answers[key] = answer
+        self._answers.move_to_end(key)
+        if len(self._answers) > self._num_entries:
+            self._answers.popitem(last=False)
+
+    def close(self) -> None:
+        self._answers.clear()
+
+
+class DiskCache:
+    """Keeps texts in an SQLite file, which several processes may use at the same time. Blocks; any thread may call it.
+
+    Raises:
+        ConfigError: the file cannot be opened, or is no such cache.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        except (OSError, sqlite3.Error) as error:
+            self.close()
+            raise ConfigError(f"cache_path {str(path)!r} cannot be used as a cache of answers: {error}") from error
+
+    def get(self, key: str) -> str | None:
+        with self._lock:
+            assert self._connection is not None, "a closed cache is not asked"
+            row = self._connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, answer: str) -> None:
+        with self._lock:
+            assert self._connection is not None, "a closed cache is not asked"
+            self._connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,159 @@
+"""The reward model: its scores are those of transformers, whatever else is scored at the time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_core.types import RewardResult, Sample
+from chatlearn_rewards.model_options import ModelOptions
+from chatlearn_rewards.model_reward import ModelReward
+from chatlearn_testing.fakes.role_handle import ScriptedHandle
+
+
+def scored(handle: Any, samples: list[Sample], **options: Any) -> list[RewardResult]:
+    reward = ModelReward(ModelOptions(**options), RoleContext("reward", handles={"model": handle}))
+    reward.setup()
+    return asyncio.run(reward.score(samples))
+
+
+def test_every_group_is_a_call_of_its_own(make_sample: Any) -> None:
+    handle = ScriptedHandle(scores=lambda ids: float(sum(ids)))
+    samples = [make_sample("a", index=index) for index in (0, 1, 0, 2)]
+    for number, sample in enumerate(samples):
+        sample.id = f"{sample.id}.{number}"
+    results = scored(handle, samples)
+    assert [result.value for result in results] == [15.0] * 4  # 1 + 2 + 3 + 4 + 5
+    assert sorted(handle.batches) == [("p0@0#0.0", "p0@0#0.2"), ("p1@0#0.1",), ("p2@0#0.3",)]
+
+
+def test_text_is_rendered_anew_for_a_model_with_another_tokenizer(make_sample: Any) -> None:
+    seen: list[str] = []
+
+    def score(ids: list[int]) -> float:
+        seen.append("".join(map(chr, ids)))
+        return 0.5
+
+    scored(ScriptedHandle(scores=score), [make_sample("It is 3")], input="text")
+    assert seen == ["[user]What is it?[assistant]It is 3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({}, 3.0),
+        ({"mean": 1.0, "std": 4.0}, 0.5),
+        ({"scale": 2.0}, 6.0),
+        ({"transform": "sigmoid"}, 1 / (1 + math.exp(-3.0))),
+        ({"scale": 2.0, "clip": 5.0}, 5.0),
+        ({"scale": -2.0, "clip": 5.0}, -5.0),
+    ],
+)
+def test_the_score_becomes_a_reward(options: Any, value: float, make_sample: Any) -> None:
+    [result] = scored(ScriptedHandle(scores=lambda ids: 3.0), [make_sample("a")], **options)
+    assert result.value == pytest.approx(value)
+    assert result.components == {"score": 3.0}
+
+
+def test_a_generator_weighs_labels_by_their_probability(make_sample: Any) -> None:
+    def logprobs(prompt: str, label: str) -> list[float]:
+        assert prompt == "[user]Right? It is 3[assistant]"
+        return {"Yes": [-1.0, -0.5, 0.0], "No": [-2.0, -0.5]}[label]
+
+    options = {"question": "Right? {completion}", "labels": {"Yes": 10.0, "No": 0.0}}
+    [result] = scored(ScriptedHandle(logprobs=logprobs), [make_sample("It is 3")], **options)
+    yes, no = math.exp(-1.5), math.exp(-2.5)
+    assert result.value == pytest.approx(10.0 * yes / (yes + no), rel=1e-6)
+
+
+def test_without_a_question_it_is_the_mean_logprob_of_what_was_sampled(make_sample: Any) -> None:
+    sample = make_sample("a")
+    sample.loss_mask = np.array([False, False, True, False, True])  # the token between was observed
+    [result] = scored(ScriptedHandle(logprobs=lambda prompt, tokens: [-1.0, -9.0, -2.0]), [sample])
+    assert result.value == pytest.approx(-1.5)
+
+
+def test_what_cannot_be_shown_is_an_error_of_its_sample(make_sample: Any) -> None:
+    long, short = make_sample("a"), make_sample("b")
+    long.token_ids = np.ones(20_001, np.int64)
+    results = scored(ScriptedHandle(scores=lambda ids: math.nan if ids[0] == 9 else 1.0), [long, short])
+    assert "20001 tokens, and role 'scripted' takes 20000" in (results[0].error or "")
+    assert results[1].value == 1.0
+    short.token_ids = np.array([9, 9, 9])
+    assert (
+        scored(ScriptedHandle(scores=lambda ids: math.nan), [short])[0].error == "the score of role 'scripted' is nan"
+    )
+
+
+def test_a_question_is_for_generators(make_sample: Any) -> None:
+    with pytest.raises(ConfigError, match="question is for a generator role"):
+        scored(ScriptedHandle(scores=lambda ids: 1.0), [], question="{completion}?")
+    with pytest.raises(ConfigError, match=r"set uses: \{model: <trainer or generator role>\}"):
+        ModelReward(ModelOptions(), RoleContext("reward"))
+    for options, problem in (
+        ({"labels": {"Yes": 1.0, "No": 0.0}}, "question, which is not set"),
+        ({"question": "{completion}", "labels": {"Yes": 1.0}}, "two or more"),
+        ({"question": "{answer}"}, "question has {answer}"),
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            ModelOptions(**options)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("given", ["tokens", "text"])
+def test_scores_are_those_of_transformers(given: str, make_sample: Any, tmp_path: Path) -> None:
+    """A plain forward of AutoModelForSequenceClassification, one sample at a time, in float32."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from chatlearn_core.plugins.loader import discover_plugins
+    from chatlearn_core.runtime.plan import UsedRole
+    from chatlearn_hf.tiny import build_tiny_model
+    from chatlearn_runtime_kit.role_handles import ComputeRequest, Handle
+
+    model = build_tiny_model(tmp_path / "lm", hidden=32, intermediate=64, tie=False)
+    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).eval()
+    torch.manual_seed(1)
+    torch.nn.init.normal_(plain.score.weight)
+    directory = tmp_path / "rm"
+    plain.save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (model / file).exists():
+            (directory / file).write_bytes((model / file).read_bytes())
+    registry = discover_plugins()
+    source = ModelSource(str(directory), str(directory), head="reward")
+    record = registry.select("trainer", "fsdp", "test")
+    trainer = registry.load_factory(record)(registry.load_options(record)(), RoleContext("rm", source, device="cpu"))
+    trainer.setup()
+
+    async def ask(role: str, asked: ComputeRequest) -> Any:
+        return trainer.compute(asked.batch, asked.request)
+
+    handle = Handle("reward", UsedRole("rm", "trainer", source, weights_change=False), registry, ask)
+    samples = [make_sample(f"It is {index}" * (index + 1), index=index // 2) for index in range(4)]
+    generator = np.random.default_rng(0)
+    for number, sample in enumerate(samples):
+        sample.id = f"{sample.id}.{number}"
+        sample.token_ids = generator.integers(10, 200, 5 + 3 * number)
+        sample.loss_mask = np.arange(len(sample.token_ids)) >= 2
+    try:
+        results = scored(handle, samples, input=given)
+    finally:
+        trainer.close()
+    for sample, result in zip(samples, results, strict=True):
+        ids = sample.token_ids.tolist()
+        if given == "text":
+            messages = [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
+            text = handle.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+            ids = handle.tokenizer.encode(text, add_special_tokens=False)
+        with torch.no_grad():
+            expected = plain(torch.tensor([ids])).logits.item()
+        assert result.value == pytest.approx(expected, abs=1e-4)

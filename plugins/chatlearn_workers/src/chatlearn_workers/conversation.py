@@ -1,0 +1,280 @@
+"""Calls of a worker that ask other roles while they run.
+
+Calls go from the driver to workers only. So the driver begins such a call, then asks again and again what has become of
+it: the answer is its result, or what it asks of other roles, which the driver has answered and delivers. Every message
+has a limit, and no connection is needed that the runtime does not have.
+
+    driver                                     worker
+    begin(1, "score", samples)             ->  starts the call
+    progress(1)                            ->  waits until something has come of it
+                                           <-  asked: [(7, "judge", GenerateRequest)]
+    (the judge's fleet samples)
+    deliver(1, 7, completion)              ->  the call goes on
+    progress(1)                            ->
+                                           <-  result: [RewardResult]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatlearn_core import exceptions
+from chatlearn_core.exceptions import BackendError, ChatLearnError, ContractError
+from chatlearn_workers.remote import RemoteWorker
+from chatlearn_workers.rpc_result import Failure, RpcResult
+
+PROGRESS_S = 5.0
+"""A worker that has nothing to say answers after so long; then it is asked again."""
+
+Ask = Callable[[str, Any], Awaitable[Any]]
+"""``(name, request)``: what a role answers that is known under the name."""
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """Something that a call asks of another role."""
+
+    number: int
+    name: str
+    request: Any
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """What has become of a call since it was asked last."""
+
+    asked: tuple[Asked, ...] = ()
+    dropped: tuple[int, ...] = ()
+    """Numbers of what it no longer waits for."""
+    outcome: RpcResult | Failure | None = None
+    """Set when the call has ended."""
+
+
+# The worker's side.
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call while it runs in the worker."""
+
+    task: asyncio.Task[Any] | None = None
+    asked: list[Asked] = field(default_factory=list)
+    """Not yet taken by the driver."""
+    dropped: list[int] = field(default_factory=list)
+    waiting: dict[int, asyncio.Future[RpcResult | Failure]] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def ask(self, name: str, request: Any) -> Any:
+        """What the driver delivers.
+
+        Raises:
+            ChatLearnError: what the role, or the way to it, raised.
+        """
+        number = next(self.numbers)
+        answer: asyncio.Future[RpcResult | Failure] = asyncio.get_running_loop().create_future()
+        self.waiting[number] = answer
+        self.asked.append(Asked(number, name, request))
+        self.news.set()
+        try:
+            outcome = await answer
+        except asyncio.CancelledError:
+            self.dropped.append(number)
+            self.news.set()
+            raise
+        finally:
+            self.waiting.pop(number, None)
+        if isinstance(outcome, Failure):
+            raise _raised(outcome)
+        return outcome.value
+
+
+_CURRENT: ContextVar[OpenCall | None] = ContextVar("_CURRENT", default=None)
+
+
+def current_call() -> OpenCall:
+    """The call that this task belongs to.
+
+    Raises:
+        ContractError: none does, such as in a task that outlives its call or a thread of a plugin's own.
+    """
+    call = _CURRENT.get()
+    if call is None or (call.task is not None and call.task.done()):
+        raise ContractError(
+            "another role is called when no call on this worker is open: call it from the method that the runtime "
+            "awaits, or a task that ends before it does"
+        )
+    return call
+
+
+class Conversations:
+    """The open calls of one worker.
+
+    Args:
+        target: whose methods are called.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._calls: dict[int, OpenCall] = {}
+
+    def begin(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Start a call."""
+        call = OpenCall()
+        token = _CURRENT.set(call)
+        try:
+            call.task = asyncio.create_task(getattr(self._target, method)(*arguments))
+        finally:
+            _CURRENT.reset(token)
+        call.task.add_done_callback(lambda _: call.news.set())
+        self._calls[number] = call
+
+    async def progress(self, number: int, wait_s: float) -> Progress:
+        """What is new, as soon as there is something, and after ``wait_s`` at the latest."""
+        call = self._calls[number]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await call.news.wait()
+        call.news.clear()
+        asked, call.asked = tuple(call.asked), []
+        dropped, call.dropped = tuple(call.dropped), []
+        assert call.task is not None, "a call begins with its task"
+        if not call.task.done():
+            return Progress(asked, dropped)
+        del self._calls[number]
+        return Progress((), dropped, _outcome(call.task))
+
+    def deliver(self, number: int, request: int, outcome: RpcResult | Failure) -> None:
+        """The answer to what a call asked; one that is no longer waited for is dropped."""
+        call = self._calls.get(number)
+        answer = call.waiting.get(request) if call is not None else None
+        if answer is not None and not answer.done():
+            answer.set_result(outcome)
+
+    def end(self, number: int) -> None:
+        """Give a call up; one that has ended is no error."""
+        call = self._calls.pop(number, None)
+        if call is not None and call.task is not None:
+            call.task.cancel()
+
+
+def _outcome(task: asyncio.Task[Any]) -> RpcResult | Failure:
+    if task.cancelled():
+        return Failure.of(BackendError("the call cancelled itself"))
+    error = task.exception()
+    return RpcResult(task.result()) if error is None else Failure.of(error)
+
+
+def _raised(failure: Failure) -> ChatLearnError:
+    """The error, in the words that it had on the driver."""
+    cls = getattr(exceptions, failure.error_class)
+    assert issubclass(cls, ChatLearnError)
+    error: ChatLearnError = cls(failure.message)
+    return error
+
+
+# The driver's side.
+
+_NUMBERS = itertools.count()
+_ENDING: set[asyncio.Task[None]] = set()
+
+
+async def converse(worker: RemoteWorker, method: str, *arguments: Any, ask: Ask, limit_s: float | None = None) -> Any:
+    """Call a method of a worker, and have answered what it asks of other roles meanwhile.
+
+    Args:
+        method: of the worker; a coroutine method that may call ``current_call().ask``.
+        ask: answers.
+        limit_s: how long the worker's event loop may be held up; the time that other roles take does not count, since
+            they, and the worker's own code, have limits of their own. By default the worker's timeout.
+
+    Raises:
+        BackendTimeoutError: the worker does not answer.
+        WorkerDiedError: its process is gone.
+        RoleLostError: a role that was asked cannot work any more.
+        ChatLearnError: what the worker raised.
+    """
+    number = next(_NUMBERS)
+    patience_s = PROGRESS_S + (worker.timeout_s if limit_s is None else limit_s)
+    answering: dict[int, asyncio.Task[None]] = {}
+    failures: list[Exception] = []
+    lost: list[Exception] = []
+
+    async def answer(asked: Asked) -> None:
+        outcome: RpcResult | Failure
+        try:
+            outcome = RpcResult(await ask(asked.name, asked.request))
+        except Exception as error:
+            if isinstance(error, exceptions.RoleLostError):
+                lost.append(error)
+            outcome = Failure.of(error)
+        try:
+            await worker.call("deliver", number, asked.number, outcome, timeout_s=patience_s)
+        except Exception as error:
+            failures.append(error)  # the driver's next question meets the same worker
+
+    has_ended = False
+    try:
+        await worker.call("begin", number, method, arguments)
+        while True:
+            progress: Progress = await worker.call("progress", number, PROGRESS_S, timeout_s=patience_s)
+            for dropped in progress.dropped:
+                if (task := answering.pop(dropped, None)) is not None:
+                    task.cancel()
+            for asked in progress.asked:
+                answering[asked.number] = asyncio.create_task(answer(asked))
+            if failures:
+                raise failures[0]
+            if progress.outcome is not None:
+                has_ended = True
+                return _result(worker, method, progress.outcome, lost)
+    finally:
+        for task in answering.values():
+            task.cancel()
+        if not has_ended:
+            ending = asyncio.create_task(_end(worker, number))
+            _ENDING.add(ending)
+            ending.add_done_callback(_ENDING.discard)
+
+
+def _result(worker: RemoteWorker, method: str, outcome: RpcResult | Failure, lost: list[Exception]) -> Any:
+    if lost:
+        raise lost[0]
+    if isinstance(outcome, Failure):
+        raise outcome.error(worker.label, method, worker.place(method))
+    return outcome.value
+
+
+async def _end(worker: RemoteWorker, number: int) -> None:
+    """Tell a worker that a call is given up; one that is gone or hangs has nothing to end."""
+    with suppress(ChatLearnError):
+        await worker.call("end", number, timeout_s=PROGRESS_S)
+
+
+class AskingWorker:
+    """What a worker has whose calls ask other roles; mixed into a ``Worker``."""
+
+    def __init__(self) -> None:
+        self.conversations = Conversations(self)
+
+    async def begin(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """See ``Conversations``."""
+        self.conversations.begin(number, method, arguments)
+
+    async def progress(self, number: int, wait_s: float) -> Progress:
+        """See ``Conversations``."""
+        return await self.conversations.progress(number, wait_s)
+
+    async def deliver(self, number: int, request: int, outcome: RpcResult | Failure) -> None:
+        """See ``Conversations``."""
+        self.conversations.deliver(number, request, outcome)
+
+    async def end(self, number: int) -> None:
+        """See ``Conversations``."""
+        self.conversations.end(number)
