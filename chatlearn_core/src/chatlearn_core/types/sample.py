@@ -25,7 +25,8 @@ from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Media, Prompt, TokenIds
 
 UNGRADED = "ungraded"
-"""Component, 1.0, of a reward whose value says only that judging the sample took too much time or memory. Counted."""
+"""Component, 1.0, of a reward whose value says only that the sample could not be judged: it took too much time or
+memory, or the judge gave no verdict. Counted."""
 
 NOT_SAMPLED = -1
 """``policy_version`` of a token that no policy sampled."""
