@@ -224,6 +224,9 @@ class Retry:
             raise ValueError("no such tool")
         if arrived("environment hangs"):
             await asyncio.sleep(600)
+        if arrived("environment dies") and not os.path.exists(os.environ["PROBE_MARKER"]):
+            open(os.environ["PROBE_MARKER"], "w").write(str(os.getpid()))
+            os.kill(os.getpid(), 9)
         sequence = context.sequence()
         for turn in range(2):
             if turn:

@@ -92,3 +92,31 @@ def test_on_ray_the_same_tokens_are_sampled(two_turns: Any, chatlearn: Any) -> N
         lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         texts.append([json.loads(line)["token_ids"] for line in lines])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_on_ray_a_dead_worker_is_rebuilt_and_makes_the_same_rollouts(
+    two_turns: Any, chatlearn: Any, tmp_path: Path
+) -> None:
+    """Two workers, one of which is killed as its third rollout begins; against the local runtime, bit for bit."""
+    two_turns.content["train"]["steps"] = 1
+    two_turns.content["runtime"] = {"backend": "local", "options": {"num_threads": 1}}
+    whole = tmp_path / "whole"
+    assert chatlearn("run", two_turns.write(), f"output_dir={whole}").code == 0
+    marker = tmp_path / "killed"
+    probe = {"PROBE": "environment dies:3", "PROBE_MARKER": str(marker)}
+    two_turns.content["roles"]["retry"]["replicas"] = 2
+    two_turns.content["runtime"] = {"backend": "ray", "options": {"num_threads": 1, "environment": probe}}
+    finished = chatlearn("run", two_turns.write())
+    assert finished.code == 0, finished.output
+    assert int(marker.read_text()) != finished.pid, "it was a process of its own"
+    events = [json.loads(line) for line in (two_turns.run_dir / "events.jsonl").read_text().splitlines()]
+    [rebuilt] = [event for event in events if event["event"] == "environment_worker_rebuilt"]
+    assert (rebuilt["role"], rebuilt["restart"]) == ("retry", 1)
+
+    def sampled(run_dir: Path) -> list[Any]:
+        lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        keys = ("id", "token_ids", "reward", "generator_logprobs")
+        return [[json.loads(line)[key] for key in keys] for line in lines]
+
+    assert sampled(two_turns.run_dir) == sampled(whole)

@@ -111,7 +111,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "reward_replicas_are_hosted": [
         (
             ["roles.reward.replicas=2"],
-            "roles.reward.replicas: the runtime 'local' keeps one copy of a reward (got 2)\n"
+            "roles.reward.replicas: the runtime 'local' keeps one copy of a role of kind reward (got 2)\n"
             "    runtime.backend = 'local' (default)\n"
             "    remove replicas, or choose a runtime that hosts several (chatlearn plugins list)",
         ),

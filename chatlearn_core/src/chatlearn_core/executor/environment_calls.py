@@ -33,7 +33,19 @@ class TurnWaves:
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(index, []).append(place)
         self._go_on()
-        await place
+        try:
+            await place
+        except asyncio.CancelledError:
+            self._give_up(index, place)
+            raise
+
+    def _give_up(self, index: int, place: asyncio.Future[None]) -> None:
+        """A request is not made after all: the rollout has ended, or is made again after its worker died."""
+        places = self._waiting.get(index, [])
+        if place in places:
+            places.remove(place)
+            if not places:
+                del self._waiting[index]
 
     def leave(self, index: int) -> None:
         """Rollout ``index`` has ended."""

@@ -35,7 +35,7 @@ from chatlearn_local.options import LocalRuntimeOptions
 from chatlearn_local.trainer import LocalTrainer
 from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
 from chatlearn_runtime_kit.devices import resolve_device
-from chatlearn_runtime_kit.environments import LocalEnvironments
+from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
 from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
@@ -119,7 +119,8 @@ class LocalRuntime:
         elif role.kind == "environment":
             tokenizer = tokenizer_of(self.plan.registry, role)
             build = self.plan.registry.load_factory(role.backend.record)
-            group = LocalEnvironments(role, build(role.backend.options, self.plan.context(role)), tokenizer)
+            environment = build(role.backend.options, self.plan.context(role))
+            group = LocalEnvironments(EnvironmentRole.of(role), environment, tokenizer)
             self._environments[role.name] = group
             await group.start()
         else:

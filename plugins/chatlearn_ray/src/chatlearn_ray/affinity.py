@@ -25,7 +25,7 @@ def placed_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
         ConfigError: a device that Ray must choose, or two numbers of devices for one engine.
     """
     device = role.device
-    if role.kind != "reward":
+    if role.holds_a_model:
         if device == "auto":
             device = "cuda" if gpus or _is_given_gpus(role.name, options) else "cpu"
         elif device.startswith("cuda:"):

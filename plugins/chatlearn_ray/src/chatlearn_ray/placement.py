@@ -48,7 +48,7 @@ class PlacedRole:
 
     @property
     def num_workers(self) -> int:
-        """Processes: a rank of a trainer each, a replica of a generator or reward each."""
+        """Processes: a rank of a trainer each, a replica of another role each."""
         return self.ranks if self.kind == "trainer" else self.replicas
 
     @property
@@ -59,7 +59,7 @@ class PlacedRole:
     @property
     def wants_gpu(self) -> bool:
         """Whether its device is a GPU; ``auto`` must have been resolved."""
-        return self.kind != "reward" and self.device.startswith("cuda")
+        return self.kind in ("trainer", "generator") and self.device.startswith("cuda")
 
 
 @dataclass(slots=True, frozen=True)
@@ -337,7 +337,7 @@ def _with_gpus(
     """The placements of a slot with the GPUs that each drives; a reward takes no turns, so its GPUs are its own."""
     driven = [_driven_gpus(role, wanted) for role, wanted, _ in slot]
     demands = [
-        GpuDemand(role.name, count, takes_turns=role.kind != "reward")
+        GpuDemand(role.name, count, takes_turns=role.kind in ("trainer", "generator"))
         for (role, _, _), count in zip(slot, driven, strict=True)
         if count
     ]

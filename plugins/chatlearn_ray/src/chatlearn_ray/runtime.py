@@ -47,11 +47,7 @@ class RayRuntime(WorkersRuntime):
                 and this_machine(self.options, PlacementPlan((), ())).get("GPU", 0) > 0
             )
         return place_roles(
-            [
-                placed_role(role, self.plan, self.options, gpus=gpus)
-                for role in self.plan.roles.values()
-                if role.kind != "environment"
-            ],
+            [placed_role(role, self.plan, self.options, gpus=gpus) for role in self.plan.roles.values()],
             self.options,
         )
 

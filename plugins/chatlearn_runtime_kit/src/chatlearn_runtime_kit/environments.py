@@ -6,11 +6,13 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ChatLearnError, ContractError
+from chatlearn_core.plugins.records import EnvironmentSpec
 from chatlearn_core.protocols import Environment, GenerateFor, RolloutContext, RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout
@@ -20,16 +22,36 @@ _STOP_S = 5.0
 """An environment's loop that does not end for so long is left behind: its thread is a daemon."""
 
 
+@dataclass(slots=True, frozen=True)
+class EnvironmentRole:
+    """What hosting an environment needs to know of its role. Picklable."""
+
+    name: str
+    plugin: str
+    handles: tuple[str, ...]
+    """Of the generators that it calls."""
+    policy: str
+    """The handle of the one that samples what is trained on."""
+    timeout_s: float
+
+    @staticmethod
+    def of(role: RolePlan) -> EnvironmentRole:
+        """From the plan."""
+        record = role.backend.record
+        assert isinstance(record, EnvironmentSpec), f"role {role.name} is a {role.kind}"
+        return EnvironmentRole(role.name, record.name, tuple(role.uses), record.uses[0], role.timeout_s)
+
+
 class LocalEnvironments:
-    """The environment group of the local runtime: one object, many rollouts at a time.
+    """An environment in this process, on an event loop of its own: one object, many rollouts at a time.
 
     Args:
-        role: as planned.
+        role: whose environment it is.
         environment: built, not set up.
         tokenizer: of the run's model.
     """
 
-    def __init__(self, role: RolePlan, environment: Environment, tokenizer: Any) -> None:
+    def __init__(self, role: EnvironmentRole, environment: Environment, tokenizer: Any) -> None:
         self.role = role
         self.environment = environment
         self.tokenizer = tokenizer
@@ -63,7 +85,7 @@ class LocalEnvironments:
             raise
         except Exception as error:
             raise BackendError(
-                f"environment {self.role.backend.record.name!r} of role {self.name!r} does not start: "
+                f"environment {self.role.plugin!r} of role {self.name!r} does not start: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -74,10 +96,10 @@ class LocalEnvironments:
         clock = OwnTime(order.timeout_s)
 
         async def generate_here(handle: str, request: GenerateRequest) -> Completion:
-            if handle not in self.role.uses:
+            if handle not in self.role.handles:
                 raise ContractError(
                     f"environment role {self.name!r} has no generator by the handle {handle!r}; its handles are "
-                    f"{', '.join(self.role.uses)} (roles.{self.name}.uses)"
+                    f"{', '.join(self.role.handles)} (roles.{self.name}.uses)"
                 )
             asked = asyncio.run_coroutine_threadsafe(clock.without(generate(handle, request)), here)
             pending.add(asked)
@@ -86,8 +108,7 @@ class LocalEnvironments:
             finally:
                 pending.discard(asked)
 
-        [policy, *_] = self.role.backend.record.uses  # type: ignore[union-attr]  # an environment's record
-        context = RolloutContext(order, self.tokenizer, generate_here, policy)
+        context = RolloutContext(order, self.tokenizer, generate_here, self.role.policy)
         prompt = order.example.prompt
         playing = asyncio.run_coroutine_threadsafe(self.environment.rollout(prompt, context), self._loop)
         try:
@@ -105,8 +126,7 @@ class LocalEnvironments:
             raise
         except Exception as error:
             raise BackendError(
-                f"environment {self.role.backend.record.name!r} raised {type(error).__name__} in rollout {order.id}: "
-                f"{error}"
+                f"environment {self.role.plugin!r} raised {type(error).__name__} in rollout {order.id}: {error}"
             ) from error
         finally:
             clock.over = True
@@ -128,7 +148,7 @@ class LocalEnvironments:
                 self._loop.close()
 
 
-def checked_rollout(rollout: Any, order: RolloutOrder, role: RolePlan) -> Rollout:
+def checked_rollout(rollout: Any, order: RolloutOrder, role: EnvironmentRole) -> Rollout:
     """The rollout, if it is one of the order.
 
     Raises:
@@ -136,8 +156,7 @@ def checked_rollout(rollout: Any, order: RolloutOrder, role: RolePlan) -> Rollou
     """
     problem = _problem(rollout, order)
     if problem is not None:
-        record = role.backend.record.name
-        raise ContractError(f"environment {record!r} (role {role.name!r}), rollout {order.id}: {problem}")
+        raise ContractError(f"environment {role.plugin!r} (role {role.name!r}), rollout {order.id}: {problem}")
     assert isinstance(rollout, Rollout)
     return rollout
 

@@ -82,10 +82,10 @@ class WorkerHost:
     async def is_there(self) -> list[int]:
         """Answers while the process lives and its interpreter turns: which processes of an engine below are stopped.
 
-        What a user's reward does with its own processes is its affair.
+        What a user's reward or environment does with its own processes is its affair.
         """
-        is_reward = self._worker is None or self._worker.spec.kind == "reward"
-        return [] if is_reward else stopped_below(os.getpid())
+        is_users = self._worker is None or self._worker.spec.kind in ("reward", "environment")
+        return [] if is_users else stopped_below(os.getpid())
 
     async def stacks(self) -> str:
         """Where every thread of this process is now."""

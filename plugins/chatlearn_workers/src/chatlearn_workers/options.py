@@ -34,6 +34,9 @@ class WorkersOptions(Section):
     )
     max_generator_restarts: Count = Field(2, description="How often in a run each dead generator replica is rebuilt.")
     max_reward_restarts: Count = Field(2, description="How often in a run each dead reward worker is rebuilt.")
+    max_environment_restarts: Count = Field(
+        2, description="How often in a run each dead environment worker is rebuilt."
+    )
     max_trainer_restarts: Count = Field(
         1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
     )

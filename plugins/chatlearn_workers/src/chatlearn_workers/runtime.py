@@ -16,15 +16,15 @@ from typing import Any
 
 from chatlearn_core.exceptions import ChatLearnError, RuntimeLostError, TrainerLostError
 from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
-from chatlearn_core.runtime.model_families import tokenizer_of
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import SyncReceipt
-from chatlearn_runtime_kit.environments import LocalEnvironments
+from chatlearn_runtime_kit.environments import EnvironmentRole
 from chatlearn_runtime_kit.restart_budget import RestartBudget
 from chatlearn_runtime_kit.rewards import part_name
 from chatlearn_runtime_kit.role_handles import RoleCalls
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.blocks import BlockStore, Traffic
+from chatlearn_workers.environment_group import RemoteEnvironments
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_fleet import RemoteGeneratorFleet
 from chatlearn_workers.options import WorkersOptions
@@ -68,7 +68,7 @@ class WorkersRuntime(ABC):
         self._trainers: dict[str, RemoteTrainerGroup] = {}
         self._fleets: dict[str, RemoteGeneratorFleet] = {}
         self._rewards: dict[str, RemoteRewardGroup] = {}
-        self._environments: dict[str, LocalEnvironments] = {}
+        self._environments: dict[str, RemoteEnvironments] = {}
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
         self._senders: dict[tuple[str, str], RemoteSenders] = {}
         self._traffic = Traffic()
@@ -149,7 +149,7 @@ class WorkersRuntime(ABC):
         """The reward group of a role."""
         return self._rewards[role]
 
-    def environment(self, role: str) -> LocalEnvironments:
+    def environment(self, role: str) -> RemoteEnvironments:
         """The environments of a role, in the driver's process."""
         return self._environments[role]
 
@@ -218,10 +218,9 @@ class WorkersRuntime(ABC):
             replica.stop()
         self._transfers, self._senders = {}, {}
         self._fleets, self._trainers, self._rewards = {}, {}, {}
-        environments, self._environments = self._environments, {}
+        self._environments = {}
         outcomes = await asyncio.gather(
             *(_close(worker) for worker in workers.values()),
-            *(asyncio.to_thread(group.close) for group in environments.values()),
             return_exceptions=True,
         )
         self._leave()
@@ -282,13 +281,9 @@ class WorkersRuntime(ABC):
             )
             await fleet.start()
         elif role.kind == "environment":
-            build = self.plan.registry.load_factory(role.backend.record)
-            environments = LocalEnvironments(
-                role,
-                build(role.backend.options, self.plan.context(role)),
-                tokenizer_of(self.plan.registry, role),
+            environments = self._environments[role.name] = RemoteEnvironments(
+                role.name, launch, role.replicas, options.max_environment_restarts, self._tell
             )
-            self._environments[role.name] = environments
             await environments.start()
         else:
             rewards = self._rewards[role.name] = RemoteRewardGroup(
@@ -370,7 +365,8 @@ class WorkersRuntime(ABC):
                 for part in role.backends
             )
             return replace(spec, shares=shares)
-        return replace(spec, plugin=self._choice(role.backend))
+        environment = EnvironmentRole.of(role) if role.kind == "environment" else None
+        return replace(spec, plugin=self._choice(role.backend), environment=environment)
 
     def _choice(self, backend: BackendPlan) -> PluginChoice:
         return PluginChoice.of(self.plan.registry, backend.record, backend.options, backend.key)
@@ -384,11 +380,7 @@ class WorkersRuntime(ABC):
 
 
 def num_workers(role: RolePlan) -> int:
-    """Processes of a role: one for each rank of a trainer, each replica of a generator, each reward worker; none for an
-    environment, which the driver hosts on a thread of its own.
-    """
-    if role.kind == "environment":
-        return 0
+    """Processes of a role: one for each rank of a trainer, and each replica of another role."""
     return role.ranks if role.kind == "trainer" else role.replicas
 
 

@@ -56,7 +56,7 @@ class Worker:
         self.context = spec.context
         self.registry = discover_plugins()
         self.executor = SerialExecutor(self.context.role, spec.timeout_s)
-        if spec.kind != "reward":
+        if spec.kind in ("trainer", "generator"):
             device = resolve_device(self.context.device, f"roles.{self.context.role}.device")
             self.context = replace(self.context, device=device)
 

@@ -18,6 +18,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.runtime.plan import UsedRole
+from chatlearn_runtime_kit.environments import EnvironmentRole
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,16 +74,18 @@ class RewardShare:
 
 @dataclass(slots=True, frozen=True)
 class WorkerSpec:
-    """One worker: a rank of a trainer, a replica of a generator, or a reward worker."""
+    """One worker: a rank of a trainer, a replica of a generator, a reward worker or an environment worker."""
 
     kind: str
     context: RoleContext
     """Its device is the configuration's word (``auto``): the worker resolves it."""
     timeout_s: float
     plugin: PluginChoice | None = None
-    """Of a trainer or generator."""
+    """Of a trainer, a generator or an environment."""
     shares: tuple[RewardShare, ...] = ()
     """Of a reward."""
+    environment: EnvironmentRole | None = None
+    """Of an environment."""
     num_threads: int | None = None
     driver_host: str = ""
     core_version: str = core_version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chatlearn_workers.environment_worker import EnvironmentWorker
 from chatlearn_workers.generator_worker import GeneratorWorker
 from chatlearn_workers.reward_worker import RewardWorker
 from chatlearn_workers.trainer_worker import TrainerWorker
@@ -14,6 +15,7 @@ WORKERS: dict[str, Callable[[WorkerSpec, NodeAddress], Worker]] = {
     "trainer": TrainerWorker,
     "generator": GeneratorWorker,
     "reward": RewardWorker,
+    "environment": EnvironmentWorker,
 }
 
 

@@ -100,11 +100,11 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
 
 
 def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
-    """A runtime of one process calls a reward there: there is one of it."""
+    """A runtime of one process calls rewards and environments there: there is one of each."""
     backend = checked.config.runtime.backend
-    for name, role in checked.roles("reward"):
+    for name, role in [*checked.roles("reward"), *checked.roles("environment")]:
         if _in_one_process(checked) and role.replicas > 1:
-            rule = f"the runtime '{backend}' keeps one copy of a reward"
+            rule = f"the runtime '{backend}' keeps one copy of a role of kind {role.kind}"
             remedy = "remove replicas, or choose a runtime that hosts several (chatlearn plugins list)"
             related: Related = ((("runtime", "backend"), backend),)
             yield Problem(("roles", name, "replicas"), rule, role.replicas, remedy, related)
