@@ -200,3 +200,8 @@ def test_without_a_judge_nothing_starts() -> None:
 def test_options_that_cannot_work_are_refused(options: Any, problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         JudgeOptions(**options)
+
+
+def test_options_survive_the_way_to_a_worker(tmp_path: Path) -> None:
+    for options in (JudgeOptions(), JudgeOptions(labels={"a": 1.0}), JudgeOptions(cache="disk", cache_path=tmp_path)):
+        assert JudgeOptions(**options.model_dump()) == options

@@ -157,3 +157,8 @@ def test_scores_are_those_of_transformers(given: str, make_sample: Any, tmp_path
         with torch.no_grad():
             expected = plain(torch.tensor([ids])).logits.item()
         assert result.value == pytest.approx(expected, abs=1e-4)
+
+
+def test_options_survive_the_way_to_a_worker() -> None:
+    for options in (ModelOptions(), ModelOptions(question="{completion}?"), ModelOptions(input="text", clip=2.0)):
+        assert ModelOptions(**options.model_dump()) == options

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from chatlearn_rewards.options import RewardOptions
 from chatlearn_rewards.question import PLACES, unknown_places
 
+_ANSWERS = {"Yes": 1.0, "No": 0.0}
+
 
 class ModelOptions(RewardOptions):
     """What a reward model is shown, and how its score becomes a reward."""
@@ -24,9 +26,10 @@ class ModelOptions(RewardOptions):
         "{ground_truth}; the reward is the mean of labels, weighted by their probability as the answer "
         "[2408.15240]. Without it the reward is the mean logprob of the completion's tokens.",
     )
-    labels: dict[str, float] = Field(
-        default_factory=lambda: {"Yes": 1.0, "No": 0.0},
-        description="Answers to question with their values; probabilities are relative to these alone.",
+    labels: dict[str, float] | None = Field(
+        None,
+        description="Answers to question with their values, by default {Yes: 1, No: 0}; probabilities are relative to "
+        "these alone.",
     )
     transform: Literal["none", "sigmoid"] = Field("none", description="Applied to the score first.")
     mean: float = Field(0.0, allow_inf_nan=False, description="Subtracted from the score.")
@@ -38,6 +41,11 @@ class ModelOptions(RewardOptions):
     def token_ids(self) -> bool:
         """Whether the model is given token ids of samples (``RoleUse.token_ids``)."""
         return self.input == "tokens" and self.question is None
+
+    @property
+    def answers(self) -> dict[str, float]:
+        """``labels``, or what they are by default."""
+        return _ANSWERS if self.labels is None else self.labels
 
     @field_validator("question")
     @classmethod
@@ -51,10 +59,8 @@ class ModelOptions(RewardOptions):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelOptions:
-        if len(self.labels) < 2 or not all(self.labels):
-            raise ValueError(
-                f"labels {sorted(self.labels)} must be two or more texts: their probabilities are compared"
-            )
-        if self.question is None and "labels" in self.model_fields_set:
+        if self.labels is not None and self.question is None:
             raise ValueError("labels are the answers to question, which is not set: set it, or remove labels")
+        if len(self.answers) < 2 or not all(self.answers):
+            raise ValueError(f"labels {sorted(self.answers)} must be two or more texts: probabilities are compared")
         return self

@@ -117,7 +117,7 @@ class ModelReward:
             sampled = np.asarray(sample.loss_mask)[-len(logprobs) :] if self._options.token_ids else np.s_[:]
             return float(np.mean(np.asarray(logprobs)[sampled], dtype=np.float64))
         totals: list[float] = []
-        for label in self._options.labels:
+        for label in self._options.answers:
             logprobs = await self._model.score(
                 shown.prompt_ids,
                 self._label_ids(label),
@@ -126,7 +126,7 @@ class ModelReward:
             )
             totals.append(float(np.sum(logprobs, dtype=np.float64)))
         weights = np.exp(np.array(totals) - max(totals))
-        return float(np.dot(weights / weights.sum(), list(self._options.labels.values())))
+        return float(np.dot(weights / weights.sum(), list(self._options.answers.values())))
 
     def _label_ids(self, label: str) -> TokenIds:
         return np.asarray(self._model.tokenizer.encode(label, add_special_tokens=False), np.int64)
@@ -136,7 +136,7 @@ class ModelReward:
         options, start = self._options, sample.num_prompt_tokens
         if options.question is not None:
             question = self._model.renderer.prompt([{"role": "user", "content": fill(options.question, sample)}])
-            longest = max(len(self._label_ids(label)) for label in options.labels)
+            longest = max(len(self._label_ids(label)) for label in options.answers)
             return self._checked(_Shown(sample, question.token_ids, np.zeros(longest, np.int64)))
         if options.input == "tokens":
             return self._checked(_Shown(sample, sample.token_ids[:start], sample.token_ids[start:]))
