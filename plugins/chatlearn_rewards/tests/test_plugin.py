@@ -12,8 +12,9 @@ RECORDS = {record.name: record for record in chatlearn_rewards()}
 
 
 def test_names():
-    assert set(RECORDS) == {"math", "gsm8k", "format", "function"}
-    assert all(record.unit == "sample" and record.summary for record in RECORDS.values())
+    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "judge", "model"}
+    assert all(record.summary for record in RECORDS.values())
+    assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model"}
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
