@@ -93,7 +93,7 @@ class TestVLLM:
                 monkeypatch.delattr(CpuCommunicator, name)
         return CpuCommunicator
 
-    def test_what_it_lacks_is_added_and_called_as_its_all_to_all_calls_it(self, communicator, on_all_ranks):
+    def test_missing_collectives_are_added_with_the_signature_of_its_all_to_all(self, communicator, on_all_ranks):
         """A release that has them makes the first assertion fail: then this module can go."""
         from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
@@ -115,7 +115,7 @@ class TestVLLM:
             assert torch.equal(scattered, NUM_RANKS * parts[rank])
             assert torch.equal(output, scattered)
 
-    def test_a_method_of_its_own_stays(self, communicator, monkeypatch):
+    def test_existing_methods_are_not_replaced(self, communicator, monkeypatch):
 
         def own(*_):
             raise AssertionError

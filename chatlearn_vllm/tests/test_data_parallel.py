@@ -113,7 +113,7 @@ def make_host(monkeypatch):
     """``make_host()``: of two ranks; it has been started unless ``started=False``."""
     monkeypatch.setattr(data_parallel, "ChildHost", FakeRank)
     monkeypatch.setattr(data_parallel, "_GRACE_S", 0.01)
-    monkeypatch.setattr(data_parallel, "_LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(data_parallel, "_FAILURE_REPORT_WAIT_S", 0.01)
 
     def make(*, answers=()):
         host = DataParallelHost("r", 5.0, num_ranks=2, python=None, environment={"SEEN": "0,1"})
@@ -140,7 +140,7 @@ def wire(key, *prompt):
 class TestHost:
     """Ranks that answer as a test says."""
 
-    def test_ranks_meet_at_one_place_and_count_as_one_engine(self, make_host):
+    def test_ranks_share_one_rendezvous_and_count_as_one_engine(self, make_host):
         host = make_host()
         meeting = [{name: v for name, v in rank.environment.items() if "RANK" not in name} for rank in host.ranks]
         assert meeting[0] == meeting[1]
@@ -149,7 +149,7 @@ class TestHost:
         assert set(host.ranks[0].environment) - {"SEEN"} == set(RANK_VARIABLES)
         assert host.facts == {"num_workers": 4, "dtype": "float32"}
 
-    async def test_all_are_told_the_same_in_the_same_order_but_for_their_own_requests(self, make_host):
+    async def test_all_ranks_receive_the_same_commands_in_order_except_for_their_own_requests(self, make_host):
         host = make_host()
         for rank in host.ranks:
             rank.answers |= {"pause": None, "live_bytes": 10, "abort": None}
@@ -176,7 +176,7 @@ class TestHost:
         assert [rank.told[2][1]["first_rank"] for rank in host.ranks] == [3, 5]
         assert [rank.told[3][1] for rank in host.ranks] == [{"action": "leave", "name": "g"}] * 2
 
-    async def test_what_ended_is_no_longer_open(self, make_host):
+    async def test_ended_requests_are_no_longer_open(self, make_host):
         host, events = make_host(), []
         host.listen(events.append)
         host.submit([wire(1, 5), wire(2, 6)])
@@ -188,7 +188,7 @@ class TestHost:
         assert list(host._routing.open_tokens) == [0, 0]
         assert events == [*told, ("refused", 2, "too long")]
 
-    async def test_a_call_that_fails_on_one_rank_alone_ends_all(self, make_host):
+    async def test_a_call_that_fails_on_one_rank_ends_all_ranks(self, make_host):
         host = make_host()
         host.ranks[0].answers["load"], host.ranks[1].answers["load"] = None, failure(1, "no memory")
         with pytest.raises(HostedCallError, match=r"data-parallel rank 1: .*no memory"):
@@ -198,14 +198,14 @@ class TestHost:
             await host.call("resume")
 
     @pytest.mark.parametrize("method", ["group", "live_bytes"])
-    async def test_ranks_stay_in_step_through_what_leaves_them_as_they_were(self, method, make_host):
+    async def test_ranks_stay_in_step_after_a_failed_call_that_changes_nothing(self, method, make_host):
         host = make_host()
         host.ranks[0].answers[method], host.ranks[1].answers[method] = 1, failure(1, "too late")
         with pytest.raises(HostedCallError, match="too late"):
             await host.call(method, {"action": "leave"})
         assert "closed" not in host.ranks[0].told
 
-    async def test_a_call_that_all_refuse_leaves_them_in_step(self, make_host):
+    async def test_a_call_that_fails_on_all_ranks_leaves_them_in_step(self, make_host):
         host = make_host()
         for number, rank in enumerate(host.ranks):
             rank.answers["load"] = failure(number, "no such file")
@@ -213,13 +213,13 @@ class TestHost:
             await host.call("load")
         assert "closed" not in host.ranks[0].told
 
-    def test_ranks_that_wait_for_one_that_failed_are_ended(self, make_host):
+    def test_ranks_that_wait_for_a_failed_rank_are_ended(self, make_host):
         host = make_host()
         host.ranks[1].answers["wake"] = failure(1, "no memory")
         with pytest.raises(HostedCallError, match=r"data-parallel rank 1: .*no memory"):
             host.call_blocking("wake", [], timeout_s=20)
 
-    def test_a_rank_that_is_gone_is_the_reason_though_another_complains_first(self, make_host, monkeypatch):
+    def test_a_lost_rank_is_the_reason_even_if_another_rank_fails_first(self, make_host, monkeypatch):
         host = make_host()
         monkeypatch.setattr(data_parallel, "_GRACE_S", 20)
         host.ranks[0].answers["wake"] = failure(0, "connection closed by peer")
@@ -240,7 +240,7 @@ class TestHost:
             make_host(answers=[{"num_workers": 1}, failure(1, "no GPU", "StartError")])
         assert (caught.value.type_name, caught.value.text) == ("StartError", "data-parallel rank 1: no GPU")
 
-    async def test_a_process_that_ends_ends_all_and_is_told_once(self, make_host):
+    async def test_the_end_of_one_process_ends_all_and_is_reported_once(self, make_host):
         host, events = make_host(), []
         host.listen(events.append)
         host.ranks[0].on_event(("dead", "connection closed by peer", None))
@@ -251,7 +251,7 @@ class TestHost:
         await asyncio.sleep(0.03)
         assert events == [("dead", "rank 1: killed by SIGKILL", None)]
 
-    async def test_engines_that_fail_by_themselves_are_told_together(self, make_host):
+    async def test_failures_of_several_engines_are_reported_together(self, make_host):
         host, events = make_host(), asyncio.Queue()
         host.listen(events.put_nowait)
         host.ranks[1].on_event(("dead", "no memory", None))
@@ -350,7 +350,7 @@ class TestEngine:
         assert [answer.token_ids.tolist() for answer in answers()] == greedy(other)
         replica.sync(read_checkpoint(model))
 
-    def test_what_a_pause_keeps_goes_on_under_the_new_weights_and_what_is_aborted_can_be_resumed(
+    def test_paused_requests_continue_under_new_weights_and_aborted_ones_can_be_resumed(
         self, model, other, replica, make_request, load_model
     ):
         generator, weights = replica.generator, read_checkpoint(other)
@@ -402,7 +402,7 @@ class TestEngine:
         assert generator.live_bytes("weights") == weights
         assert [answer.token_ids.tolist() for answer in answers()] == greedy(model)
 
-    def test_a_killed_rank_fails_what_waits_on_every_rank_and_is_named(self, replica, make_request):
+    def test_a_killed_rank_fails_requests_on_every_rank_and_is_named(self, replica, make_request):
         """Last in the class: it ends the engine."""
         generator = replica.generator
         processes = [rank.process.pid for rank in generator._host.ranks]

@@ -50,14 +50,14 @@ def test_requests_are_stepped_together_until_they_end(start):
     assert [report[3] for _, _, reports in told for report in reports] == [None, None, "length", None, "length"]
 
 
-def test_what_the_engine_refuses_harms_no_other(start):
+def test_a_refused_request_does_not_affect_others(start):
     driver, events, _ = start()
     driver.submit([ask(1, -1), ask(2, 1)])
     assert events.get(timeout=PATIENCE_S) == ("refused", 1, "max_tokens must be positive")
     assert events.get(timeout=PATIENCE_S)[2][0][0] == 2
 
 
-def test_a_request_that_the_engine_stumbles_over_is_told_as_well(start):
+def test_an_unexpected_error_of_a_request_is_reported_too(start):
     driver, events, _ = start()
     driver.submit([ask(1, SURPRISE), ask(2, 1)])
     assert events.get(timeout=PATIENCE_S)[:2] == ("refused", 1)
@@ -82,7 +82,7 @@ def test_nothing_is_stepped_while_paused_and_all_of_it_afterwards(start):
     assert events.get(timeout=PATIENCE_S)[2][0][:2] == (1, [7])
 
 
-def test_steps_that_were_begun_ahead_are_told_before_a_pause_is_done(start):
+def test_steps_scheduled_ahead_are_reported_before_a_pause_completes(start):
     driver, events, _ = start(ahead=[5, 5])
     driver.pause().result(PATIENCE_S)
     assert [events.get_nowait()[2][0][0] for _ in range(2)] == [5, 5]
@@ -107,7 +107,7 @@ def test_a_sync_of_an_adapter_leaves_the_base_alone(start):
     assert "finish_weight_update" not in [entry[0] for entry in log]
 
 
-def test_an_error_of_one_call_is_that_calls(start):
+def test_an_error_belongs_to_its_call_only(start):
     driver, events, _ = start(fail_on="sleep")
     with pytest.raises(RuntimeError, match="sleep broke"):
         driver.sleep(1).result(PATIENCE_S)
@@ -131,7 +131,7 @@ def hold(driver):
     return engine, gate
 
 
-def test_an_engine_that_breaks_while_stepping_fails_all_that_waits_and_comes(start):
+def test_an_engine_that_fails_in_a_step_fails_all_queued_and_later_calls(start):
     driver, events, _ = start()
     engine, gate = hold(driver)
     engine.fail_on = "step"
@@ -147,7 +147,7 @@ def test_an_engine_that_breaks_while_stepping_fails_all_that_waits_and_comes(sta
             future.result(PATIENCE_S)
 
 
-def test_closing_fails_what_waits_and_ends_the_engine(start):
+def test_closing_fails_queued_calls_and_ends_the_engine(start):
     driver, events, log = start()
     engine, gate = hold(driver)
     driver.submit([ask(1, 100)])
@@ -166,7 +166,7 @@ def test_closing_fails_what_waits_and_ends_the_engine(start):
     assert [event for event in events.queue if event[0] == "dead"] == [("dead", "the engine was closed", None)]
 
 
-def test_an_engine_that_does_not_start_tells_its_caller(monkeypatch):
+def test_a_failed_start_is_reported_to_its_caller(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no such model")
 

@@ -31,7 +31,7 @@ def arguments(engine=None, *, model="m", device="cpu", max_length=None, **option
     return engine_arguments(VLLMGeneratorOptions(**options), context)
 
 
-def test_what_the_run_says_becomes_engine_arguments():
+def test_run_settings_become_engine_arguments():
     found = arguments(max_length=256, logprobs="raw", lora=LoraOptions(max_rank=8))
     assert found["model"] == "m"
     assert found["tokenizer"] == "t"
@@ -47,7 +47,7 @@ def test_the_type_follows_the_device(device, dtype):
     assert arguments(device=device, dtype="float16")["dtype"] == "float16"
 
 
-def test_what_the_engine_is_given_wins_over_the_runs_defaults_and_not_over_options():
+def test_engine_settings_override_defaults_but_not_options():
     found = arguments({"dtype": "float16", "max_model_len": 64}, max_length=256)
     assert (found["dtype"], found["max_model_len"]) == ("float16", 64)
     with pytest.raises(ConfigError, match=r"dtype: 'float16', and options\.dtype is 'float32'; remove one of them"):
@@ -90,7 +90,7 @@ def test_every_argument_of_the_backends_own_is_named_with_the_remedy():
         ("model", "set model.path"),
         ("data_parallel_rank", OWNED["data_parallel_rank"]),
     ]
-    assert "set data_parallel_size alone" in OWNED["data_parallel_rank"]
+    assert "set only data_parallel_size" in OWNED["data_parallel_rank"]
     assert "roles.actor.engine" in str(caught.value)
 
 
@@ -112,7 +112,7 @@ def test_ranks_that_share_experts_are_counted_and_left_to_the_host(config, tmp_p
 
 def test_ranks_of_a_dense_model_are_refused_with_the_remedy(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"data_parallel_size: 2 ranks .*none.*set roles\.<role>\.replicas to 2 times"
+        ConfigError, match=r"data_parallel_size: 2 ranks .*none.*dense models; multiply roles\.<role>\.replicas by 2"
     ):
         arguments({"data_parallel_size": 2}, model=model_with(tmp_path))
     arguments({"data_parallel_size": 1}, model=tmp_path)
@@ -129,13 +129,13 @@ def test_workers_of_several_ranks_are_processes(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", 1.5, True])
-def test_a_number_of_ranks_that_is_none_is_refused(size):
+def test_an_invalid_number_of_ranks_is_refused(size):
     with pytest.raises(ConfigError, match=rf"data_parallel_size: {size!r} is not a whole number, 1 or more"):
         arguments({"data_parallel_size": size})
 
 
 @pytest.mark.parametrize("name", RANK_VARIABLES)
-def test_a_process_that_poses_as_a_rank_of_another_engine_is_refused(name, monkeypatch):
+def test_rank_variables_in_the_environment_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "2")
     with pytest.raises(ConfigError, match=rf"data_parallel_size: {name} in the environment .* unset them"):
         arguments()

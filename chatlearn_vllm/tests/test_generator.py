@@ -19,7 +19,7 @@ FACTS = {
     "dtype": "float32",
     "num_workers": 1,
     "takes_adapters": False,
-    "stays_awake": None,
+    "offload_problem": None,
 }
 
 
@@ -116,7 +116,7 @@ async def test_a_completion_holds_what_each_version_sampled(stand, make_request)
     ],
     ids=["nan", "infinite", "too few tokens", "too few logprobs", "no logprobs", "nothing", "error"],
 )
-async def test_an_answer_that_cannot_be_one_is_an_error_of_that_request_alone(stand, make_request, report, problem):
+async def test_an_invalid_answer_fails_only_its_request(stand, make_request, report, problem):
     generator, host = stand
     bad, good = await begin(
         generator, make_request([1], "the-bad-one", max_tokens=3), make_request([1], "good", max_tokens=1)
@@ -129,7 +129,7 @@ async def test_an_answer_that_cannot_be_one_is_an_error_of_that_request_alone(st
     assert generator.state == "serving"
 
 
-async def test_an_engine_that_never_answers_is_a_timeout_and_is_told_to_stop(stand, make_request):
+async def test_an_engine_that_never_answers_times_out_and_the_request_is_dropped(stand, make_request):
     generator, host = stand
     with pytest.raises(BackendTimeoutError, match=r"request 'silent' \(1 prompt tokens.*within 0\.02 s"):
         await generator.generate(make_request([1], "silent", timeout_s=0.02))
@@ -147,7 +147,7 @@ async def test_a_caller_that_goes_away_drops_its_request(stand, make_request):
     host.on_event(("tokens", 0, [(0, [7], [-1.0], None, 0)]))  # it was on its way already
 
 
-async def test_what_the_engine_refuses_is_named(stand, make_request):
+async def test_a_refused_request_is_named(stand, make_request):
     generator, host = stand
     [task] = await begin(generator, make_request([1], "odd"))
     host.on_event(("refused", 0, "top_k must be at least -1"))
@@ -155,7 +155,7 @@ async def test_what_the_engine_refuses_is_named(stand, make_request):
         await task
 
 
-async def test_a_dead_engine_fails_all_and_takes_nothing_more(stand, make_request):
+async def test_a_dead_engine_fails_all_requests_and_accepts_no_more(stand, make_request):
     generator, host = stand
     tasks = await begin(generator, make_request([1], "a"), make_request([1], "b"))
     host.on_event(("dead", "RuntimeError: out of memory", None))
@@ -183,7 +183,7 @@ async def test_tokens_that_cannot_be_decoded_fail_their_request(stand, make_requ
         await task
 
 
-async def test_an_engine_that_does_not_come_to_what_it_is_told_is_dead(stand, monkeypatch):
+async def test_an_engine_that_does_not_run_a_command_in_time_is_dead(stand, monkeypatch):
     generator, host = stand
 
     async def hang(*_):
@@ -191,14 +191,14 @@ async def test_an_engine_that_does_not_come_to_what_it_is_told_is_dead(stand, mo
 
     monkeypatch.setattr("chatlearn_vllm.generator._CALL_TIMEOUT_S", 0.01)
     monkeypatch.setattr(host, "call", hang)
-    with pytest.raises(BackendTimeoutError, match=r"did not come to 'pause' within 0\.01 s; restart it"):
+    with pytest.raises(BackendTimeoutError, match=r"did not run 'pause' within 0\.01 s; restart it"):
         await generator.pause()
     assert generator.state == "dead"
 
 
-async def test_an_engine_that_keeps_its_memory_says_why(model_dir, monkeypatch):
+async def test_an_engine_that_cannot_release_memory_says_why(model_dir, monkeypatch):
     host = ScriptedHost()
-    host.start = lambda *_, **__: FACTS | {"stays_awake": "engine.enable_sleep_mode is false; remove it"}
+    host.start = lambda *_, **__: FACTS | {"offload_problem": "engine.enable_sleep_mode is false; remove it"}
     monkeypatch.setattr(VLLMGenerator, "_make_host", lambda self: host)
     path = str(model_dir())
     generator = VLLMGenerator(VLLMGeneratorOptions(), RoleContext("generator", ModelSource(path, path)))
@@ -241,7 +241,7 @@ async def test_parts_sleep_and_wake_in_the_order_that_was_asked(stand, make_requ
     await generator.resume()
 
 
-async def test_weights_that_were_dropped_are_not_generated_with(model_dir, monkeypatch, make_request):
+async def test_generation_is_refused_while_weights_are_dropped(model_dir, monkeypatch, make_request):
     host = ScriptedHost()
     monkeypatch.setattr(VLLMGenerator, "_make_host", lambda self: host)
     path = str(model_dir())

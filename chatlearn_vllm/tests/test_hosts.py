@@ -110,7 +110,7 @@ class TestOtherInterpreter:
         assert partial.token_ids.tolist() == told[: len(partial.token_ids)]
         assert 3 <= len(partial.token_ids) < 100
 
-    def test_a_killed_engine_fails_what_waits_and_is_named(self, replica, make_request):
+    def test_a_killed_engine_fails_pending_requests_and_is_named(self, replica, make_request):
         """Last in the class: it ends the engine."""
 
         async def killed():
@@ -194,6 +194,6 @@ def test_an_engine_that_does_not_start_says_why(model_dir, make_replica):
         make_replica(model_dir(hidden=64), engine={})
 
 
-def test_an_interpreter_that_is_not_there_is_named(tmp_path, model_dir, make_replica):
+def test_a_missing_interpreter_is_named(tmp_path, model_dir, make_replica):
     with pytest.raises(BackendError, match="no-python' cannot be run"):
         make_replica(model_dir(), python=str(Path(tmp_path) / "no-python"))

@@ -166,7 +166,7 @@ def test_a_request_that_one_rank_refuses_ends_the_steps_of_all(start):
     assert [engine.log for engine in fleet.engines] == [[("live_bytes", "weights")]] * 2
 
 
-def test_nobody_steps_once_all_that_had_work_was_dropped(start):
+def test_stepping_stops_once_all_requests_are_dropped(start):
     """Told in one go while both ranks step: what follows the drop finds engines at rest, as a sleep needs."""
     fleet = start()
     gate = fleet.engines[0].gate = threading.Semaphore(0)
@@ -182,7 +182,7 @@ def test_nobody_steps_once_all_that_had_work_was_dropped(start):
         assert engine.log == [("step",), ("abort", 1), ("sleep", 1), ("live_bytes", "weights")]
 
 
-def test_a_pause_falls_between_the_same_steps_though_one_rank_hears_of_it_late(start):
+def test_a_pause_falls_between_the_same_steps_even_if_one_rank_receives_it_late(start):
     fleet = start()
     fleet.submit([ask(1, 10**6)], [ask(2, 10**6)])
     early = fleet.tell(0, "pause")
@@ -198,7 +198,7 @@ def test_a_pause_falls_between_the_same_steps_though_one_rank_hears_of_it_late(s
     fleet.ask_all("resume")
 
 
-def test_weights_come_between_the_same_steps_and_later_tokens_are_of_their_version(start):
+def test_weights_load_between_the_same_steps_and_later_tokens_have_the_new_version(start):
     fleet = start()
     fleet.submit([ask(1, 10**6)], [])
     wait_until(lambda: fleet.events[0].qsize() > 3)
@@ -217,7 +217,7 @@ def test_weights_come_between_the_same_steps_and_later_tokens_are_of_their_versi
     ]
 
 
-def test_a_host_that_never_falls_silent_does_not_keep_requests_waiting(start):
+def test_a_steady_flow_of_commands_does_not_starve_requests(start):
     fleet = start()
     for engine, driver in zip(fleet.engines, fleet.drivers, strict=True):
         engine.on_live_bytes = lambda driver=driver: driver.live_bytes("weights")
@@ -235,7 +235,7 @@ def test_closing_one_rank_while_all_step_ends_all_without_an_error(start):
     assert fleet.events[1].get() == ("dead", "the engine was closed", None)
 
 
-def test_an_engine_that_breaks_leaves_no_other_waiting_in_a_step(start):
+def test_a_failed_engine_does_not_leave_other_ranks_waiting_in_a_step(start):
     fleet = start()
     fleet.engines[1].fail_on = "step"
     fleet.submit([ask(1, 10)], [])
@@ -279,7 +279,7 @@ def conversation(size, drawn):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(2, 3), drawn=st.lists(MESSAGES, max_size=12), seed=st.integers(0, 2**32))
-def test_all_ranks_do_the_same_between_the_same_steps_however_late_each_hears_of_it(start, size, drawn, seed):
+def test_all_ranks_run_the_same_commands_between_the_same_steps_whatever_the_delay(start, size, drawn, seed):
     fleet, order = start(size), random.Random(seed)
     calls = conversation(size, drawn)
     heard, last = [0] * size, []

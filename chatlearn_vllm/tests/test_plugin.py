@@ -63,13 +63,13 @@ def test_the_requirement_is_what_the_engine_side_supports():
 def test_a_version_that_was_not_tested_is_refused():
     check_version("0.32.1")
     check_version("0.32.0+cpu")
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed, chatlearn-vllm drives 0\.32"):
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed, but chatlearn-vllm supports 0\.32"):
         check_version("0.33.0")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.3\.2"):
         check_version("0.3.2")
 
 
-def test_what_runs_beside_the_engine_needs_nothing_of_ours_but_the_hosted_side():
+def test_the_engine_side_imports_nothing_else_of_chatlearn():
     """The interpreter that ``python`` names has no distribution of this repository."""
     imported = set()
     for file in Path(engine_side.__path__[0]).glob("*.py"):

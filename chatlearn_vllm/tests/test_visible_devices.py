@@ -31,11 +31,11 @@ def test_an_engine_sees_a_gpu_for_each_of_its_workers(device, num_workers, inher
 @pytest.mark.parametrize(
     ("device", "num_workers", "inherited", "message"),
     [
-        ("cuda:1", 2, "4,5", "GPUs 1 to 2 are needed, and CUDA_VISIBLE_DEVICES='4,5' shows 2"),
-        ("cuda:0", 1, "", "GPU 0 is needed, and CUDA_VISIBLE_DEVICES='' shows 0"),
+        ("cuda:1", 2, "4,5", "GPUs 1 to 2 are needed, but CUDA_VISIBLE_DEVICES='4,5' shows only 2"),
+        ("cuda:0", 1, "", "GPU 0 is needed, but CUDA_VISIBLE_DEVICES='' shows only 0"),
     ],
 )
-def test_gpus_that_are_not_there_are_counted(device, num_workers, inherited, message):
+def test_missing_gpus_are_counted_in_the_error(device, num_workers, inherited, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         visible_devices(device, num_workers, inherited)
 
@@ -72,6 +72,6 @@ def test_every_data_parallel_rank_sees_the_gpus_of_all(monkeypatch, options):
     }
 
 
-def test_in_the_workers_own_process_only_the_first_gpu_can_be_had(monkeypatch):
+def test_in_the_workers_own_process_only_the_first_gpu_is_usable(monkeypatch):
     with pytest.raises(ConfigError, match=r"roles\.actor\.options\.host to child"):
         make_host(monkeypatch, "cuda:1", {})

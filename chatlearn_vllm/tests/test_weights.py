@@ -119,14 +119,14 @@ class TestFaults:
         yield replica
         replica.close()
 
-    def test_a_sender_that_does_not_come_is_named_and_changes_nothing(self, replica):
+    def test_a_missing_sender_is_named_and_changes_nothing(self, replica):
         rendezvous = GroupRendezvous("nobody", "127.0.0.1:9", "gloo", 2, 1, 0.5)
         with pytest.raises(BackendTimeoutError, match=r"'nobody' at 127\.0\.0\.1:9 within 0\.5 s"):
             replica.run(replica.loader.join_group(rendezvous))
         assert replica.generator.state == "serving"
         assert len(replica.generate(PROMPTS[0]).token_ids) == 12
 
-    def test_a_tensor_that_is_damaged_on_its_way_is_named_by_the_engine_and_never_served(self, replica, model, receive):
+    def test_a_tensor_damaged_in_transfer_is_named_and_never_served(self, replica, model, receive):
         tensors = read_checkpoint(model)
         damaged = list(tensors)[1]  # in the second of two buckets
 
@@ -160,7 +160,7 @@ class TestFaults:
         with pytest.raises(BackendError, match="restart it"):
             replica.generate(PROMPTS[0])
 
-    def test_a_layer_that_nothing_reaches_is_not_served(self, replica, model):
+    def test_a_layer_without_new_weights_is_not_served(self, replica, model):
         """What the engine took without loading it: here by claiming that a tensor arrived."""
         tensors = read_checkpoint(model)
         lost = "model.layers.0.self_attn.o_proj.weight"

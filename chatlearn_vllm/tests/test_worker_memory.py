@@ -144,7 +144,7 @@ def test_bfloat16_in_a_process_of_its_own(model_dir, make_replica):
     ],
 )
 def test_an_engine_that_cannot_give_memory_back_says_why(on_cpu, facts, reason):
-    from chatlearn_vllm.engine_side.engine import why_awake
+    from chatlearn_vllm.engine_side.engine import offload_problem
 
     model = {"quantization": None, "enable_sleep_mode": False, "sleep_mode_backend": "cumem"}
     config = SimpleNamespace(
@@ -152,5 +152,5 @@ def test_an_engine_that_cannot_give_memory_back_says_why(on_cpu, facts, reason):
         quant_config=facts.get("quant_config"),
         compilation_config=SimpleNamespace(mode=facts.get("mode", 0)),
     )
-    found = why_awake(config, on_cpu=on_cpu)
+    found = offload_problem(config, on_cpu=on_cpu)
     assert (found is None) if reason is None else (reason in found)

@@ -1,3 +1,3 @@
-"""Generator "vllm" of ChatLearn: vLLM in the worker's process, in a child, or under another interpreter."""
+"""The generator "vllm" of ChatLearn: vLLM in the worker's process, in a child process, or under another interpreter."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What ``chatlearn plugins check chatlearn-vllm`` needs to know; never imported by a run."""
+"""Settings for ``chatlearn plugins check chatlearn-vllm``; runs never import this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_num_
 
 
 def build_model(directory: Path) -> Path:
-    """A tiny model whose attention heads are as wide as vLLM's CPU kernels need (a multiple of 32)."""
+    """Build a tiny model whose attention head width suits vLLM's CPU kernels (a multiple of 32)."""
     return build_tiny_model(directory, hidden=128)
 
 

@@ -1,7 +1,8 @@
-"""One engine of several data-parallel ranks, each in a process of its own.
+"""One engine with several data-parallel ranks, each in its own process.
 
-Every rank is told the same in the same order, and steps when the others do: ``engine_side.lockstep`` says why. Only
-requests differ: each goes to one rank. A rank that is gone leaves the others waiting, so one that dies ends them all.
+Every rank receives the same commands in the same order and steps together with the others (``engine_side.lockstep``
+explains why). Only requests differ: each goes to one rank. The remaining ranks would wait forever for a rank that died,
+so the death of one rank ends all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from chatlearn_vllm.joint_call import JointCall
 from chatlearn_vllm.routing import Routing
 
 MEETING_PORTS = 2
-"""Ports from the first on where ranks meet: one for the engines, the next for their workers."""
+"""Number of consecutive ports at which ranks rendezvous: the first for the engines, the second for their workers."""
 _GRACE_S = 10.0
-"""What the other ranks get to answer a call that failed on one; after it they are taken to wait for that one."""
-_LAST_WORDS_S = 2.0
-"""How long an engine that died waits for a better reason: ranks that lose a peer may complain before it is known."""
-_ALIKE = frozenset({"group", "live_bytes"})
-"""Calls that leave ranks in step though they fail on some alone."""
+"""Time the other ranks have to answer a call that failed on one rank. After it, they count as waiting for that rank."""
+_FAILURE_REPORT_WAIT_S = 2.0
+"""Time to wait for a more precise reason after an engine died: ranks that lose a peer may report before the peer does.
+"""
+_CALLS_THAT_MAY_DIFFER = frozenset({"group", "live_bytes"})
+"""Calls that leave the ranks in step even if they fail on some ranks only."""
 
 
 class DataParallelHost:
@@ -43,15 +45,15 @@ class DataParallelHost:
         python: str | None,
         environment: Mapping[str, str | None],
     ) -> None:
-        """Start nothing yet.
+        """Store the settings; ``start`` starts the processes.
 
         Args:
-            name: for messages; those of one rank add its number.
-            start_timeout_s: longest time that processes, and then engines, may take to start.
+            name: replica name for messages; messages about one rank append its number.
+            start_timeout_s: longest time in seconds that the processes, and then the engines, may take to start.
             num_ranks: ``data_parallel_size``, 2 or more.
-            python: the ranks' interpreter; None: this one.
-            environment: variables to set in every rank, None to unset one. All ranks see the same devices, of which
-                vLLM gives each its own.
+            python: interpreter of the ranks; None uses this one.
+            environment: variables to set in every rank; None unsets one. All ranks see the same devices, and vLLM
+                assigns each rank its own.
         """
         self._name = name
         self._start_timeout_s = start_timeout_s
@@ -62,10 +64,10 @@ class DataParallelHost:
         self._routing = Routing(num_ranks)
         self._workers_per_rank = 1
         self._lock = threading.Lock()
-        """Held while a command is sent to all ranks, or while they are ended."""
+        """Held while a command is sent to all ranks, and while the ranks are shut down."""
         self._ended: str | None = None
-        """Why no rank is to be called any more."""
-        self._last_words: dict[int, str] = {}
+        """Why the ranks can no longer be called; None while they can."""
+        self._failure_reports: dict[int, str] = {}
         self._on_event: OnEvent | None = None
 
     @property
@@ -83,11 +85,11 @@ class DataParallelHost:
 
     @property
     def ranks(self) -> Sequence[ChildHost]:
-        """In order; empty before ``start``."""
+        """The ranks in order; empty before ``start``."""
         return self._ranks
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
-        """See ``EngineHost``; ``num_workers`` counts all ranks'."""
+        """See ``EngineHost``; ``num_workers`` counts the workers of all ranks."""
         with reserved_row(MEETING_PORTS) as port:
             self._ranks = [self._rank(rank, port) for rank in range(self._num_ranks)]
             with ThreadPoolExecutor(self._num_ranks) as threads:
@@ -102,33 +104,33 @@ class DataParallelHost:
         """See ``EngineHost``."""
         self._on_event = on_event
         for number, rank in enumerate(self._ranks):
-            rank.listen(partial(self._heard, number))
+            rank.listen(partial(self._on_rank_event, number))
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """See ``EngineHost``."""
-        self._tell("submit", [(share,) for share in self._routing.spread(requests)])
+        self._call_all("submit", [(share,) for share in self._routing.spread(requests)])
 
     def drop(self, keys: Sequence[int]) -> None:
         """See ``EngineHost``."""
         self._routing.ended(keys)
-        self._tell("drop", [(keys,)] * self._num_ranks)
+        self._call_all("drop", [(keys,)] * self._num_ranks)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """See ``EngineHost``: the sum for ``live_bytes``, else the first rank's result."""
+        """See ``EngineHost``. Returns the sum over ranks for ``live_bytes``, otherwise the first rank's result."""
         if method == "abort":
             self._routing.ended(arguments[0])
-        told = self._tell(method, self._shares(method, arguments))
-        return _merged(method, await asyncio.wrap_future(told.future))
+        joint_call = self._call_all(method, self._shares(method, arguments))
+        return _merged(method, await asyncio.wrap_future(joint_call.future))
 
     def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """See ``EngineHost`` and ``call``."""
-        told = self._tell(method, self._shares(method, arguments))
+        joint_call = self._call_all(method, self._shares(method, arguments))
         try:
-            return _merged(method, told.future.result(timeout_s))
+            return _merged(method, joint_call.future.result(timeout_s))
         except FutureTimeoutError:
-            if told.future.done():
+            if joint_call.future.done():
                 raise
-        missing = told.missing
+        missing = joint_call.missing
         raise BackendTimeoutError(
             f"{self._name}: of {self._num_ranks} data-parallel ranks {missing} did not answer. The first of them:\n"
             f"{self._ranks[missing[0]].process.timeout_error(method, timeout_s)}"
@@ -161,47 +163,47 @@ class DataParallelHost:
     # Calls
 
     def _shares(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """By rank: the arguments. Those differ where a rank's workers join a process group."""
+        """Return the arguments for each rank. They differ only when the rank's workers join a process group."""
         if method != "group" or arguments[0]["action"] != "join":
             return [arguments] * self._num_ranks
         request = arguments[0]
         first = request["first_rank"]
         return [({**request, "first_rank": first + rank * self._workers_per_rank},) for rank in range(self._num_ranks)]
 
-    def _tell(self, method: str, shares: Sequence[tuple[Any, ...]]) -> JointCall:
-        """Call all ranks. Whatever is told at the same time comes before or after it on every one."""
-        told = JointCall(method, self._num_ranks)
+    def _call_all(self, method: str, shares: Sequence[tuple[Any, ...]]) -> JointCall:
+        """Call all ranks. Concurrent calls reach every rank in the same order."""
+        joint_call = JointCall(method, self._num_ranks)
         with self._lock:
             answers = [_begin(rank, method, share) for rank, share in zip(self._ranks, shares, strict=True)]
         for number, answer in enumerate(answers):
-            answer.add_done_callback(partial(self._answered, told, number))
-        return told
+            answer.add_done_callback(partial(self._record_answer, joint_call, number))
+        return joint_call
 
-    def _answered(self, told: JointCall, rank: int, answer: Future[Any]) -> None:
-        """One rank has answered, or cannot; in any thread."""
+    def _record_answer(self, joint_call: JointCall, rank: int, answer: Future[Any]) -> None:
+        """Record that one rank has answered or failed; runs in any thread."""
         error = answer.exception()
         if error is None:
-            told.results[rank] = answer.result()
+            joint_call.results[rank] = answer.result()
         elif self._ended is not None:
-            error = HostedProcessLostError(f"{self._name}: {told.method} failed: {self._ended}")
+            error = HostedProcessLostError(f"{self._name}: {joint_call.method} failed: {self._ended}")
         elif isinstance(error, HostedCallError) and error.type_name == "StartError":
             error.text = f"data-parallel rank {rank}: {error.text}"
-        is_last, failure = told.take(rank, error, explains_most=_is_lost(error) and self._ended is None)
+        is_last, failure = joint_call.take(rank, error, explains_most=_is_lost(error) and self._ended is None)
         if failure is None:
             if is_last:
-                told.future.set_result(told.results)
+                joint_call.future.set_result(joint_call.results)
             return
-        if _is_lost(failure) or (is_last and told.results and told.method not in _ALIKE):
+        if _is_lost(failure) or (is_last and joint_call.results and joint_call.method not in _CALLS_THAT_MAY_DIFFER):
             self._end(str(failure))
         elif not is_last:
-            told.be_patient(_GRACE_S, partial(self._end, str(failure)))
+            joint_call.limit_wait(_GRACE_S, partial(self._end, str(failure)))
         if is_last:
-            told.future.set_exception(failure)
+            joint_call.future.set_exception(failure)
 
     # Deaths
 
-    def _heard(self, rank: int, event: Event) -> None:
-        """One rank's event; on the event loop."""
+    def _on_rank_event(self, rank: int, event: Event) -> None:
+        """Handle an event of one rank; runs on the event loop."""
         kind, first, second = event
         assert self._on_event is not None
         if kind == "tokens":
@@ -215,17 +217,17 @@ class DataParallelHost:
 
     def _rank_died(self, rank: int, reason: str) -> None:
         if self._ended is None and self._ranks[rank].process.lost is None:
-            # Its engine failed, by itself or since another rank is gone: that one may be heard of next.
-            if not self._last_words:
-                asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._end_by_last_words)
-            self._last_words[rank] = reason
+            # Its engine failed, perhaps because another rank died; that rank's report may follow.
+            if not self._failure_reports:
+                asyncio.get_running_loop().call_later(_FAILURE_REPORT_WAIT_S, self._end_by_failure_reports)
+            self._failure_reports[rank] = reason
             return
         self._end(reason)
         self._report()
 
-    def _end_by_last_words(self) -> None:
-        words = (f"data-parallel rank {rank}: {reason}" for rank, reason in sorted(self._last_words.items()))
-        self._end("\n".join(words))
+    def _end_by_failure_reports(self) -> None:
+        reports = (f"data-parallel rank {rank}: {reason}" for rank, reason in sorted(self._failure_reports.items()))
+        self._end("\n".join(reports))
         self._report()
 
     def _report(self) -> None:
@@ -234,7 +236,7 @@ class DataParallelHost:
         on_event(("dead", self._ended, None))
 
     def _end(self, reason: str) -> None:
-        """End all ranks without waiting for it. The first reason stays."""
+        """Shut down all ranks without waiting. Keeps the first reason."""
         with self._lock:
             if self._ended is not None:
                 return
@@ -261,4 +263,4 @@ def _merged(method: str, results: dict[int, Any]) -> Any:
 
 
 def _ignore(_: Event) -> None:
-    """Nothing follows the event that the engine is dead."""
+    """Discard events: nothing follows the event that reports the engine's death."""

@@ -1,4 +1,6 @@
-"""What vLLM's ``EngineArgs`` gets: the configuration's engine arguments, checked, over what this backend sets."""
+"""Arguments for vLLM's ``EngineArgs``: this backend's defaults and the checked ``engine`` settings of the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,24 @@ OWNED: Mapping[str, str] = {
             "data_parallel_size_local",
             "data_parallel_start_rank",
         ),
-        "it starts the ranks of an engine itself, all on one node; set data_parallel_size alone",
+        "this backend starts the ranks itself, all on one node; set only data_parallel_size",
     ),
-    "disable_log_stats": "this backend counts itself",
+    "disable_log_stats": "this backend collects its own statistics",
     "enable_lora": "set options.lora",
     "logprobs_mode": "set options.logprobs",
     "max_lora_rank": "set options.lora.max_rank",
-    "max_loras": "one adapter is served; set options.lora",
+    "max_loras": "the engine serves one adapter; set options.lora",
     "model": "set model.path",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "tokenizer": "set model.tokenizer",
     "trust_remote_code": "set model.trust_remote_code",
-    "weight_transfer_config": "this backend brings its own; choose a transport under weight_sync",
-    "worker_extension_cls": "this backend brings its own",
+    "weight_transfer_config": "this backend sets it; choose a transport under weight_sync",
+    "worker_extension_cls": "this backend sets it",
 }
-"""Arguments that this backend sets itself, and what to set instead."""
+"""Arguments that this backend sets itself, each with the setting to use instead."""
 
 TARGET = "vllm.EngineArgs"
-"""What they are arguments of."""
+"""Name of the class that takes the arguments."""
 
 RANK_VARIABLES = (
     "VLLM_DP_MASTER_IP",
@@ -52,22 +54,23 @@ RANK_VARIABLES = (
     "VLLM_DP_RANK_LOCAL",
     "VLLM_DP_SIZE",
 )
-"""Environment variables by which vLLM would take an engine for one rank of several."""
+"""Environment variables that would make vLLM start an engine as one rank of several."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
-"""On a CPU vLLM would take nearly all memory of the machine, where a trainer lives too."""
+"""KV cache size on a CPU. By default vLLM would take nearly all of the machine's memory, which a trainer may need too.
+"""
 
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
+    """Report arguments that this backend sets itself (``GeneratorSpec.check_engine``). vLLM checks the names."""
     return owned_problems(arguments, OWNED)
 
 
 def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dict[str, Any]:
-    """Arguments of ``vllm.EngineArgs``. Their names are checked where vLLM is: in the engine's interpreter.
+    """Return the arguments of ``vllm.EngineArgs``. The engine's interpreter, which has vLLM, checks their names.
 
     Raises:
-        ConfigError: an argument is this backend's own, or asks for what cannot be here.
+        ConfigError: an argument is set by this backend, or requests something that is unsupported here.
         BackendError: the role has no model.
     """
     source = context.model
@@ -83,8 +86,8 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
     on_cpu = not context.device.startswith("cuda")
     if on_cpu and context.engine_arguments.get("enable_expert_parallel"):
         problems.append(
-            "enable_expert_parallel: on a CPU vLLM 0.32 reads past the experts that a worker holds, and crashes; remove"
-            " it: tensor_parallel_size splits experts by their width"
+            "enable_expert_parallel: on a CPU vLLM 0.32 reads past the experts of a worker and crashes; remove it:"
+            " tensor_parallel_size splits the width of each expert instead"
         )
     problems += _data_parallel_problems(source.path, context.engine_arguments)
     if problems:
@@ -104,7 +107,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
     if source.max_length is not None:
         defaults["max_model_len"] = source.max_length
     if num_workers(context.engine_arguments) > 1:
-        # Inside a Ray worker vLLM would ask Ray for places, which the runtime has given already.
+        # Inside a Ray worker vLLM would ask Ray for resources, which the runtime has already allocated.
         defaults["distributed_executor_backend"] = "mp"
     if not on_cpu:
         defaults["enable_sleep_mode"] = True
@@ -113,23 +116,23 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         if "gpu_memory_utilization" not in context.engine_arguments:
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     arguments = defaults | context.engine_arguments | ours
-    arguments.pop("data_parallel_size", None)  # each rank learns it from the host that starts it
+    arguments.pop("data_parallel_size", None)  # DataParallelHost gives it to each rank
     return arguments
 
 
 def data_parallel_size(engine: Mapping[str, Any]) -> int:
-    """Ranks of the engine that share its experts and have requests of their own."""
+    """Number of data-parallel ranks; they share the engine's experts, and each has its own requests."""
     return int(engine.get("data_parallel_size", 1))
 
 
 def num_workers(engine: Mapping[str, Any]) -> int:
-    """Worker processes that these engine arguments ask for, of all data-parallel ranks."""
+    """Number of worker processes that these engine arguments need, over all data-parallel ranks."""
     per_rank = int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
     return data_parallel_size(engine) * per_rank
 
 
 def _data_parallel_problems(model: str, engine: Mapping[str, Any]) -> list[str]:
-    """What speaks against this many data-parallel ranks here."""
+    """Return the problems that prevent this number of data-parallel ranks here."""
     size = engine.get("data_parallel_size", 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return [f"data_parallel_size: {size!r} is not a whole number, 1 or more"]
@@ -148,14 +151,16 @@ def _data_parallel_problems(model: str, engine: Mapping[str, Any]) -> list[str]:
         )
     if size > 1 and _is_dense(model):
         problems.append(
-            f"data_parallel_size: {size} ranks share the experts of one model, and {model} has none: vLLM refuses it;"
-            f" set roles.<role>.replicas to {size} times what it is"
+            f"data_parallel_size: {size} ranks would share the experts of {model}, but it has none, and vLLM refuses"
+            f" dense models; multiply roles.<role>.replicas by {size} instead"
         )
     return problems
 
 
 def _is_dense(model: str) -> bool:
-    """Whether the model's configuration surely names no experts; vLLM looks itself where there is none to read."""
+    """Whether the model's configuration certainly names no experts. False if there is no file to read; vLLM then
+    checks.
+    """
     try:
         text = (Path(model) / "config.json").read_text(encoding="utf-8")
     except OSError:

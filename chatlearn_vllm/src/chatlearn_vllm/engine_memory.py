@@ -1,4 +1,4 @@
-"""Which parts of its memory an engine has given back."""
+"""Which parts of its memory an engine has released."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Collection
 
 
 class EngineMemory:
-    """Turns requests to move parts into what vLLM can do: sleep by level, wake by part.
+    """Translate requests to move memory parts into vLLM's operations: sleep by level, wake by part.
 
-    vLLM gives back the KV cache alone, or the weights together with it.
+    vLLM can release the KV cache alone, or the weights together with the KV cache.
     """
 
     def __init__(self, move: Callable[[str, object], None], sleep_level: int) -> None:
-        """Everything is awake.
+        """Start with everything awake.
 
         Args:
-            move: calls ``sleep`` or ``wake`` of the engine's driver, and blocks.
-            sleep_level: what becomes of weights: 1 host memory, 2 nothing.
+            move: calls ``sleep`` or ``wake`` of the engine's driver and blocks.
+            sleep_level: what sleep does with weights: 1 moves them to host memory, 2 drops them.
         """
         self._move = move
         self._sleep_level = sleep_level
         self._asked: set[str] = set()
-        """Parts somebody wants out of the way."""
+        """Parts that a caller asked to offload."""
         self.asleep: set[str] = set()
-        """Parts whose memory the engine has given back."""
+        """Parts whose memory the engine has released."""
         self.weights_dropped = False
-        """Whether only a sync makes the weights right again."""
+        """Whether the weights were dropped and only a sync restores them."""
 
     def offload(self, parts: Collection[str]) -> None:
-        """Give back ``weights`` or ``kv_cache``; twice is fine."""
+        """Release ``weights`` or ``kv_cache``. A repeated call does nothing."""
         self._asked |= set(parts)
         if "weights" in parts and "weights" not in self.asleep:
             self._move("sleep", self._sleep_level)
@@ -39,7 +39,7 @@ class EngineMemory:
             self.asleep = {"kv_cache"}
 
     def onload(self, parts: Collection[str]) -> None:
-        """Take back these parts, and what was given back without being asked for; twice is fine."""
+        """Restore these parts, and parts that were released without a request. A repeated call does nothing."""
         self._asked -= set(parts)
         back = self.asleep - self._asked
         if back:
@@ -47,9 +47,9 @@ class EngineMemory:
             self.asleep -= back
 
     def problem(self) -> str | None:
-        """Why nothing can be generated; None if it can."""
+        """Why the engine cannot generate now; None if it can."""
         if self._asked:
             return f"has {sorted(self._asked)[-1]!r} offloaded; onload it before generating"
         if self.weights_dropped:
-            return "dropped its weights when it slept (sleep_level: 2); sync weights before generating"
+            return "dropped its weights during sleep (sleep_level: 2); sync weights before generating"
         return None

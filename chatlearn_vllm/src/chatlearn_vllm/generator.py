@@ -1,4 +1,4 @@
-"""The generator ``vllm``: the asynchronous face of one engine."""
+"""The generator ``vllm``: an asynchronous interface to one engine."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from chatlearn_vllm.visible_devices import VARIABLE, visible_devices
 from chatlearn_vllm.weight_loader import VLLMWeightLoader
 
 _CALL_TIMEOUT_S = 600.0
-"""Longest time until an engine carries out a command: a step in between takes seconds."""
+"""Longest time in seconds until the engine runs a command; a step in between takes seconds."""
 _MOVE_TIMEOUT_S = 600.0
-"""Longest time that giving memory back, taking it again or measuring it may take."""
+"""Longest time in seconds to release, restore or measure memory."""
 _PARTS = frozenset({"weights", "kv_cache"})
 
 
 class VLLMGenerator(GeneratorReplica[EngineRequest]):
-    """One replica: one engine, on one or several devices.
+    """One replica: one engine on one or several devices.
 
-    Requests that are submitted in one turn of the event loop reach the engine together, in their order; what a step
-    sampled comes back in one piece.
+    Requests submitted in one event-loop iteration reach the engine together, in order; all tokens sampled in a step
+    return together.
     """
 
     def __init__(self, options: VLLMGeneratorOptions, context: RoleContext) -> None:
-        """Raises: ConfigError: an engine argument is the backend's own, or the device cannot be used."""
+        """Check the engine arguments. Raises: ConfigError: the backend sets an argument itself, or the device is
+        unusable.
+        """
         super().__init__("vllm", context)
         self._options = options
         self._arguments = engine_arguments(options, context)
         self._host: EngineHost | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._memory = EngineMemory(self._move, options.sleep_level)
-        self._stays_awake: str | None = None
-        """Why the engine cannot give memory back."""
+        self._offload_problem: str | None = None
+        """Why the engine cannot release memory; None if it can."""
 
     # Life cycle
 
@@ -67,14 +69,14 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             host.close()
             if error.type_name == "UnknownArgumentsError":
                 raise ConfigError(refused(self._context.role, TARGET, error.text.splitlines())) from error
-            known = error.type_name == "StartError"  # its message names what it was, and vLLM's last words
+            known = error.type_name == "StartError"  # its message has the cause and vLLM's last log lines
             reason = error.text if known else f"{error.type_name}: {error.text}"
             raise BackendError(f"{self.name}: the engine does not start: {reason}") from error
         except BaseException:
             host.close()
             raise
         self._host = host
-        self._stays_awake = facts["stays_awake"]
+        self._offload_problem = facts["offload_problem"]
         self._loader = VLLMWeightLoader(
             self,
             host,
@@ -87,41 +89,42 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         self._start_serving(int(facts["max_model_len"]), int(facts["vocab_size"]))
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """See ``Lifecycle``. Requests that a pause keeps compute their context again when they go on.
+        """See ``Lifecycle``. Requests kept by a pause recompute their context when they continue.
 
-        The engine cannot give the weights back without the KV cache.
+        The engine cannot release the weights without the KV cache.
 
         Raises:
-            BackendError: requests are running and not paused; or this engine keeps its memory, the message says why.
+            BackendError: requests are running and not paused, or this engine cannot release memory (the message says
+                why).
         """
         wanted = set(parts) & _PARTS
         if not wanted:
             return
-        if self._stays_awake is not None:
+        if self._offload_problem is not None:
             raise BackendError(
-                f"{self.name} cannot be offloaded: {self._stays_awake}; or set memory.offload to never, and give the"
-                " role devices of its own"
+                f"{self.name} cannot be offloaded: {self._offload_problem}; or set memory.offload to never, and give"
+                " the role its own devices"
             )
         if self.is_generating:
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
         self._memory.offload(wanted)
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        """See ``Lifecycle``. Weights that sleep level 2 dropped come with the next sync."""
+        """See ``Lifecycle``. Weights dropped by sleep level 2 return with the next sync."""
         self._memory.onload(parts)
 
     def live_bytes(self, part: MemoryPart) -> int:
-        """See ``MeasuresMemory``: what the engine's workers find, summed over them.
+        """See ``MeasuresMemory``. Returns the sum over the engine's workers.
 
         Raises:
-            BackendError: the engine is gone, or does not answer.
+            BackendError: the engine is gone or does not answer.
         """
         if self._host is None or self._problem == CLOSED or part not in _PARTS:
             return 0
         return int(self._move("live_bytes", part))
 
     def close(self) -> None:
-        """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
+        """See ``Lifecycle``. Pending requests fail with a ``BackendError``."""
         self._set_dead(CLOSED)
         if self._host is not None:
             self._host.close()
@@ -176,7 +179,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
 
     @property
     def weights_are_offloaded(self) -> bool:
-        """Whether the engine has given back the memory of its weights."""
+        """Whether the engine has released the memory of its weights."""
         return "weights" in self._memory.asleep
 
     async def stop_serving(self) -> None:
@@ -199,7 +202,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             if device not in ("cpu", "cuda", "cuda:0"):
                 raise ConfigError(
                     f"roles.{self._context.role}.device is {device!r}: in the worker's own process vLLM uses the first"
-                    f" visible GPU; set roles.{self._context.role}.options.host to child, which sees its own GPUs alone"
+                    f" visible GPU; set roles.{self._context.role}.options.host to child, which sees only its own GPUs"
                 )
             return InProcessHost(self.name, options.start_timeout_s)
         workers = num_workers(self._context.engine_arguments)
@@ -207,8 +210,9 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             visible = visible_devices(device, workers, os.environ.get(VARIABLE))
         except ValueError as error:
             raise ConfigError(
-                f"roles.{self._context.role}.device is {device!r} with {workers} workers of its engine: {error}. Choose"
-                " another device, or fewer of engine.tensor_parallel_size, engine.pipeline_parallel_size and"
+                f"roles.{self._context.role}.device is {device!r}, and the engine has {workers} workers: {error}."
+                " Choose"
+                " another device, or lower engine.tensor_parallel_size, engine.pipeline_parallel_size or"
                 " engine.data_parallel_size"
             ) from None
         environment: dict[str, str | None] = {} if visible is None else {VARIABLE: visible}
@@ -228,7 +232,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         return self._host
 
     def _listen(self) -> asyncio.AbstractEventLoop:
-        """Take events on the running loop, once."""
+        """Receive events on the running loop; subscribes once per loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -236,14 +240,14 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         return loop
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the driver; an engine that fails, or does not come to it, is dead."""
+        """Call the driver. If the engine fails or times out, the replica is dead."""
         try:
             async with asyncio.timeout(_CALL_TIMEOUT_S) as limit:
                 return await self._require_host().call(method, *arguments)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            reason = f"its engine did not come to {method!r} within {_CALL_TIMEOUT_S:g} s"
+            reason = f"its engine did not run {method!r} within {_CALL_TIMEOUT_S:g} s"
             self._set_dead(reason, error)
             raise BackendTimeoutError(f"{self.name}: {reason}; restart it") from error
         except BackendError as error:
@@ -258,7 +262,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             raise
 
     def _flush(self) -> None:
-        """Hand over what was submitted in this turn of the event loop."""
+        """Submit the requests collected in this event-loop iteration."""
         requests = [_wire(pending) for pending in self._take_inbox()]
         if requests and self._state != "dead":
             self._require_host().submit(requests)
@@ -277,7 +281,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
     def _take(
         self, version: int, reports: Iterable[tuple[int, list[int], list[float], str | None, int | None]]
     ) -> None:
-        """One step's tokens."""
+        """Distribute the tokens of one step to their requests."""
         ended: list[tuple[EngineRequest, str]] = []
         for number, token_ids, logprobs, reason, num_cached in reports:
             pending = self._pending.get(number)
@@ -292,7 +296,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
         self._answer(ended)
 
     def _answer(self, ended: list[tuple[EngineRequest, str]]) -> None:
-        """Give the waiting call a completion, or the reason why there is none."""
+        """Give each pending call its completion, or the error."""
         whole = []
         for pending, reason in ended:
             problem = pending.problem(reason)
@@ -308,7 +312,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
             )
-        except Exception as error:  # this is a callback of the event loop: the calls that wait would hear nothing
+        except Exception as error:  # raising in this event-loop callback would leave the pending calls waiting
             for pending, _ in whole:
                 failure = BackendError(
                     f"{self.name}: the tokens of request {pending.request.id!r} cannot be decoded: "
@@ -322,7 +326,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
 
 
 def _wire(pending: EngineRequest) -> dict[str, Any]:
-    """What the engine gets, in plain builtins."""
+    """Return the request for the engine in plain builtins; see ``Engine.add``."""
     request, sampling, prior = pending.request, pending.request.sampling, pending.prior
     return {
         "key": pending.number,

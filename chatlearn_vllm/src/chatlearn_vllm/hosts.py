@@ -1,4 +1,4 @@
-"""Where an engine's driver runs, and how it is called from an event loop: in this process, or hosted in another."""
+"""Hosts of an engine's driver, called from an event loop: in this process, or in another one."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ OnEvent = Callable[[Event], None]
 
 
 class EngineHost(Protocol):
-    """One engine's driver, wherever it is. Calls take effect in the order in which they are made."""
+    """The driver of one engine, wherever it runs. Calls take effect in call order."""
 
     @property
     def shares_memory(self) -> bool:
-        """Whether arguments reach the driver as they are, tensors too."""
+        """Whether arguments, including tensors, reach the driver without serialisation."""
 
     @property
     def lost(self) -> str | None:
-        """None while the engine can be called, as far as can be seen without waiting; else what happened to it."""
+        """Why the engine can no longer be called, as far as is known without waiting; None while it can."""
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
-        """Start the engine; blocks; ``Engine.facts``."""
+        """Start the engine, wait for it, and return ``Engine.facts``."""
 
     def listen(self, on_event: OnEvent) -> None:
         """Deliver events on the running event loop from now on."""
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Hand over requests, without waiting."""
+        """Submit requests without waiting."""
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Abort requests, without waiting."""
+        """Abort requests without waiting."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of ``EngineDriver`` and wait.
+        """Call a method of ``EngineDriver`` and wait for its result.
 
         Raises:
             HostedCallError: the method raised.
@@ -49,14 +49,18 @@ class EngineHost(Protocol):
         """
 
     def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """The same from a thread that may wait."""
+        """Like ``call``, but blocks the calling thread.
+
+        Raises:
+            BackendTimeoutError: the call took longer than ``timeout_s`` seconds.
+        """
 
     def close(self) -> None:
-        """End the engine. Twice is fine."""
+        """End the engine. A repeated call does nothing."""
 
 
 class InProcessHost:
-    """The driver's thread runs in this process."""
+    """Host that runs the driver's thread in this process."""
 
     def __init__(self, name: str, start_timeout_s: float) -> None:
         self._name = name
@@ -121,7 +125,7 @@ class InProcessHost:
     def _pass_on(self, event: Event) -> None:
         loop, on_event = self._loop, self._on_event
         if loop is None or on_event is None or loop.is_closed():
-            return  # no call was made yet, or the waiting one ended with its event loop
+            return  # no call was made yet, or the caller's event loop has ended
         loop.call_soon_threadsafe(on_event, event)
 
     def _error(self, method: str, error: Exception) -> HostedCallError:
@@ -132,7 +136,7 @@ class InProcessHost:
 
 
 class ChildHost:
-    """The driver runs in a process of its own, under this interpreter or another."""
+    """Host that runs the driver in its own process, under this interpreter or another."""
 
     def __init__(
         self,
@@ -143,14 +147,14 @@ class ChildHost:
         environment: Mapping[str, str | None],
         in_lockstep: bool = False,
     ) -> None:
-        """Start nothing yet.
+        """Store the settings; ``start`` starts the process.
 
         Args:
-            name: for messages.
-            start_timeout_s: longest time its process, and then its engine, may take to start.
-            python: its interpreter; None: this one.
-            environment: variables to set beside this process's own, None to unset one.
-            in_lockstep: whether it is one rank of a data-parallel engine.
+            name: name for messages.
+            start_timeout_s: longest time in seconds that the process, and then the engine, may take to start.
+            python: interpreter of the process; None uses this one.
+            environment: variables to set in addition to this process's own; None unsets one.
+            in_lockstep: whether the engine is one rank of a data-parallel engine.
         """
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -173,7 +177,7 @@ class ChildHost:
         """See ``EngineHost``."""
         if self.process.lost is None:
             return None
-        return f"the engine died: {self.process.lost}\nWhat it printed last:\n{self.process.last_output()}"
+        return f"the engine died: {self.process.lost}\nIts last output:\n{self.process.last_output()}"
 
     def start(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> dict[str, Any]:
         """See ``EngineHost``."""
@@ -184,7 +188,7 @@ class ChildHost:
         return facts
 
     def listen(self, on_event: OnEvent) -> None:
-        """See ``EngineHost``. That the process is gone is an event too."""
+        """See ``EngineHost``. The loss of the process is reported as an event too."""
 
         async def listen() -> None:
             try:
@@ -196,15 +200,15 @@ class ChildHost:
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """See ``EngineHost``."""
-        self._tell("submit", requests)
+        self._send("submit", requests)
 
     def drop(self, keys: Sequence[int]) -> None:
         """See ``EngineHost``."""
-        self._tell("drop", keys)
+        self._send("drop", keys)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """See ``EngineHost``."""
-        # In a task: it begins after those that were made before it.
+        # As a task, so that it starts after earlier calls.
         return await asyncio.create_task(self.process.acall("do", method, *arguments))
 
     def call_blocking(self, method: str, *arguments: Any, timeout_s: float) -> Any:
@@ -215,12 +219,12 @@ class ChildHost:
         """See ``EngineHost``."""
         self.process.close()
 
-    def _tell(self, method: str, argument: Any) -> None:
-        async def tell() -> None:
-            with suppress(BackendError):  # ``listen`` tells everybody that the engine or its process is gone
+    def _send(self, method: str, argument: Any) -> None:
+        async def send() -> None:
+            with suppress(BackendError):  # ``listen`` reports that the engine or its process is gone
                 await self.process.acall("do", method, argument)
 
-        self._spawn(tell())
+        self._spawn(send())
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,4 +1,4 @@
-"""A call of all ranks of a data-parallel engine, and what they have answered."""
+"""A call to all ranks of a data-parallel engine, with their answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class JointCall:
     """One call. Answers may come from any thread."""
 
     def __init__(self, method: str, num_ranks: int) -> None:
-        """No rank has answered."""
+        """Start without answers."""
         self.method = method
         self._missing = set(range(num_ranks))
         self.results: dict[int, Any] = {}
         self.future: Future[dict[int, Any]] = Future()
-        """Results by rank, once all have answered."""
-        self.future.set_running_or_notify_cancel()  # it cannot be cancelled: the ranks have it
-        self._patience: threading.Timer | None = None
+        """Results by rank; completes when all ranks have answered."""
+        self.future.set_running_or_notify_cancel()  # cannot be cancelled: the ranks have received it
+        self._timer: threading.Timer | None = None
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -30,27 +30,27 @@ class JointCall:
             return sorted(self._missing)
 
     def take(self, rank: int, error: BaseException | None, *, explains_most: bool) -> tuple[bool, BaseException | None]:
-        """Note that a rank has answered.
+        """Record the answer of a rank.
 
         Args:
-            rank: which.
-            error: why it failed; None if it did not.
-            explains_most: whether that is to be told rather than what came before; else what came first is.
+            rank: the rank's number.
+            error: why the call failed there; None if it succeeded.
+            explains_most: whether this error replaces an earlier one; by default the call reports the first error.
 
-        Returns: whether it is the last; why the call fails, as far as is known.
+        Returns: whether this was the last answer, and the error of the call so far or None.
         """
         with self._lock:
             self._missing.discard(rank)
             if error is not None and (self._failure is None or explains_most):
                 self._failure = error
-            if not self._missing and self._patience is not None:
-                self._patience.cancel()
+            if not self._missing and self._timer is not None:
+                self._timer.cancel()
             return not self._missing, self._failure
 
-    def be_patient(self, limit_s: float, then: Callable[[], None]) -> None:
-        """Call ``then`` if ranks do not answer within ``limit_s``; the first limit holds."""
+    def limit_wait(self, limit_s: float, then: Callable[[], None]) -> None:
+        """Call ``then`` if ranks have not answered within ``limit_s`` seconds. Only the first call sets the limit."""
         with self._lock:
-            if self._missing and self._patience is None:
-                self._patience = threading.Timer(limit_s, then)
-                self._patience.daemon = True
-                self._patience.start()
+            if self._missing and self._timer is None:
+                self._timer = threading.Timer(limit_s, then)
+                self._timer.daemon = True
+                self._timer.start()

@@ -1,4 +1,4 @@
-"""Registers the generator ``vllm``. Imports nothing heavy: listing plugins never imports torch."""
+"""Registers the generator ``vllm``. Imports nothing heavy, so that listing plugins never imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import GeneratorSpec
 
 @hookimpl
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """vLLM, one engine a replica."""
+    """Register vLLM; each replica is one engine."""
     return [
         GeneratorSpec(
             name="vllm",

@@ -1,4 +1,4 @@
-"""Which rank of a data-parallel engine computes which request."""
+"""Assigns requests to the ranks of a data-parallel engine."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class _Prompt:
 
 
 class Routing:
-    """Requests of one prompt go to the rank that has computed it, others to where the fewest tokens are open."""
+    """Send all requests of a prompt to one rank, and a new prompt to the rank with the fewest open tokens."""
 
     def __init__(self, num_ranks: int) -> None:
-        """No request is open."""
+        """Start without open requests."""
         self._open_tokens = [0] * num_ranks
-        """By rank: tokens of the prompts of open requests, and those that they may still sample."""
+        """For each rank: the prompt tokens of its open requests plus the tokens they may still sample."""
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._requests: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By key: the prompt, and the tokens that count for it."""
+        """key -> (prompt ids, number of tokens counted for the request)."""
 
     @property
     def open_tokens(self) -> Sequence[int]:
-        """By rank."""
+        """Open tokens of each rank."""
         return self._open_tokens
 
     def spread(self, requests: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """By rank: its requests, in their order. They are open from now on.
+        """Assign requests to ranks and count them as open. Returns each rank's requests, in order.
 
         Args:
-            requests: what the generator hands to the engine.
+            requests: the generator's requests to the engine.
         """
         shares: list[list[Mapping[str, Any]]] = [[] for _ in self._open_tokens]
         for request in requests:
@@ -51,7 +51,7 @@ class Routing:
         return shares
 
     def ended(self, keys: Iterable[int]) -> None:
-        """These requests are open no longer; keys that are not are ignored."""
+        """Remove requests from the open ones; unknown keys are ignored."""
         for key in keys:
             if key not in self._requests:
                 continue

@@ -1,4 +1,4 @@
-"""Which GPUs the process of an engine sees."""
+"""Selects the GPUs that an engine's process sees."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(device: str, num_workers: int, inherited: str | None) -> str | None:
-    """The value of ``CUDA_VISIBLE_DEVICES`` for an engine in a process of its own; None leaves it as it is.
+    """Return ``CUDA_VISIBLE_DEVICES`` for an engine in its own process; None leaves it unchanged.
 
-    A role on ``cuda:N`` has the ``num_workers`` GPUs from N on, of those that this process sees; vLLM takes the first
-    of what its process sees. On ``cuda`` and ``cpu`` nothing is hidden.
+    A role on ``cuda:N`` gets ``num_workers`` GPUs from N on, of those that this process sees; vLLM uses the first GPUs
+    that its process sees. For ``cuda`` and ``cpu`` nothing is hidden. Example: ``("cuda:1", 2, "4,5,6")`` gives
+    ``"5,6"``.
 
     Args:
-        device: the role's.
-        num_workers: the engine's, a GPU each.
-        inherited: value in this process; None if it is not set.
+        device: the role's device.
+        num_workers: number of engine workers, one GPU each.
+        inherited: value of the variable in this process; None if unset.
 
     Raises:
-        ValueError: this process does not see so many; the message holds the numbers.
+        ValueError: this process sees too few GPUs; the message has the numbers.
     """
     if not device.startswith("cuda:"):
         return None
@@ -28,8 +29,8 @@ def visible_devices(device: str, num_workers: int, inherited: str | None) -> str
     seen = [entry.strip() for entry in inherited.split(",") if entry.strip()]
     if wanted[-1] >= len(seen):
         raise ValueError(
-            f"GPUs {wanted[0]} to {wanted[-1]} are needed, and {VARIABLE}={inherited!r} shows {len(seen)}"
+            f"GPUs {wanted[0]} to {wanted[-1]} are needed, but {VARIABLE}={inherited!r} shows only {len(seen)}"
             if num_workers > 1
-            else f"GPU {first} is needed, and {VARIABLE}={inherited!r} shows {len(seen)}"
+            else f"GPU {first} is needed, but {VARIABLE}={inherited!r} shows only {len(seen)}"
         )
     return ",".join(seen[index] for index in wanted)

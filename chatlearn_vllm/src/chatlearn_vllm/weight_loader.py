@@ -1,4 +1,4 @@
-"""Taking new weights: checked here by name, shape and type, then handed to every worker of the engine."""
+"""Receives new weights: checks names, shapes and dtypes, then passes the tensors to every worker of the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chatlearn_vllm.hosts import EngineHost
 
 
 class VLLMWeightLoader(EngineWeightLoader):
-    """One replica's loader. An adapter is gathered here and given to the engine as peft saves it."""
+    """The weight loader of one replica. It collects an adapter first, then gives it to the engine in peft's format."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class VLLMWeightLoader(EngineWeightLoader):
         )
         self._host = host
         self._adapter: dict[str, Tensor] | None = None
-        """Tensors of the adapter that is arriving; None while a whole model arrives."""
+        """Tensors of the arriving adapter; None while a whole model arrives."""
         self._adapter_config: dict[str, Any] = {}
 
     async def _begin(self, manifest: WeightManifest) -> None:
@@ -53,7 +53,7 @@ class VLLMWeightLoader(EngineWeightLoader):
         await self._host.call("begin_update" if self._adapter is None else "begin_adapter")
 
     async def _load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """An engine in this process reads them where they lie; others through shared memory."""
+        """Load tensors: an engine in this process reads them in place, others read them through shared memory."""
         adapter = self._adapter
         if adapter is not None:
             await asyncio.to_thread(lambda: adapter.update((name, t.detach().cpu().clone()) for name, t in tensors))
@@ -69,7 +69,7 @@ class VLLMWeightLoader(EngineWeightLoader):
             with MappedBlock(content) as block:
                 self._adapter.update((name, tensor.clone()) for name, tensor in block.tensors())
         else:
-            raise WeightSyncError(f"an adapter is taken as tensors or from shared memory, not by {source!r}")
+            raise WeightSyncError(f"an adapter must arrive as tensors or through shared memory, not by {source!r}")
 
     async def _join(self, rendezvous: Mapping[str, Any]) -> None:
         await self._host.call("group", {"action": "join", **rendezvous})
@@ -87,6 +87,6 @@ class VLLMWeightLoader(EngineWeightLoader):
 
 
 def _write_adapter(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """An adapter as peft saves it."""
+    """Write an adapter in peft's format."""
     (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")

@@ -1,6 +1,6 @@
-"""What runs beside vLLM, in whichever process and interpreter holds it.
+"""The code that runs beside vLLM, in the process and interpreter that hold the engine.
 
-Imported here are vLLM, torch, numpy, safetensors and the standard library, and of ChatLearn only
-``chatlearn_hosting.engine_side``, which comes along. Every value that crosses to the adapter is made of Python's
-own types: the interpreter that holds the engine may have nothing else.
+It imports vLLM, torch, numpy, safetensors and the standard library. Of ChatLearn it imports only
+``chatlearn_hosting.engine_side``, which is shipped with it. Every value that crosses to the adapter consists of Python
+builtins, because the engine's interpreter may have nothing else installed.
 """

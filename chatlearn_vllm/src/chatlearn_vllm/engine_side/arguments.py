@@ -1,4 +1,4 @@
-"""Engine arguments, checked by name against the argument class of the vLLM that is installed."""
+"""Checks engine argument names against the ``EngineArgs`` class of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_hosting.engine_side.argument_names import check_names
 
 
 def engine_args(arguments: Mapping[str, Any]) -> Any:
-    """``vllm.EngineArgs`` of these arguments.
+    """Return ``vllm.EngineArgs`` with these arguments.
 
     Raises:
         UnknownArgumentsError: the installed vLLM has no such argument.

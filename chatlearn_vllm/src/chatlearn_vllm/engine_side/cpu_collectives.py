@@ -1,9 +1,10 @@
-"""Two collectives that vLLM's communicator for CPUs lacks.
+"""Two collectives that vLLM's CPU communicator lacks.
 
-Ranks of a data-parallel engine gather the tokens of all ranks before the experts, then sum and share out what the
-experts made of them: ``all_gatherv`` and ``reduce_scatterv``, since ranks have different numbers of tokens. vLLM 0.32
-has both for GPUs alone; on a CPU the first mixture of experts ends in a ``NotImplementedError``. gloo has neither, so
-tensors are padded to the longest, and sums are taken whole.
+Before the experts, the ranks of a data-parallel engine gather the tokens of all ranks; after them, they sum and
+distribute the experts' outputs. Ranks hold different numbers of tokens, so vLLM uses ``all_gatherv`` and
+``reduce_scatterv``. vLLM 0.32 implements both only for GPUs; on a CPU the first mixture of experts ends in a
+``NotImplementedError``. gloo has neither, so this module pads tensors to the longest, and reduces the whole sum on
+every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 
 def add_missing_collectives() -> None:
-    """Give vLLM's communicator for CPUs what it has none of; nothing to do on a GPU, or where it has its own."""
+    """Add the missing collectives to vLLM's CPU communicator. Does nothing on a GPU, or where vLLM implements them."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.platforms import current_platform
@@ -30,13 +31,15 @@ def add_missing_collectives() -> None:
 
 
 def all_gatherv(tensor: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    """The tensors of all ranks, concatenated along ``dim``.
+    """Concatenate the tensors of all ranks along ``dim``.
 
     Args:
-        tensor: of this rank; shapes differ in ``dim`` alone.
-        group: its ranks.
-        dim: may be negative.
-        sizes: what each rank has in ``dim``; None: all the same.
+        tensor: this rank's tensor; shapes may differ only in ``dim``.
+        group: the process group.
+        dim: dimension, may be negative.
+        sizes: each rank's size in ``dim``; None means all are equal.
+
+    Example: ranks with [2, 8] and [3, 8] both get [5, 8] for ``dim=0, sizes=[2, 3]``.
     """
     mine = tensor.movedim(dim, 0).contiguous()
     if sizes is None:
@@ -51,13 +54,13 @@ def all_gatherv(tensor: Tensor, group: dist.ProcessGroup, dim: int, sizes: Seque
 
 
 def reduce_scatterv(tensor: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    """This rank's part along ``dim`` of the sum of all ranks' tensors.
+    """Sum the tensors of all ranks and return this rank's part along ``dim``.
 
     Args:
-        tensor: of this rank, of the same shape on all; it is not changed.
-        group: its ranks.
-        dim: may be negative.
-        sizes: what each rank gets of ``dim``; None: all the same.
+        tensor: this rank's tensor, of the same shape on all ranks; it is not changed.
+        group: the process group.
+        dim: dimension, may be negative.
+        sizes: each rank's share of ``dim``; None means equal shares.
     """
     summed = tensor.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=group)
@@ -68,12 +71,12 @@ def reduce_scatterv(tensor: Tensor, group: dist.ProcessGroup, dim: int, sizes: S
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
-    """As the communicator for GPUs has it: one tensor, or several."""
+    """Same signature as in the GPU communicator: takes one tensor or a list."""
     if isinstance(input_, Tensor):
         return all_gatherv(input_, self.device_group, dim, sizes)
     return [all_gatherv(tensor, self.device_group, dim, sizes) for tensor in input_]
 
 
 def _reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """As the communicator for GPUs has it."""
+    """Same signature as in the GPU communicator."""
     return reduce_scatterv(input_, self.device_group, dim, sizes)

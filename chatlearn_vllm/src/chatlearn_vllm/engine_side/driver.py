@@ -1,8 +1,7 @@
-"""A thread that drives one engine: takes requests as they come, steps while there is work, does what it is told between
-steps.
+"""A thread that drives one engine: it takes requests, steps while there is work, and runs commands between steps.
 
-It is used by the adapter in the same process, or over ``chatlearn_hosting`` from another one: every argument and
-result is made of plain builtins, and whatever can block returns a future or is a coroutine there.
+The adapter uses it in the same process, or through ``chatlearn_hosting`` from another process. All arguments and
+results therefore consist of plain builtins, and every method that can block returns a future (a coroutine when hosted).
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from typing import Any
 from .engine import Engine, Report
 
 Event = tuple[str, Any, Any]
-"""``("tokens", policy version, reports)``: one step. ``("refused", key, reason)``: the engine did not take a request.
-``("dead", reason, None)``: the engine failed; nothing follows."""
+"""``("tokens", policy version, reports)``: the result of one step. ``("refused", key, reason)``: the engine refused a
+request. ``("dead", reason, None)``: the engine failed; this is the last event."""
 Emit = Callable[[Event], None]
 
 _JOIN_S = 5.0
 
 
 class EngineDriver:
-    """One engine and its thread. Methods may be called from any thread and take effect in the order of the calls."""
+    """One engine and its thread. Any thread may call the methods; they take effect in call order."""
 
     def __init__(self, emit: Emit) -> None:
-        """Make the thread; ``start`` makes the engine.
+        """Start the thread; ``start`` creates the engine.
 
         Args:
-            emit: called by the thread, at most once a step.
+            emit: receives events; the thread calls it at most once a step.
         """
         self._emit = emit
         self._work: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
-        """What to do between steps, and who waits for it; without one, a failure ends the engine."""
+        """Functions to run between steps, with the future that awaits the result. Without a future, a failure ends the
+        engine."""
         self._condition = threading.Condition()
         self._engine: Engine | None = None
         self._dead: str | None = None
@@ -48,77 +48,79 @@ class EngineDriver:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine failed or ended; None while it can be called."""
+        """Why the engine failed or was closed; None while it can be called."""
         return self._dead
 
     # What the adapter calls
 
     def start(self, arguments: Mapping[str, Any], log_level: str, num_threads: int | None) -> Future[Any]:
-        """Start the engine; the result is ``Engine.facts``."""
+        """Start the engine. The future's result is ``Engine.facts``."""
         return self._do(lambda: self._start(arguments, log_level, num_threads))
 
     def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Take requests, in this order, before the next step.
+        """Queue requests, in this order, for the next step.
 
-        Does not wait: a request that the engine refuses is reported as an event.
+        Does not wait. If the engine refuses a request, an event reports it.
         """
-        self._tell_engine(lambda: self._submit(requests))
+        self._enqueue(lambda: self._submit(requests))
 
     def drop(self, keys: Sequence[int]) -> None:
-        """``abort`` without waiting for it: an engine that cannot abort is dead."""
-        self._tell_engine(lambda: self._require().abort(keys))
+        """Abort requests without waiting. A failure to abort ends the engine."""
+        self._enqueue(lambda: self._require().abort(keys))
 
     def abort(self, keys: Sequence[int]) -> Future[Any]:
-        """Drop requests. When it is done, no event names them any more; all tokens sampled before have been told."""
+        """Abort requests. Before the future completes, all tokens sampled so far have been reported; no later event
+        names these requests.
+        """
         return self._do(lambda: self._require().abort(keys))
 
     def pause(self) -> Future[Any]:
-        """Stop stepping. When it is done nothing runs."""
+        """Stop stepping. When the future completes, no step is running."""
         return self._do(self._pause)
 
     def resume(self) -> Future[Any]:
-        """Step again."""
+        """Continue stepping."""
         return self._do(self._resume)
 
     def begin_update(self) -> Future[Any]:
-        """Make the workers ready for weights; requests wait."""
+        """Prepare the workers for new weights; requests wait."""
         return self._do(self._begin_update)
 
     def load(self, source: str, content: Any, copies: Mapping[str, list[str]]) -> Future[Any]:
-        """Load one bucket in every worker: see ``weight_transfer.WeightUpdate``."""
+        """Load one bucket in every worker; see ``weight_transfer.WeightUpdate``."""
         update = {"source": source, "content": content, "copies": copies}
         return self._do(lambda: self._require().call_workers("update_weights", update))
 
     def load_adapter(self, directory: str) -> Future[Any]:
-        """Serve a LoRA adapter from a directory; between ``begin_adapter`` and ``finish_update``."""
+        """Load a LoRA adapter from a directory. Call it between ``begin_adapter`` and ``finish_update``."""
         return self._do(lambda: self._require().load_adapter(directory))
 
     def begin_adapter(self) -> Future[Any]:
-        """Requests wait; base weights stay."""
+        """Begin an adapter update: requests wait, base weights stay."""
         return self._do(self._begin_adapter)
 
     def finish_update(self, policy_version: int, whole_model: bool) -> Future[Any]:
-        """Check the new weights, forget what was computed with the old ones, go on under the new version."""
+        """Check the new weights, discard caches computed with the old ones, and continue under the new version."""
         return self._do(lambda: self._finish_update(policy_version, whole_model))
 
     def group(self, request: Mapping[str, Any]) -> Future[Any]:
-        """Join or leave a process group in every worker: see ``weight_transfer.GroupRequest``."""
+        """Join or leave a process group in every worker; see ``weight_transfer.GroupRequest``."""
         return self._do(lambda: self._require().call_workers("init_weight_transfer_engine", dict(request)))
 
     def sleep(self, level: int) -> Future[Any]:
-        """Give memory back: see ``Engine.sleep``."""
+        """Release memory; see ``Engine.sleep``."""
         return self._do(lambda: self._require().sleep(level))
 
     def wake(self, parts: list[str]) -> Future[Any]:
-        """Take memory again."""
+        """Restore memory; see ``Engine.wake``."""
         return self._do(lambda: self._require().wake(parts))
 
     def live_bytes(self, part: str) -> Future[Any]:
-        """What a part occupies: see ``Engine.live_bytes``."""
+        """Measure the memory of a part; see ``Engine.live_bytes``."""
         return self._do(lambda: self._require().live_bytes(part))
 
     def close(self) -> None:
-        """End engine and thread; waits for the step that runs, but not for one that hangs. Twice is fine."""
+        """End the engine and the thread. Waits up to 5 s for a running step. A repeated call does nothing."""
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -137,7 +139,7 @@ class EngineDriver:
             self._condition.notify()
         return future
 
-    def _tell_engine(self, work: Callable[[], Any]) -> None:
+    def _enqueue(self, work: Callable[[], Any]) -> None:
         with self._condition:
             if self._dead is None and not self._closing:
                 self._work.append((work, None))
@@ -161,7 +163,7 @@ class EngineDriver:
                 self._engine = None
 
     def _drive(self) -> None:
-        """Do what comes, and step, until it is closed."""
+        """Run commands and steps until the driver is closed."""
         while True:
             with self._condition:
                 while not (self._work or self._can_step or self._closing):
@@ -174,7 +176,7 @@ class EngineDriver:
                 self._step()
 
     def _do_work(self, count: int) -> None:
-        """The next ``count`` things that wait to be done."""
+        """Run the next ``count`` queued functions."""
         for _ in range(count):
             with self._condition:
                 do, future = self._work.popleft()
@@ -194,14 +196,14 @@ class EngineDriver:
             future.set_result(result)
 
     def _step(self) -> None:
-        self._tell(self._require().step())
+        self._emit_tokens(self._require().step())
 
-    def _tell(self, reports: list[Report]) -> None:
+    def _emit_tokens(self, reports: list[Report]) -> None:
         if reports:
             self._emit(("tokens", self._version, reports))
 
     def _die(self, reason: str) -> None:
-        """Fail everything that waits, once."""
+        """Fail all queued work, once."""
         with self._condition:
             if self._dead is not None:
                 return
@@ -229,28 +231,28 @@ class EngineDriver:
                 engine.add(request)
             except ValueError as error:
                 self._emit(("refused", request["key"], str(error)))
-            except Exception as error:  # a request that vLLM stumbles over is no reason to lose the others
+            except Exception as error:  # one bad request must not end the others
                 self._emit(("refused", request["key"], f"{type(error).__name__}: {error}"))
 
     def _pause(self) -> None:
         self._paused = True
-        self._stand_still()
+        self._finish_steps()
 
     def _resume(self) -> None:
         self._paused = False
 
-    def _stand_still(self) -> None:
+    def _finish_steps(self) -> None:
         for reports in self._require().drain():
-            self._tell(reports)
+            self._emit_tokens(reports)
 
     def _begin_update(self) -> None:
         self._loading = True
-        self._stand_still()
+        self._finish_steps()
         self._require().call_workers("start_weight_update")
 
     def _begin_adapter(self) -> None:
         self._loading = True
-        self._stand_still()
+        self._finish_steps()
 
     def _finish_update(self, policy_version: int, whole_model: bool) -> None:
         engine = self._require()

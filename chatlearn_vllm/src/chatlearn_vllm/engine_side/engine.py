@@ -1,7 +1,7 @@
 """vLLM's engine core, driven step by step in this process.
 
-This is vLLM's synchronous engine without its output side: token ids and logprobs are taken from the engine core as
-arrays, and no text is made unless a request has stop strings. Versions: ``versions.SUPPORTED``.
+This replaces the output side of vLLM's synchronous engine: token ids and logprobs come from the engine core as arrays,
+and text is decoded only for requests with stop strings. Supported versions: ``versions.SUPPORTED``.
 """
 
 from __future__ import annotations
@@ -18,70 +18,73 @@ from chatlearn_hosting.engine_side.argument_names import UnknownArgumentsError
 from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback, keep_local_stores_local
 
 from .arguments import engine_args
-from .process_groups import make_way_for_groups
-from .process_state import EngineWords, engine_words, imports_quietly, preserved, set_environment, threads_bound
+from .process_groups import discard_stale_groups
+from .process_state import EngineLogHandler, engine_log, imports_quietly, preserved, set_environment, threads_bound
 from .seeded_draws import EXTRA_ARGUMENT
 from .versions import check_version
 from .weight_transfer_name import BACKEND, WORKER_EXTENSION
 
 Report = tuple[int, list[int], list[float], str | None, int | None]
-"""(key of the request, new token ids, their logprobs, finish reason or None, cached prompt tokens or None)"""
+"""(request key, new token ids, their logprobs, finish reason or None, number of cached prompt tokens or None).
+
+Example: ``(7, [318, 262], [-0.21, -1.4], None, None)``, two new tokens of an unfinished request."""
 
 ADAPTER_ID = 1
-"""The one LoRA adapter that is served; a new version replaces it in place."""
+"""Id of the only LoRA adapter; a new version replaces it in place."""
 
 _WARM_UP = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9})
-"""Requests of the warm-up: vLLM compiles some of its sampling when it is first used."""
+"""Sampling parameters of the warm-up requests. vLLM compiles parts of its sampling on first use."""
 
 REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The engine core runs in the thread that drives it; workers of a parallel engine still have processes of their own."""
+"""Runs the engine core in the driver's thread. Workers of a parallel engine still have their own processes."""
 DEFAULT_ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""What is set unless the user set it: vLLM's logs go through ``EngineWords``, it reports no usage, and its workers meet
-on loopback, for they share a host, and are not forked from a process full of threads."""
+"""Variables that are set unless the user has set them. vLLM's logs go through ``EngineLogHandler``, and vLLM sends no
+usage statistics. Workers share a host, so they communicate over loopback; they are spawned, because forking a process
+with threads is unsafe."""
 
 
 class StartError(RuntimeError):
-    """The engine did not start; the message ends with what it said last."""
+    """The engine did not start. The message ends with vLLM's last log lines."""
 
 
 class Engine:
-    """One engine. Every method is called by one thread."""
+    """One engine. All calls must come from one thread."""
 
     def __init__(self, arguments: Mapping[str, Any], *, log_level: str, num_threads: int | None) -> None:
-        """Start it and warm it up.
+        """Start the engine and warm it up.
 
         Args:
-            arguments: of ``vllm.EngineArgs``.
-            log_level: what of vLLM's log is passed on.
-            num_threads: torch's CPU threads for the calling thread; None leaves them alone.
+            arguments: arguments of ``vllm.EngineArgs``.
+            log_level: lowest level of vLLM log messages to forward.
+            num_threads: number of torch CPU threads for the calling thread; None leaves it unchanged.
 
         Raises:
             UnknownArgumentsError: the installed vLLM has no such argument.
-            StartError: it does not start.
+            StartError: the engine does not start.
         """
         set_environment(REQUIRED_ENVIRONMENT, DEFAULT_ENVIRONMENT)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        words = engine_words(log_level)
+        log = engine_log(log_level)
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._watchers: dict[int, Any] = {}
         self._adapter: Any = None
         with preserved():
-            self._start(arguments, words)
+            self._start(arguments, log)
             try:
                 self.call_workers("chatlearn_prepare", log_level)
                 self._warm_up()
             except Exception as error:
                 self.close()
-                raise _start_error(error, words) from error
+                raise _start_error(error, log) from error
 
-    def _start(self, arguments: Mapping[str, Any], words: EngineWords) -> None:
+    def _start(self, arguments: Mapping[str, Any], log: EngineLogHandler) -> None:
         with imports_quietly():
             import vllm
             from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
@@ -99,20 +102,20 @@ class Engine:
                 }
             )
             num_workers = vllm.envs.VLLM_DP_SIZE * args.tensor_parallel_size * args.pipeline_parallel_size
-            make_way_for_groups()
-            _ROPE_DICT.clear()  # rotary tables: shared ones would be given back under another engine's feet
+            discard_stale_groups()
+            _ROPE_DICT.clear()  # another engine's sleep would free shared rotary tables
             keep_local_stores_local()
             with threads_bound(num_workers), gloo_on_loopback():
                 self._engine: Any = LLMEngine.from_engine_args(args)
         except UnknownArgumentsError:
             raise
         except Exception as error:
-            raise _start_error(error, words) from error
+            raise _start_error(error, log) from error
         self._client = self._engine.engine_core
         self._core = self._client.engine_core
         self._ranks: dist.ProcessGroup | None = self._engine.dp_group
-        """Those of a data-parallel engine; None if it is not one."""
-        # Ending one engine would take apart the process groups that all engines of this process share.
+        """Process group of the data-parallel ranks; None if the engine is not data-parallel."""
+        # The finalizer would destroy the process groups that all engines of this process share.
         self._client._finalizer.detach()
         self._tasks = self._engine.get_supported_tasks()
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
@@ -129,7 +132,7 @@ class Engine:
         self.reset_caches()
 
     def facts(self) -> dict[str, Any]:
-        """What the adapter needs to know of the engine."""
+        """Return what the adapter needs to know about the engine."""
         config = self._engine.vllm_config
         parallel = config.parallel_config
         return {
@@ -138,16 +141,16 @@ class Engine:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "num_workers": parallel.world_size,
             "takes_adapters": config.lora_config is not None,
-            "stays_awake": why_awake(config, on_cpu=self._is_cpu),
+            "offload_problem": offload_problem(config, on_cpu=self._is_cpu),
         }
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
+        """Whether any request is unfinished."""
         return bool(self._keys)
 
     def add(self, request: Mapping[str, Any]) -> None:
-        """Take a request: see ``chatlearn_vllm.requests.PendingRequest.wire``.
+        """Add a request; ``chatlearn_vllm.generator._wire`` builds it.
 
         Raises:
             ValueError: vLLM refuses it.
@@ -182,32 +185,31 @@ class Engine:
     def step(self) -> list[Report]:
         """Compute one step and return what it sampled.
 
-        A rank of a data-parallel engine takes part in the other ranks' step with a dummy batch, if it has none of its
-        own.
+        If a data-parallel rank has no batch, it takes part in the other ranks' step with a dummy batch.
         """
         reports, has_computed = self._advance()
         if self._ranks is not None and not has_computed:
             self._core.execute_dummy_batch()
         return reports
 
-    def agree(self, told: int, *, busy: bool, closing: bool) -> tuple[int, bool, bool]:
-        """What holds for all ranks of a data-parallel engine; waits until every one has asked.
+    def agree(self, num_received: int, *, busy: bool, closing: bool) -> tuple[int, bool, bool]:
+        """Synchronise the state of all data-parallel ranks; waits until every rank has called.
 
         Args:
-            told: what this rank has been told and not done yet.
-            busy: whether it has work.
-            closing: whether it is to end.
+            num_received: number of commands this rank has received and not yet run.
+            busy: whether this rank has work.
+            closing: whether this rank is about to end.
 
-        Returns: how much every rank has been told; whether any is busy; whether any is closing.
+        Returns: (number of commands that every rank has received, whether any rank is busy, whether any is closing).
         """
         assert self._ranks is not None, "the engine is not data-parallel"
-        values = torch.tensor([told, -int(busy), -int(closing)], dtype=torch.int64, device="cpu")
+        values = torch.tensor([num_received, -int(busy), -int(closing)], dtype=torch.int64, device="cpu")
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks)
-        told, idle, staying = values.tolist()
-        return told, idle < 0, staying < 0
+        num_received, idle, staying = values.tolist()
+        return num_received, idle < 0, staying < 0
 
     def _advance(self) -> tuple[list[Report], bool]:
-        """Let the engine core schedule and compute; what was sampled, and whether the model ran."""
+        """Let the engine core schedule and compute. Returns what it sampled, and whether the model ran."""
         reports: list[Report] = []
         stopped: list[str] = []
         outputs, has_computed = self._core.step_fn()
@@ -216,7 +218,7 @@ class Engine:
         for output in () if ours is None else ours.outputs:
             key = self._keys.get(output.request_id)
             if key is None:
-                continue  # aborted while the step was computed
+                continue  # the request was aborted during the step
             reason = None if output.finish_reason is None else str(output.finish_reason)
             watcher = self._watchers.get(key)
             if watcher is not None and watcher.update(output.new_token_ids, False) is not None:
@@ -233,7 +235,7 @@ class Engine:
         return reports, has_computed
 
     def drain(self) -> Iterator[list[Report]]:
-        """Finish the steps that were begun ahead (asynchronous scheduling), without beginning others."""
+        """Finish the steps that asynchronous scheduling has already started, without starting others."""
         if self._core.batch_queue is None:
             return
         self._core.pause_scheduler("keep", clear_cache=False)
@@ -244,17 +246,17 @@ class Engine:
             self._core.resume_scheduler()
 
     def abort(self, keys: Sequence[int]) -> None:
-        """Drop requests; keys that are not there are ignored."""
+        """Abort requests; unknown keys are ignored."""
         ids = [self._ids[key] for key in keys if key in self._ids]
         for key in keys:
             self._forget(key)
         self._client.abort_requests(ids)
 
     def reset_caches(self) -> None:
-        """Forget everything computed so far; unfinished requests compute their context again.
+        """Clear all caches; unfinished requests recompute their context.
 
         Raises:
-            RuntimeError: the engine kept something.
+            RuntimeError: the engine did not clear a cache.
         """
         if not self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the prefix cache could not be reset")
@@ -262,12 +264,12 @@ class Engine:
         self._client.reset_encoder_cache()
 
     def call_workers(self, method: str, argument: Any = None) -> list[Any]:
-        """Call a method of every worker; returns when all have, with their results."""
+        """Call a method of every worker, wait for all, and return their results."""
         results: list[Any] = self._engine.collective_rpc(method, args=() if argument is None else (argument,))
         return results
 
     def load_adapter(self, directory: str) -> None:
-        """Serve a LoRA adapter from a directory as peft writes it, in place of the one before.
+        """Load a LoRA adapter from a directory in peft's format; it replaces the previous one.
 
         Raises:
             ValueError: the adapter does not fit the engine's LoRA settings.
@@ -279,10 +281,10 @@ class Engine:
         self._adapter = LoRARequest("policy", ADAPTER_ID, directory)
 
     def sleep(self, level: int) -> None:
-        """Give memory back.
+        """Release memory.
 
         Args:
-            level: 0 the KV cache; 1 that, and the weights go to host memory; 2 that, and the weights are dropped.
+            level: 0 drops the KV cache; 1 also moves the weights to host memory; 2 also drops the weights.
         """
         self.reset_caches()
         if self._is_cpu:
@@ -293,21 +295,21 @@ class Engine:
             self._core.model_executor.sleep(level)
 
     def wake(self, parts: list[str]) -> None:
-        """Take the memory of ``weights`` or ``kv_cache`` again."""
+        """Restore the memory of ``weights`` or ``kv_cache``."""
         if self._is_cpu:
             self.call_workers("chatlearn_wake", parts)
         else:
             self._core.model_executor.wake_up(parts)
 
     def live_bytes(self, part: str) -> int:
-        """What ``weights`` or ``kv_cache`` occupy now, measured by the workers and summed over them."""
+        """Bytes that ``weights`` or ``kv_cache`` occupy now, measured by the workers and summed."""
         return sum(self.call_workers("chatlearn_live_bytes", part))
 
     def close(self) -> None:
         """End the workers and free memory.
 
-        The process groups that vLLM made for a single worker stay: other engines of this process, and a trainer, may
-        use them.
+        Keeps the process groups that vLLM created for a single worker, because other engines of this process, or a
+        trainer, may use them.
         """
         core = self._core
         core.structured_output_manager.clear_backend()
@@ -318,7 +320,7 @@ class Engine:
         gc.collect()
 
     def _watch(self, inner: Any, request: Mapping[str, Any], stop: list[str]) -> Any:
-        """vLLM's own detokenizer, as a watcher for stop strings, brought up to date with a resumed completion."""
+        """Return vLLM's detokenizer, which finds stop strings, after feeding it the tokens of a resumed completion."""
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
         watched = copy(inner)
@@ -338,12 +340,12 @@ class Engine:
         self._watchers.pop(key, None)
 
 
-def _start_error(error: Exception, words: EngineWords) -> StartError:
-    return StartError(f"{type(error).__name__}: {error}\nvLLM said last:\n{words.last()}")
+def _start_error(error: Exception, log: EngineLogHandler) -> StartError:
+    return StartError(f"{type(error).__name__}: {error}\nLast log lines of vLLM:\n{log.last()}")
 
 
-def why_awake(config: Any, *, on_cpu: bool) -> str | None:
-    """Why an engine of this configuration of vLLM's cannot give memory back; None if it can."""
+def offload_problem(config: Any, *, on_cpu: bool) -> str | None:
+    """Why an engine with this vLLM configuration cannot release memory; None if it can."""
     model = config.model_config
     if on_cpu:
         if config.quant_config is not None:

@@ -1,4 +1,4 @@
-"""The driver as ``chatlearn_hosting`` calls it from another process."""
+"""Adapts the driver to ``chatlearn_hosting``, which calls it from another process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .lockstep import LockstepDriver
 
 
 class HostedDriver:
-    """One driver; its events go to the host."""
+    """One driver whose events go to the hosting process."""
 
     def __init__(self, in_lockstep: bool) -> None:
-        """Make the driver.
+        """Create the driver.
 
         Args:
-            in_lockstep: whether the engine is one rank of several that are data-parallel.
+            in_lockstep: whether the engine is one of several data-parallel ranks.
         """
         self._emit: Callable[[Event], None] | None = None
         self._driver = (LockstepDriver if in_lockstep else EngineDriver)(self._pass_on)
 
     async def listen(self, emit: Callable[[Event], None]) -> None:
-        """Pass events on until the caller gives up."""
+        """Forward events until the caller cancels."""
         self._emit = emit
         await asyncio.Event().wait()
 

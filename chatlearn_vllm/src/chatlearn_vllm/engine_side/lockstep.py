@@ -1,14 +1,14 @@
 """The driver of one rank of a data-parallel engine: all ranks step together.
 
-Where ranks share a mixture of experts, a forward pass is a collective: a rank that steps alone waits forever. So every
-rank is told the same things in the same order (``chatlearn_vllm.data_parallel``; a submission brings each rank its own
-requests, or none), and what is done between two steps is the same on every rank:
+Ranks that share a mixture of experts run each forward pass as a collective: a rank that steps alone waits forever.
+Every rank therefore receives the same commands in the same order (``chatlearn_vllm.data_parallel``; a submission
+carries each rank's own requests, or none), and all ranks run the same commands between two steps:
 
-- While no rank has requests, or all are paused or loading, a rank carries out its commands one after the other.
-- After any of it, a rank sees from what it was told alone whether steps follow, as every other rank does at that very
-  place. If so it goes on in lockstep: before each step the ranks agree how much all of them have been told, and whether
-  anybody has work. First all do what all have been told; then all step, a rank without requests a dummy batch; or, when
-  no rank has work, all leave.
+- While no rank has requests, or all ranks are paused or loading, a rank runs its commands one after the other.
+- After each command, a rank decides from the commands alone whether steps follow; every other rank decides the same at
+  the same point. If steps follow, the rank enters lockstep: before each step the ranks agree on the number of commands
+  that all of them have received, and on whether any rank has work. First all ranks run those commands. Then all step,
+  a rank without requests with a dummy batch; or, if no rank has work, all leave lockstep.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .driver import EngineDriver
 
 
 class LockstepDriver(EngineDriver):
-    """Drives one rank. Calls of its methods must come in the same order on all ranks.
+    """Drive one rank. Method calls must come in the same order on all ranks.
 
-    What keeps the ranks alike, whether they are paused or loading, must change on all of them: if a call fails on one
-    rank and not on others, whoever made it ends them all.
+    The states "paused" and "loading" must change on all ranks. If a call fails on only some ranks, the caller must end
+    all of them.
     """
 
     _may_have_work = False
-    """Whether any rank has been given requests since all of them had none."""
+    """Whether any rank may hold requests: set by a submission, cleared when all ranks are idle."""
 
     def _drive(self) -> None:
         while self._await_work():
@@ -42,26 +42,26 @@ class LockstepDriver(EngineDriver):
 
     @property
     def _steps_follow(self) -> bool:
-        """The same on every rank that was told the same."""
+        """Whether steps follow; equal on all ranks that received the same commands."""
         return self._may_have_work and not self._paused and not self._loading
 
     def _step_together(self) -> None:
-        """Lockstep, until no steps follow."""
-        has_just_worked = False
+        """Step in lockstep with the other ranks until no steps follow."""
+        has_just_run_commands = False
         while self._steps_follow:
             with self._condition:
-                # Not twice in a row: requests would wait for a host that never falls silent.
-                told = 0 if has_just_worked else len(self._work)
+                # Never run commands twice in a row: a steady flow of commands would starve the requests.
+                num_ready = 0 if has_just_run_commands else len(self._work)
                 closing = self._closing
             engine = self._require()
-            told, busy, closing = engine.agree(told, busy=engine.has_work, closing=closing)
+            num_ready, busy, closing = engine.agree(num_ready, busy=engine.has_work, closing=closing)
             if closing:
                 with self._condition:
                     self._closing = True
                 return
-            has_just_worked = told > 0
-            if told:
-                self._do_work(told)
+            has_just_run_commands = num_ready > 0
+            if num_ready:
+                self._do_work(num_ready)
             elif busy:
                 self._step()
             else:

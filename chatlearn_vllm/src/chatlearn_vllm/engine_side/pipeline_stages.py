@@ -1,4 +1,4 @@
-"""Pipeline parallelism on a CPU."""
+"""Workaround for pipeline parallelism on a CPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def make_stage_inputs(model_runner: Any) -> None:
-    """Make the tensors into which a later pipeline stage receives.
+    """Allocate the tensors into which a later pipeline stage receives.
 
-    vLLM 0.32 makes them in the run that measures memory, which an uncompiled model on a CPU skips if the size of the KV
-    cache is given: its first request then ends in an assertion.
+    vLLM 0.32 allocates them in its memory-profiling run. An uncompiled model on a CPU skips that run if the KV cache
+    size is given, and its first request then fails an assertion.
     """
     from vllm.distributed import get_pp_group
 

@@ -1,7 +1,8 @@
-"""The process groups that vLLM keeps for a whole process, made fit for another engine in it.
+"""Prepares vLLM's process-wide process groups for another engine in the same process.
 
-All engines of one process share vLLM's groups, which for a single worker hold this process alone and carry nothing. The
-first engine makes them, on the default group of ``torch.distributed`` that it makes too or finds there, a trainer's.
+All engines of a process share vLLM's groups. For a single worker they contain only this process and carry no traffic.
+The first engine creates them on the default group of ``torch.distributed``, which it creates too unless a trainer
+already has.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-def make_way_for_groups() -> None:
-    """Let the next engine make vLLM's groups anew where those that exist do not serve it.
+def discard_stale_groups() -> None:
+    """Discard vLLM's groups if the next engine cannot use them; that engine then creates new ones.
 
-    They do not if the default group that they were made on was taken down since, by the trainer that owned it; or if an
-    engine without experts made them, which has no group for experts.
+    An engine cannot use them if the trainer that owned their default group has destroyed it, or if an engine without
+    experts created them, because then there is no group for experts.
     """
     from vllm.distributed import parallel_state
 
@@ -25,6 +26,6 @@ def make_way_for_groups() -> None:
             parallel_state.destroy_model_parallel()
         return
     for name in ("_WORLD", "_NODE_COUNT", "_TP", "_ETP", "_PP", "_DP", "_EP", "_PCP", "_DCP", "_EPLB", "_ENGRAM_DP"):
-        # Only forgotten: what they were is gone with the default group.
+        # Only clear the reference: the groups were destroyed with the default group.
         assert hasattr(parallel_state, name), f"vllm.distributed.parallel_state has no {name}"
         setattr(parallel_state, name, None)

@@ -1,4 +1,4 @@
-"""What vLLM changes in the process it starts in, put back: other roles may live there too."""
+"""Restores the process state that vLLM changes when it starts, because other roles may share the process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import torch
 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's ``mallopt``."""
-_USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Parameter numbers of glibc's ``mallopt``."""
+_USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _KEPT_BYTES = 256 << 20
-"""As large as the largest tensor of a model that is served from host memory, or nearly."""
-_MAX_WORDS = 40
+"""About the size of the largest tensor of a model that is served from host memory."""
+_MAX_MESSAGES = 40
 _MAX_CHARACTERS = 300
-"""Of one message: vLLM logs its whole configuration in one."""
+"""Longest part of a message to keep: vLLM logs its whole configuration in one message."""
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Random states and ``torch.set_num_threads`` are afterwards what they were.
+    """Restore random states and ``torch.set_num_threads`` on exit.
 
-    vLLM seeds Python, numpy and torch when it starts, and on a CPU replaces ``torch.set_num_threads`` by a function
+    vLLM seeds Python, numpy and torch when it starts, and on a CPU replaces ``torch.set_num_threads`` with a function
     that ignores its argument.
     """
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -47,7 +47,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def imports_quietly() -> Iterator[None]:
-    """No warnings of what vLLM imports about itself: they ask for nothing that a user could do."""
+    """Silence the warnings that vLLM's imports raise: a user can do nothing about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -55,7 +55,9 @@ def imports_quietly() -> Iterator[None]:
 
 @contextmanager
 def threads_bound(num_workers: int) -> Iterator[None]:
-    """Workers of an engine that starts inside are bound to cores as ``bind_threads`` says, or as the user has set."""
+    """Bind the workers of an engine that starts inside the context to cores, by ``bind_threads`` or by the user's
+    setting.
+    """
     given = os.environ.get(_BINDING)
     os.environ[_BINDING] = bind_threads(num_workers) if given is None else given
     try:
@@ -66,10 +68,10 @@ def threads_bound(num_workers: int) -> Iterator[None]:
 
 
 def bind_threads(num_workers: int) -> str:
-    """The value of ``VLLM_CPU_OMP_THREADS_BIND`` for this machine.
+    """Return the value of ``VLLM_CPU_OMP_THREADS_BIND`` for this machine.
 
-    One worker shares the caller's threads and is not bound. Several get equal parts of the cores this process may use;
-    vLLM's own ``auto`` needs one NUMA node a worker.
+    A single worker shares the caller's threads and is not bound. Several workers get equal parts of the cores this
+    process may use; vLLM's own ``auto`` needs one NUMA node for each worker.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // num_workers
@@ -80,77 +82,77 @@ def bind_threads(num_workers: int) -> str:
 
 
 def allow_amx() -> None:
-    """Ask the kernel for this process's AMX registers, where the CPU has them.
+    """Request the AMX registers for this process from the kernel, where the CPU has them.
 
-    vLLM 0.32 uses them for attention in bfloat16 without asking, and dies of an illegal instruction if nothing else in
-    the process has asked before.
+    vLLM 0.32 uses them for bfloat16 attention without requesting them, and dies of an illegal instruction unless other
+    code in the process has requested them.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep up to 256 MiB of freed memory at hand instead of giving large tensors' pages back at once.
+    """Let glibc keep up to 256 MiB of freed memory instead of returning the pages of large tensors at once.
 
-    A reload on a CPU makes every layer anew, packs it, and frees it. With fresh pages for each layer, touching them for
-    the first time is a tenth of the reload and more.
+    A reload on a CPU rebuilds, packs and frees every layer. With fresh pages for each layer, page faults take a tenth
+    of the reload time or more.
 
     Returns:
-        False where the C library is another one, or where the environment already says what is to be kept.
+        False if the C library is not glibc, or if the environment already configures what it keeps.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _USERS_OWN):
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _USER_VARIABLES):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all(mallopt(what, _KEPT_BYTES) == 1 for what in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
 
 
 def set_environment(variables: dict[str, str], defaults: dict[str, str]) -> None:
-    """Set variables, and those of ``defaults`` that the user has not set."""
+    """Set ``variables``, and those of ``defaults`` that the user has not set."""
     os.environ.update(variables)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
-class EngineWords(logging.Handler):
-    """Keeps the last things vLLM logged, for the message of an error, and passes on what matters.
+class EngineLogHandler(logging.Handler):
+    """Keep vLLM's last log messages for error texts, and forward the important ones.
 
-    vLLM says on standard error what goes wrong and much besides. With this handler it says nothing of its own: what is
-    at ``pass_level`` or above goes on to the root logger's handlers, or to standard error where there are none. The
-    engines of one process share one handler.
+    vLLM writes errors and much else to standard error. This handler replaces that output: messages at ``pass_level`` or
+    above go to the root logger's handlers, or to standard error if there are none. The engines of one process share one
+    handler.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.pass_level = logging.ERROR
-        self._kept: deque[str] = deque(maxlen=_MAX_WORDS)
+        self._kept: deque[str] = deque(maxlen=_MAX_MESSAGES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep and pass on."""
+        """Keep the message; forward it if its level is high enough."""
         self._kept.append(f"{record.levelname.lower()}: {record.getMessage()}"[:_MAX_CHARACTERS])
         if record.levelno >= self.pass_level:
             root = logging.getLogger()
-            (root if root.handlers else _LAST_RESORT).handle(record)
+            (root if root.handlers else _FALLBACK_HANDLER).handle(record)
 
     def last(self, count: int = 8) -> str:
-        """The last ``count`` messages, one a line."""
+        """Return the last ``count`` messages, one a line."""
         return "\n".join(list(self._kept)[-count:])
 
 
-def _last_resort() -> Any:
+def _fallback_handler() -> Any:
     return logging.lastResort if logging.lastResort is not None else logging.NullHandler()
 
 
-_LAST_RESORT = _last_resort()
+_FALLBACK_HANDLER = _fallback_handler()
 
 
-def engine_words(level: str) -> EngineWords:
-    """Take over vLLM's logger, once a process; what is at ``level`` or above is passed on from now on."""
+def engine_log(level: str) -> EngineLogHandler:
+    """Take over vLLM's logger, once per process, and set the level from which messages are forwarded."""
     logger = logging.getLogger("vllm")
-    words = next((handler for handler in logger.handlers if isinstance(handler, EngineWords)), None)
-    if words is None:
-        words = EngineWords()
-        logger.handlers[:] = [words]
+    log = next((handler for handler in logger.handlers if isinstance(handler, EngineLogHandler)), None)
+    if log is None:
+        log = EngineLogHandler()
+        logger.handlers[:] = [log]
         logger.setLevel(logging.INFO)
         logger.propagate = False
-    words.pass_level = logging.getLevelNamesMapping()[level.upper()]
-    return words
+    log.pass_level = logging.getLevelNamesMapping()[level.upper()]
+    return log

@@ -1,10 +1,10 @@
-"""Random numbers that depend on (seed, position): a resumed request draws what it would have drawn uninterrupted.
+"""Random numbers that depend only on (seed, position), so that a resumed request draws as if uninterrupted.
 
-vLLM's first-generation model runner gives a seeded request a generator of its own and draws from it once a token. Two
-things are missing there, and added here for each request that enters. A resumed request begins with a fresh generator:
-the draws of its earlier tokens are made again and thrown away. And a draw made in the middle of a long prompt, which is
-computed in parts, is taken back through the generator's offset, which generators on a CPU do not have: the engine would
-end with an error. (The second-generation runner, on GPUs, keys its draws by seed and position itself.)
+vLLM's first-generation model runner gives each seeded request a generator and draws from it once per token. It lacks
+two things, which this module adds. First, a resumed request starts with a fresh generator: the draws of its earlier
+tokens are repeated and discarded. Second, in chunked prefill vLLM undoes a draw through the generator's offset, which
+CPU generators do not have, so the engine would end with an error. (The second-generation runner, on GPUs, keys its
+draws by seed and position itself.)
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 EXTRA_ARGUMENT = "chatlearn_draws_made"
-"""Key of ``SamplingParams.extra_args``: tokens of this request that were sampled before it was submitted."""
+"""Key in ``SamplingParams.extra_args``: number of this request's tokens that were sampled before it was submitted."""
 
 
 class SeededRequests(dict[str, Any]):
-    """The model runner's table of requests."""
+    """Replacement for the model runner's table of requests."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self._vocab_size = vocab_size
 
     def __setitem__(self, request_id: str, state: Any) -> None:
-        """Bring the generator of a request that enters to where it belongs."""
+        """Advance the generator of a new request to its position."""
         if request_id not in self and state.generator is not None:
             draws_made = int((state.sampling_params.extra_args or {}).get(EXTRA_ARGUMENT, 0))
             if state.generator.device.type == "cpu":
@@ -36,29 +36,29 @@ class SeededRequests(dict[str, Any]):
 
 
 class CPUDraws(torch.Generator):
-    """A request's generator on a CPU, from which vLLM takes one integer a token."""
+    """The CPU generator of one request, from which vLLM draws one integer per token."""
 
     def __new__(cls, *_: Any) -> CPUDraws:
-        """torch's own takes a device here."""
+        """Ignore the arguments, since torch's ``__new__`` would take them as a device."""
         return super().__new__(cls)
 
     def __init__(self, state: Any, draws_made: int) -> None:
-        """Stand after ``draws_made`` draws.
+        """Start after ``draws_made`` draws.
 
         Args:
             state: the model runner's record of the request.
-            draws_made: tokens that were sampled before the request was submitted.
+            draws_made: number of tokens that were sampled before the request was submitted.
         """
         self._state = state
         self._draws_made = draws_made
         self._rewind()
 
     def get_offset(self) -> int:
-        """A value for ``set_offset`` to differ from."""
+        """Return a base value, from which vLLM computes the argument of ``set_offset``."""
         return 0
 
     def set_offset(self, offset: int) -> CPUDraws:
-        """Take back the last draw: its token was in the middle of the context and is not kept."""
+        """Undo the last draw: its token was sampled in the middle of the prompt and is discarded."""
         assert offset < 0, offset
         self._rewind()
         return self
@@ -70,7 +70,7 @@ class CPUDraws(torch.Generator):
 
 
 def skip_on_device(generator: torch.Generator, num_draws: int, vocab_size: int) -> None:
-    """Move a GPU's generator over ``num_draws`` tokens' draws: one exponential for each entry of the vocabulary."""
+    """Advance a GPU generator by ``num_draws`` tokens; each takes one exponential for each entry of the vocabulary."""
     if num_draws == 0:
         return
     before = generator.get_offset()
@@ -79,14 +79,14 @@ def skip_on_device(generator: torch.Generator, num_draws: int, vocab_size: int) 
 
 
 def install(model_runner: Any) -> None:
-    """Let a first-generation model runner use ``SeededRequests``; nothing to do for the second.
+    """Make a first-generation model runner use ``SeededRequests``. The second generation needs no change.
 
     Raises:
-        RuntimeError: the runner has neither form; the version of vLLM is not one this was written for.
+        RuntimeError: the runner matches neither form, so this vLLM version is not supported.
     """
     modules = {cls.__module__ for cls in type(model_runner).__mro__}
     if modules & {"vllm.v1.worker.cpu.model_runner", "vllm.v1.worker.gpu.model_runner"}:
         return
     if getattr(model_runner, "requests", None) != {}:
-        raise RuntimeError("the model runner has no empty table 'requests'; this vLLM is not one that was tested")
+        raise RuntimeError("the model runner has no empty table 'requests'; this vLLM version is not supported")
     model_runner.requests = SeededRequests(int(model_runner.input_batch.vocab_size))

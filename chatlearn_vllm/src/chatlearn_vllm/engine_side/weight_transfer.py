@@ -1,10 +1,10 @@
-"""New weights inside vLLM's worker processes, as one engine of vLLM's own weight-transfer interface.
+"""Loads new weights inside vLLM's worker processes, as an engine of vLLM's weight-transfer interface.
 
-vLLM calls ``start_weight_update``, ``update_weights`` and ``finish_weight_update`` of the engine named in its
-``weight_transfer_config``, in every worker. This one takes buckets of whole tensors under checkpoint names from five
-sources (see ``WeightUpdate``), and hands them to vLLM's layerwise reload, which fuses, shards and packs them again as
-at the first load. Written for vLLM 0.32 (``versions.SUPPORTED``), tested there on dense models with tied and untied
-heads and on a mixture of experts.
+In every worker, vLLM calls ``start_weight_update``, ``update_weights`` and ``finish_weight_update`` of the engine named
+in its ``weight_transfer_config``. This engine takes buckets of whole tensors under checkpoint names from five sources
+(see ``WeightUpdate``) and passes them to vLLM's layerwise reload, which fuses, shards and packs them as at the first
+load. Written for vLLM 0.32 (``versions.SUPPORTED``) and tested with it on dense models with tied and untied heads and
+on a mixture of experts.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from chatlearn_hosting.engine_side.local_groups import keep_local_stores_local
 
 from .cpu_collectives import add_missing_collectives
 from .pipeline_stages import make_stage_inputs
-from .process_state import allow_amx, engine_words, keep_freed_memory
+from .process_state import allow_amx, engine_log, keep_freed_memory
 from .seeded_draws import install
 from .weight_transfer_name import BACKEND
 from .worker_memory import WorkerMemory
 
-keep_local_stores_local()  # workers import this module before they meet each other
+keep_local_stores_local()  # workers import this module before they connect
 _MAX_NAMES = 5
 _COPIED = "chatlearn_copied"
-"""Marks a waiting tensor that is ours already."""
+"""Attribute that marks a pending tensor as already copied."""
 
 Named = Iterable[tuple[str, Tensor]]
 
 
 @dataclass
 class GroupRequest(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped here
-    """Join or leave a process group; ``init_weight_transfer_engine`` may be called any number of times."""
+    """A request to join or leave a process group; ``init_weight_transfer_engine`` may be called any number of times."""
 
     action: Literal["join", "leave"]
     name: str
@@ -62,21 +62,20 @@ class GroupRequest(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is unt
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
-    """One bucket."""
+    """One bucket of weights."""
 
     source: Literal["tensors", "checkpoint", "block", "cuda_block", "broadcast"]
     content: Any
-    """``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: under ``files``, safetensors
-    files and [(name there, name to load)]. ``block``: what ``chatlearn_hosting.handle_content`` makes.
-    ``cuda_block``: see ``open_cuda_block``.
-    ``broadcast``: see ``JoinedGroups.receive``.
-    """
+    """The content, by source. ``tensors``: pairs (name, tensor), for a worker in this process. ``checkpoint``: under
+    ``files``, safetensors files, each with [(name in the file, name to load)]. ``block``: the result of
+    ``chatlearn_hosting.handle_content``. ``cuda_block``: see ``open_cuda_block``. ``broadcast``: see
+    ``JoinedGroups.receive``."""
     copies: Mapping[str, list[str]]
-    """name -> names under which the same tensor is loaded once more (a tied head, which vLLM keeps packed apart)."""
+    """name -> further names under which the same tensor is loaded (a tied head, which vLLM packs separately)."""
 
 
 class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]):  # type: ignore[misc]  # as above
-    """Loads checkpoint tensors; one object a worker."""
+    """Loads tensors by their checkpoint names; each worker has one object."""
 
     init_info_cls = GroupRequest
     update_info_cls = WeightUpdate
@@ -89,37 +88,37 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
             keep_freed_memory()
 
     def init_transfer_engine(self, init_info: GroupRequest) -> None:
-        """Join a group, or leave it. Joining one twice does nothing."""
+        """Join or leave a group. Joining twice does nothing."""
         if init_info.action == "leave":
             self._groups.leave(init_info.name)
         else:
             self._groups.join(asdict(init_info), self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        """Make every layer ready to be loaded anew."""
-        _forget_packed_experts(self.model)
+        """Prepare every layer for reloading."""
+        _reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket. When this returns, nothing refers to the bucket's memory."""
+        """Load one bucket. After it returns, nothing refers to the bucket's memory."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
-        """Hand a bucket to the model's own loading code, which knows how it fuses and shards."""
+        """Pass a bucket to the model's own loading code, which fuses and shards the tensors."""
         with self._tensors(update_info) as tensors:
             self.model.load_weights(_with_copies(tensors, update_info.copies))
             del tensors
-            _own_waiting_tensors(self.model)
+            _copy_pending_tensors(self.model)
 
     def finish_weight_update(self) -> None:
-        """Process what is still waiting.
+        """Process the pending layers.
 
         Raises:
-            RuntimeError: a layer with weights got none: it would go on with the old ones.
+            RuntimeError: a layer with weights received none and would keep the old ones.
         """
-        stale = _untouched_layers(self.model)
+        stale = _stale_layers(self.model)
         if stale:
             more = f" and {len(stale) - _MAX_NAMES} more" if len(stale) > _MAX_NAMES else ""
             raise RuntimeError(f"no new weights reached {', '.join(stale[:_MAX_NAMES])}{more}")
@@ -132,7 +131,7 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
 
     @contextmanager
     def _tensors(self, update: WeightUpdate) -> Iterator[Named]:
-        """The bucket's tensors, valid inside the context."""
+        """Yield the bucket's tensors, which are valid inside the context."""
         content = update.content
         if update.source == "tensors":
             yield content
@@ -148,13 +147,13 @@ class CheckpointNameTransfer(WeightTransferEngine[GroupRequest, WeightUpdate]): 
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker. vLLM imports this module in every worker before it computes anything, which
+    """Methods added to vLLM's worker. Before computing anything, vLLM imports this module in every worker, which
     registers the engine above.
     """
 
     def chatlearn_prepare(self, log_level: str) -> None:
-        """Called once, before the first request. A worker in a process of its own logs as the engine does."""
-        engine_words(log_level)
+        """Prepare the worker before the first request. A worker in its own process logs like the engine."""
+        engine_log(log_level)
         install(self.model_runner)  # type: ignore[attr-defined]  # self is a vLLM worker
         make_stage_inputs(self.model_runner)  # type: ignore[attr-defined]  # as above
         self._chatlearn_memory = WorkerMemory(self)
@@ -164,11 +163,11 @@ class WorkerExtension:
         return self._chatlearn_memory.live_bytes(part)
 
     def chatlearn_sleep(self, level: int) -> None:
-        """See ``WorkerMemory``; on a CPU."""
+        """See ``WorkerMemory``; CPU only."""
         self._chatlearn_memory.sleep(level)
 
     def chatlearn_wake(self, parts: list[str]) -> None:
-        """See ``WorkerMemory``; on a CPU."""
+        """See ``WorkerMemory``; CPU only."""
         self._chatlearn_memory.wake(parts)
 
 
@@ -186,12 +185,12 @@ def _read_files(files: Iterable[tuple[str, list[tuple[str, str]]]]) -> Iterator[
                 yield name, handle.get_tensor(stored)
 
 
-def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Let the experts of a CPU model be packed again.
+def _reset_expert_kernels(model: torch.nn.Module) -> None:
+    """Make a CPU model pack its experts again.
 
-    Fused experts on a CPU are packed into the kernel's layout when their kernel is made, and vLLM 0.32 makes it at the
-    first load only: a reload leaves plain weights where packed ones are read, without an error. Without a kernel the
-    method makes one, and packs.
+    Creating the kernel of fused experts on a CPU packs them into the kernel's layout. vLLM 0.32 creates it only at the
+    first load, so after a reload the kernel silently reads plain weights as packed ones. When the kernel is absent,
+    vLLM creates it and packs.
     """
     if next(model.parameters()).device.type != "cpu":
         return
@@ -201,8 +200,8 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _own_waiting_tensors(model: torch.nn.Module) -> None:
-    """Copy what the layerwise reload has put aside for layers that are not complete: the sender reuses its memory."""
+def _copy_pending_tensors(model: torch.nn.Module) -> None:
+    """Copy the tensors that the layerwise reload keeps for incomplete layers: the sender reuses their memory."""
     for module in model.modules():
         for _, bound in get_layerwise_info(module).loaded_weights:
             for name, value in bound.arguments.items():
@@ -212,8 +211,8 @@ def _own_waiting_tensors(model: torch.nn.Module) -> None:
                     bound.arguments[name] = copy
 
 
-def _untouched_layers(model: torch.nn.Module) -> list[str]:
-    """Layers with parameters of their own of which none was loaded."""
+def _stale_layers(model: torch.nn.Module) -> list[str]:
+    """Return the names of layers that have parameters, none of which was loaded."""
     found = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)

@@ -1,6 +1,6 @@
-"""How vLLM finds ``weight_transfer``, apart from it: naming it must not import vLLM."""
+"""The names by which vLLM finds ``weight_transfer``. They are separate because that module imports vLLM."""
 
 BACKEND = "chatlearn"
 """The engine's name in vLLM's registry of weight-transfer engines."""
 WORKER_EXTENSION = f"{__package__}.weight_transfer.WorkerExtension"
-"""vLLM imports this in every worker."""
+"""Class that vLLM imports in every worker."""

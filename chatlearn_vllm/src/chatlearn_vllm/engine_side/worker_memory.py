@@ -1,7 +1,7 @@
-"""The memory of one vLLM worker, part by part: what it occupies, and on a CPU, giving it back and taking it again.
+"""The memory of one vLLM worker by part: measures it, and on a CPU releases and restores it.
 
-On a GPU vLLM's own allocator gives memory back, and says what it holds. On a CPU vLLM 0.32 ignores ``sleep``. There the
-storages of a part are emptied here, in place; what has to come back waits in host memory apart from the engine.
+On a GPU vLLM's own allocator releases memory and reports what it holds. On a CPU vLLM 0.32 ignores ``sleep``, so this
+module empties the storages of a part in place; contents that must return wait in host memory outside the engine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from chatlearn_hosting.engine_side.emptied_storages import EmptiedStorages, stor
 from .packed_linear import UnpackedLinear, is_packed, packed_bytes, packed_tensors
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""The parts, by the names that vLLM's allocator uses too."""
+"""Names of the parts, equal to those of vLLM's allocator."""
 DROPPED = 2
-"""Sleep level at which parameters are not kept."""
+"""Sleep level that drops the parameters."""
 
 
 class WorkerMemory:
-    """Weights and KV cache of one worker."""
+    """The weights and the KV cache of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        """Everything is awake.
+        """Start with everything awake.
 
         Args:
-            worker: vLLM's, with its model loaded.
+            worker: vLLM's worker, with its model loaded.
         """
         self._worker = worker
         self._emptied: dict[str, EmptiedStorages] = {}
@@ -39,8 +39,8 @@ class WorkerMemory:
     def live_bytes(self, part: str) -> int:
         """Bytes that ``weights`` or ``kv_cache`` occupy on the worker's device now.
 
-        On a CPU weights are all tensors that the model's modules hold, and what a kernel packed. On a GPU they are what
-        vLLM's allocator holds for them, and parameters and buffers that lie outside of it.
+        On a CPU the weights are all tensors that the model's modules hold, and the packed copies of kernels. On a GPU
+        they are the memory that vLLM's allocator holds for them, and parameters and buffers outside of it.
         """
         if self._worker.device.type != "cpu":
             registered = ((m._parameters, m._buffers) for m in self._modules())
@@ -50,10 +50,10 @@ class WorkerMemory:
         return packed + sum(storage.nbytes() for storage in storages)
 
     def sleep(self, level: int) -> None:
-        """Give memory back, on a CPU: what is not away already.
+        """Release memory that is not yet released; CPU only.
 
         Args:
-            level: 0 the KV cache; 1 that and the weights, which are kept apart; 2 that, and parameters are dropped.
+            level: 0 drops the KV cache; 1 also saves and empties the weights; 2 also drops the parameters.
         """
         if KV_CACHE not in self._emptied:
             self._emptied[KV_CACHE] = EmptiedStorages(self._kv_cache(), kept=())
@@ -67,7 +67,7 @@ class WorkerMemory:
             self._emptied[WEIGHTS] = EmptiedStorages(weights, kept=kept)
 
     def wake(self, parts: Iterable[str]) -> None:
-        """Take the memory of parts again, on a CPU. The KV cache comes back empty."""
+        """Restore the memory of parts; CPU only. The KV cache returns empty."""
         for part in parts:
             self._emptied.pop(part).fill()
             if part == WEIGHTS:
@@ -83,19 +83,19 @@ class WorkerMemory:
         return storages_of(self._worker.model_runner.kv_caches)
 
     def _weights(self) -> list[torch.UntypedStorage]:
-        """Storages of all tensors that modules hold, apart from their views of the KV cache."""
+        """Storages of all tensors that modules hold, without their views of the KV cache."""
         cache = {storage._cdata for storage in self._kv_cache()}
         held = self._on_device((vars(module), *packed_tensors(module)) for module in self._modules())
         return [storage for storage in held if storage._cdata not in cache]
 
     def _on_device(self, content: Any) -> list[torch.UntypedStorage]:
-        """Leaves out the meta tensors that vLLM keeps for its loaders."""
+        """Return the storages on the worker's device, without the meta tensors that vLLM keeps for its loaders."""
         device = self._worker.device.type
         return [storage for storage in storages_of(content) if storage.device.type == device]
 
 
 def _allocated_bytes(part: str, storages: Iterable[torch.UntypedStorage]) -> int:
-    """What vLLM's allocator holds on the GPU for a part, and storages of the part that lie outside of it."""
+    """Bytes on the GPU that vLLM's allocator holds for a part, plus storages of the part outside the allocator."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data
