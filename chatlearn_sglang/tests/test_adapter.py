@@ -50,11 +50,11 @@ def test_the_adapter_is_replaced_under_the_name_that_requests_use() -> None:
 
 
 @pytest.mark.parametrize("refused", ["unload", "load"])
-def test_what_sglang_refuses_is_an_error_with_its_words(refused: str) -> None:
+def test_a_refusal_by_sglang_is_an_error_with_its_message(refused: str) -> None:
     adapter.keep_manager(None, Manager(refused))
-    with pytest.raises(RuntimeError, match="SGLang did not take the adapter: no room"):
+    with pytest.raises(RuntimeError, match="SGLang refused the adapter: no room"):
         adapter.replace({}, {}, [])
 
 
-def test_the_engine_s_processes_are_told_by_the_variable_that_they_read() -> None:
+def test_the_engine_s_processes_read_the_variable_that_is_set() -> None:
     assert engine_arguments.ADAPTER_VARIABLE == adapter.VARIABLE

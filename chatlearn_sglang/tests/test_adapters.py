@@ -101,7 +101,7 @@ def test_each_sync_serves_the_new_adapter(engine, directory, make_adapter, tmp_p
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i]), "an adapter changes nothing"
 
 
-def test_a_kept_request_goes_on_under_the_new_adapter(engine, make_adapter, tmp_path) -> None:
+def test_a_kept_request_continues_under_the_new_adapter(engine, make_adapter, tmp_path) -> None:
     generator, version = engine.generator, engine.generator.policy_version
     first, second = make_adapter(7, **CASES["rank-stabilised"]), make_adapter(8, **CASES["parts of fused layers"])
     engine.run(load(engine, version + 1, first, "tensors", tmp_path))
@@ -120,7 +120,7 @@ def test_a_kept_request_goes_on_under_the_new_adapter(engine, make_adapter, tmp_
     assert tokens[old.stop :] == plain_greedy(second[0], prompt + tokens[: old.stop], 100 - old.stop)
 
 
-def test_what_it_cannot_serve_is_refused_before_a_byte_moves(engine, directory, make_adapter) -> None:
+def test_an_unsupported_adapter_is_refused_before_any_transfer(engine, directory, make_adapter) -> None:
     generator, version = engine.generator, engine.generator.policy_version
     _, config, tensors = make_adapter(9, **CASES["parts of fused layers"])
     manifest = WeightManifest(manifest_of(tensors).tensors, adapter=config | {"r": 64})

@@ -92,7 +92,7 @@ def test_every_parameter_is_loaded_whatever_the_buckets(loader: type[Loader], or
         assert torch.equal(model.parameters[name], TENSORS[name])
 
 
-def test_a_loader_that_keeps_nothing_gets_hardly_anything_twice() -> None:
+def test_a_loader_that_keeps_nothing_gets_almost_no_tensor_twice() -> None:
     """A loop holds its last tensor, so a small one goes along."""
     model = Loader()
     load = BucketedLoad(model)

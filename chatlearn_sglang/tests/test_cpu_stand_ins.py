@@ -24,7 +24,7 @@ def murmur3_x86_32(data: bytes) -> int:
     return hashed ^ (hashed >> 16)
 
 
-def test_the_published_hash_is_what_it_says() -> None:
+def test_the_hash_equals_the_published_one() -> None:
     assert murmur3_x86_32(b"test") == 0xBA6BD213  # from the reference implementation
 
 
@@ -59,7 +59,7 @@ def test_cache_locations_go_to_each_requests_own_columns(stand_in) -> None:
     assert table.tolist() == [[12, 13, 14, 15, 0, 0], [0] * 6, [0, 10, 11, 0, 0, 0]]
 
 
-def test_what_is_absent_says_so_when_it_is_called(stand_in) -> None:
+def test_an_absent_kernel_raises_when_called(stand_in) -> None:
     with pytest.raises(NotImplementedError, match="verify_tree_greedy_cpu needs SGLang's own kernels"):
         stand_in.verify_tree_greedy_cpu()
 
@@ -80,7 +80,7 @@ def test_stand_ins_are_installed_on_a_cpu_alone() -> None:
         assert found.stdout.strip() == expected
 
 
-def test_tensors_that_are_to_be_pinned_are_ordinary_where_nothing_can_pin() -> None:
+def test_pinned_tensors_are_ordinary_where_pinning_is_impossible() -> None:
     code = (
         "import torch; from chatlearn_sglang.engine_side.cpu_stand_ins import do_without_pinned_memory as do_without\n"
         "do_without()\n"

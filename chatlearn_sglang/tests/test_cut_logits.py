@@ -10,7 +10,7 @@ from chatlearn_testing.fakes.sampling import basis_logprobs
 CUTS = [(1.0, 0, 0.9), (0.7, 11, 0.85), (2.0, 5, 1.0), (1.0, 0, 1.0), (0.3, 1, 0.01), (1.0, 500, 0.5)]
 
 
-def test_what_is_left_is_the_distribution_that_the_basis_states() -> None:
+def test_the_masked_logits_have_the_distribution_of_the_basis() -> None:
     logits = torch.randn(len(CUTS), 97, generator=torch.Generator().manual_seed(0)) * 3
     params = [{"temperature": t, "top_k": k, "top_p": p} for t, k, p in CUTS]
     found = cut_logits(logits.clone(), params)
@@ -20,7 +20,7 @@ def test_what_is_left_is_the_distribution_that_the_basis_states() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.999999])
-def test_ties_with_the_last_token_kept_are_kept(top_p: float) -> None:
+def test_tokens_tied_with_the_last_kept_token_are_kept(top_p: float) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     found = cut_logits(logits, [{"temperature": 1.0, "top_k": 2, "top_p": top_p}])
     assert torch.isfinite(found)[0].tolist() == [False, True, True, True, False]

@@ -21,7 +21,7 @@ from chatlearn_sglang.options import LoraOptions, SGLangGeneratorOptions
 OPTIONS = SGLangGeneratorOptions(python=sys.executable)
 
 
-def test_what_the_adapter_sets_cannot_be_given() -> None:
+def test_arguments_that_the_backend_sets_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"dtype": "half", "weight_version": "1"}))
     message = str(caught.value)
@@ -38,7 +38,7 @@ def test_an_engine_of_several_data_parallel_ranks_is_refused_since_it_takes_no_w
         SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"dp_size": 2}))
 
 
-def test_what_sglang_cannot_do_on_a_cpu_is_refused_there() -> None:
+def test_arguments_that_crash_sglang_on_a_cpu_are_refused_there() -> None:
     with pytest.raises(ConfigError) as caught:
         SGLangGenerator(OPTIONS, RoleContext("actor", engine_arguments={"ep_size": 2, "attn_dp_size": 2}))
     assert "ep_size: 2; on a CPU SGLang" in str(caught.value)
@@ -79,7 +79,7 @@ def test_tensor_parallel_ranks_share_the_cores(cores, ranks, shares) -> None:
     assert core_shares(cores, ranks) == shares
 
 
-def test_the_configuration_has_the_last_word_on_variables(monkeypatch) -> None:
+def test_the_configuration_overrides_environment_variables(monkeypatch) -> None:
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
     options = SGLangGeneratorOptions(environment={"TOKENIZERS_PARALLELISM": "true", "X": "1"})
     found = environment(options, {"tp_size": 2}, cpu=True)

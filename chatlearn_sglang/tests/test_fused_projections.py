@@ -73,7 +73,7 @@ def test_on_a_cpu_such_a_model_is_refused(start_engine, directory) -> None:
 
 
 @pytest.mark.engine
-def test_halves_that_come_in_different_buckets_are_fused(start_engine, directory, tmp_path, monkeypatch) -> None:
+def test_halves_from_different_buckets_are_fused(start_engine, directory, tmp_path, monkeypatch) -> None:
     """Against the same weights loaded in one call, from a checkpoint: how the model computes does not matter here."""
     monkeypatch.setattr("chatlearn_sglang.generator.check_architecture", lambda config, role: None)
     engine = start_engine(directory)

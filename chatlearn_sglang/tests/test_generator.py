@@ -130,7 +130,7 @@ async def test_a_callback_that_raises_fails_its_request_by_name(make) -> None:
         await generator.generate(ask("told"), on_tokens)
 
 
-async def test_requests_at_the_gate_enter_in_order_or_return_what_they_have(make) -> None:
+async def test_requests_submitted_while_paused_enter_in_order_or_return_partial_completions(make) -> None:
     generator, process = make()
     await generator.pause()
     waiting = [asyncio.ensure_future(generator.generate(ask(name))) for name in ("a", "b", "c")]
@@ -143,7 +143,7 @@ async def test_requests_at_the_gate_enter_in_order_or_return_what_they_have(make
     assert process.called.count("generate") == 2
 
 
-async def test_tokens_that_arrive_while_paused_are_told_afterwards(make) -> None:
+async def test_tokens_that_arrive_while_paused_are_reported_afterwards(make) -> None:
     generator, process = make()
     process.release.clear()
     told: list[int] = []
@@ -159,7 +159,7 @@ async def test_tokens_that_arrive_while_paused_are_told_afterwards(make) -> None
     await task
 
 
-async def test_a_process_that_is_gone_makes_the_replica_dead(make) -> None:
+async def test_the_replica_is_dead_when_its_process_is_gone(make) -> None:
     generator, process = make()
     process.lost = "its process 7 was killed by signal 9 (SIGKILL)"
     assert generator.state == "dead"
@@ -172,7 +172,7 @@ async def test_a_process_that_is_gone_makes_the_replica_dead(make) -> None:
         await generator.loader.begin(1, generator.loader.expected_manifest())
 
 
-async def test_what_is_offloaded_is_needed_back_first(make) -> None:
+async def test_generation_is_refused_while_parts_are_offloaded(make) -> None:
     generator, process = make()
     generator.offload({"kv_cache", "optimizer"})
     generator.offload({"kv_cache", "weights"})
@@ -186,7 +186,7 @@ async def test_what_is_offloaded_is_needed_back_first(make) -> None:
     assert [name for name in process.called if name in ("release", "reclaim")] == ["release", "release", "reclaim"]
 
 
-async def test_what_is_running_is_not_offloaded_under_it(make) -> None:
+async def test_offloading_is_refused_while_requests_run(make) -> None:
     generator, process = make()
     process.release.clear()
     task = asyncio.ensure_future(generator.generate(ask("running")))
@@ -200,7 +200,9 @@ async def test_what_is_running_is_not_offloaded_under_it(make) -> None:
 async def test_adapters_and_boxes_are_refused_by_name(make) -> None:
     loader = make()[0].loader
     expected = loader.expected_manifest()
-    with pytest.raises(WeightSyncError, match=r"serves none; set options\.lora, or weight_sync\.payload to full"):
+    with pytest.raises(
+        WeightSyncError, match=r"offers a LoRA adapter; set options\.lora, or weight_sync\.payload to full"
+    ):
         await loader.begin(1, WeightManifest(expected.tensors, expected.aliases, adapter={"r": 4}))
     with pytest.raises(WeightSyncError, match="takes whole tensors, not boxes; choose a transport with channel"):
         await loader.load_boxes([])

@@ -50,7 +50,7 @@ def forget(engine: Any) -> None:
 
 @pytest.mark.engine
 class TestEngine:
-    def test_parts_are_gone_and_come_back_bit_by_bit(self, engine: Any) -> None:
+    def test_released_parts_are_restored_bit_exactly(self, engine: Any) -> None:
         forget(engine)
         before, (weights, cache) = answers(engine), live(engine)
         assert weights >= sum(tensor.nbytes for tensor in read_checkpoint(engine.directory).values())
@@ -66,7 +66,7 @@ class TestEngine:
         assert answers(engine) == before
         assert engine.generator.live_bytes("optimizer") == 0
 
-    def test_weights_that_came_by_a_sync_while_the_cache_was_away_are_kept(
+    def test_weights_synced_while_the_cache_is_released_are_kept(
         self, engine: Any, tmp_path: Path, assert_serves: Callable[..., None]
     ) -> None:
         weights, cache = live(engine)
@@ -82,7 +82,7 @@ class TestEngine:
         assert live(engine) == [weights, cache]
         assert_serves(engine, other)
 
-    def test_requests_that_a_pause_keeps_go_on_where_they_were(self, engine: Any) -> None:
+    def test_paused_requests_continue_where_they_stopped(self, engine: Any) -> None:
         request = ask("long", max_tokens=60)
         [expected] = engine.ask(request)
 

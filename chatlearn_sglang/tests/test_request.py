@@ -10,7 +10,7 @@ from chatlearn_sglang.generator import SGLangRequest
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, seed=9, stop=("x",))
 
 
-def test_a_resumed_request_asks_for_the_rest_and_reports_tokens_once() -> None:
+def test_a_resumed_request_samples_the_rest_and_reports_tokens_once() -> None:
     told: list[tuple[int, list[int]]] = []
     spans = (VersionSpan(0, 2, 3),)
     prior = Completion("p", np.arange(2), -np.ones(2, np.float32), SAMPLING.basis, "abort", SAMPLING, spans)

@@ -44,14 +44,14 @@ def serve(offered: WeightManifest, max_rank: int = 8) -> ServedAdapter:
     return served_adapter(offered, MODEL, AdapterTerms(target_modules(MODEL), max_rank))
 
 
-def test_every_linear_layer_may_have_one_but_not_beside_experts() -> None:
+def test_every_linear_layer_may_have_an_adapter_except_in_models_with_experts() -> None:
     assert target_modules(MODEL) == tuple(sorted(name.rpartition(".")[2] for name in SHAPES))
     expert = {f"{LAYER}.mlp.experts.0.down_proj.weight": TensorSpec("", (6, 10), "bfloat16")}
     moe = WeightManifest({**MODEL.tensors, **expert})
     assert target_modules(moe) == ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
-def test_what_an_adapter_leaves_out_of_a_fused_layer_is_zero() -> None:
+def test_missing_parts_of_a_fused_layer_are_zero() -> None:
     served = serve(offer("self_attn.v_proj", "mlp.up_proj", "self_attn.o_proj"))
     shapes = {name.removeprefix(f"base_model.model.{LAYER}."): shape for name, _, shape in served.absent}
     assert shapes == {
@@ -84,10 +84,10 @@ def test_the_scale_is_peft_s() -> None:
         (offer("mlp.down_proj", use_dora=True), r"adapter_config\.use_dora: True, which SGLang ignores"),
         (offer("mlp.down_proj", alpha_pattern={"x": 1}), r"alpha_pattern: \{'x': 1\}, which SGLang ignores"),
         (offer("mlp.down_proj", bias="lora_only"), r"bias: 'lora_only', which SGLang ignores"),
-        (offer(), "it has no tensors"),
+        (offer(), "the adapter has no tensors"),
     ],
 )
-def test_what_sglang_would_leave_out_of_account_is_refused(offered: WeightManifest, message: str) -> None:
+def test_settings_that_sglang_ignores_are_refused(offered: WeightManifest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve(offered)
 
@@ -95,15 +95,15 @@ def test_what_sglang_would_leave_out_of_account_is_refused(offered: WeightManife
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        (f"base_model.model.{LAYER}.mlp.gone_proj.lora_A.weight", (2, 6), "belongs to no linear layer"),
-        (f"base_model.model.{LAYER}.input_layernorm.lora_A.weight", (2, 6), "belongs to no linear layer"),
-        (f"base_model.model.{LAYER}.mlp.up_proj.lora_magnitude_vector", (2,), "belongs to no linear layer"),
-        ("base_model.model.lm_head.lora_A.weight", (2, 6), "serves adapters of down_proj, .*, v_proj here"),
+        (f"base_model.model.{LAYER}.mlp.gone_proj.lora_A.weight", (2, 6), "matches no linear layer"),
+        (f"base_model.model.{LAYER}.input_layernorm.lora_A.weight", (2, 6), "matches no linear layer"),
+        (f"base_model.model.{LAYER}.mlp.up_proj.lora_magnitude_vector", (2,), "matches no linear layer"),
+        ("base_model.model.lm_head.lora_A.weight", (2, 6), "serves adapters only for down_proj, .*, v_proj, outside"),
         (f"base_model.model.{LAYER}.mlp.up_proj.lora_A.weight", (3, 6), r"shape \[3, 6\] offered, \[2, 6\] expected"),
         (f"base_model.model.{LAYER}.mlp.up_proj.lora_A.weight", (2, 6), r"mlp\.up_proj: only lora_A is offered"),
     ],
 )
-def test_a_tensor_without_its_place_is_refused_by_name(name: str, shape: tuple[int, ...], message: str) -> None:
+def test_a_tensor_that_fits_no_layer_is_refused_by_name(name: str, shape: tuple[int, ...], message: str) -> None:
     good = offer("mlp.down_proj")
     bad = WeightManifest({**good.tensors, name: TensorSpec(name, shape, "bfloat16")}, adapter=good.adapter)
     with pytest.raises(ValueError, match=message):

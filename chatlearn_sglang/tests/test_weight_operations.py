@@ -54,7 +54,7 @@ def rank(monkeypatch):
     outcome.close()
 
 
-def test_a_block_is_read_where_it_lies_and_a_tied_tensor_under_both_names(rank) -> None:
+def test_a_block_is_read_in_place_and_a_tied_tensor_under_both_names(rank) -> None:
     with SharedBlock(4096) as block:
         block.add("embed", torch.arange(6.0).view(2, 3))
         block.add("norm", torch.ones(2, dtype=torch.bfloat16))
@@ -79,7 +79,7 @@ def test_a_fault_is_reported_with_its_rank_and_not_raised(rank) -> None:
     assert rank(("leave", {"name": "never joined"}))[1] == []
 
 
-def test_an_adapter_is_served_when_all_of_it_has_come_and_no_weight_changes(rank, monkeypatch) -> None:
+def test_an_adapter_is_served_once_complete_and_no_weight_changes(rank, monkeypatch) -> None:
     served = []
     monkeypatch.setattr(adapter, "replace", lambda *arguments: served.append(arguments))
     blocks = []
@@ -96,7 +96,7 @@ def test_an_adapter_is_served_when_all_of_it_has_come_and_no_weight_changes(rank
     assert (config, absent) == ({"r": 2}, [("c", "float32", [2])])
 
 
-def test_what_a_sync_that_failed_has_left_is_forgotten(rank, monkeypatch) -> None:
+def test_remains_of_a_failed_sync_are_discarded(rank, monkeypatch) -> None:
     served = []
     monkeypatch.setattr(adapter, "replace", lambda tensors, *_: served.append(set(tensors)))
     with SharedBlock(4096) as block:
@@ -109,7 +109,7 @@ def test_what_a_sync_that_failed_has_left_is_forgotten(rank, monkeypatch) -> Non
     assert served == [{"new"}]
 
 
-def test_silence_is_an_error() -> None:
+def test_missing_reports_are_an_error() -> None:
     outcome = Outcome()
     assert outcome.errors() == ["no rank of the engine has reported"]
     outcome.close()

@@ -46,7 +46,7 @@ def seeded(engine) -> tuple[list[list[int]], np.ndarray]:
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_weights_are_those_that_came_and_reloading_the_old_ones_changes_nothing(
+def test_synced_weights_are_used_and_reloading_the_old_ones_changes_nothing(
     engine, directory, other, channel, assert_serves
 ) -> None:
     (tokens, logprobs), version = seeded(engine), engine.generator.policy_version
@@ -59,7 +59,7 @@ def test_weights_are_those_that_came_and_reloading_the_old_ones_changes_nothing(
     np.testing.assert_allclose(logprobs_after, logprobs, atol=1e-5)  # what is computed together depends on timing
 
 
-def test_a_rank_that_fails_says_why_and_lives(engine, directory, assert_serves) -> None:
+def test_a_failed_rank_reports_why_and_keeps_running(engine, directory, assert_serves) -> None:
     process, of_sync = engine.generator._process, {"sync": 98, "adapter": False, "copies": {}}
     with SharedBlock(1 << 16) as block:
         block.add("model.norm.weight", torch.zeros(3))
@@ -71,8 +71,8 @@ def test_a_rank_that_fails_says_why_and_lives(engine, directory, assert_serves) 
     assert_serves(engine, directory)
 
 
-def test_a_sender_that_does_not_come_is_named(engine) -> None:
-    with pytest.raises(BackendTimeoutError, match=r"its 1 ranks could not meet the sender .*'nobody' at 127.0.0.1:9"):
+def test_a_missing_sender_is_named(engine) -> None:
+    with pytest.raises(BackendTimeoutError, match=r"its 1 ranks could not join the sender .*'nobody' at 127.0.0.1:9"):
         engine.run(engine.generator.loader.join_group(GroupRendezvous("nobody", "127.0.0.1:9", "gloo", 2, 1, 1.0)))
     assert engine.generator.state == "serving"
 

@@ -1,3 +1,3 @@
-"""Generator "sglang" of ChatLearn: an SGLang engine in a process, and an interpreter, of its own."""
+"""The generator "sglang" of ChatLearn: an SGLang engine in its own process and interpreter."""
 
 __version__ = "0.1.0"

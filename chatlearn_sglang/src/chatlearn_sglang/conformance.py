@@ -1,4 +1,4 @@
-"""What ``chatlearn plugins check chatlearn-sglang`` needs to know; never imported by a run."""
+"""Settings for ``chatlearn plugins check chatlearn-sglang``; runs never import this module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 PYTHON_VARIABLE = "CHATLEARN_SGLANG_PYTHON"
-"""Names the interpreter that holds SGLang, where it is not the one that checks."""
+"""Environment variable with the interpreter that has SGLang, if it differs from the interpreter of the check."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "generator/sglang": {

@@ -1,4 +1,4 @@
-"""What the engine is started with: the configuration's arguments, and those that the adapter owns."""
+"""The arguments that start the engine: those of the configuration, and those that this backend sets itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatlearn_sglang.options import SGLangGeneratorOptions
 
 DISTRIBUTION = "sglang"
 TARGET = "sglang.Engine"
-"""What the arguments are passed to."""
+"""Name of the class that takes the arguments."""
 
 OWNED: Mapping[str, str] = {
     "base_gpu_id": "set roles.<role>.device",
@@ -26,13 +26,13 @@ OWNED: Mapping[str, str] = {
     "dtype": "set options.dtype",
     "enable_custom_logit_processor": "this backend applies top-k and top-p by it",
     "enable_lora": "set options.lora",
-    "enable_lora_overlap_loading": "this backend loads adapters itself",
+    "enable_lora_overlap_loading": "this backend loads adapters",
     "lora_paths": "adapters come from weight syncs; set options.lora",
     "lora_strict_loading": "this backend checks adapters",
-    "lora_target_modules": "all linear layers that SGLang serves adapters for; set options.lora",
-    "max_loaded_loras": "one adapter is served; set options.lora",
+    "lora_target_modules": "this backend targets all linear layers that SGLang supports; set options.lora",
+    "max_loaded_loras": "the engine serves one adapter; set options.lora",
     "max_lora_rank": "set options.lora.max_rank",
-    "max_loras_per_batch": "one adapter is served; set options.lora",
+    "max_loras_per_batch": "the engine serves one adapter; set options.lora",
     "model_path": "set model.path",
     "random_seed": "every request carries its seed",
     "skip_tokenizer_init": "stop strings need the tokenizer",
@@ -40,7 +40,7 @@ OWNED: Mapping[str, str] = {
     "trust_remote_code": "set model.trust_remote_code",
     "weight_version": "policy versions come from weight syncs",
 }
-"""Arguments that the adapter sets itself, and what to set instead."""
+"""Arguments that this backend sets itself, each with the setting to use instead."""
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -48,43 +48,43 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 ENVIRONMENT: Mapping[str, str] = {
-    # The adapter checks lengths itself, and asks for one token more than SGLang lets a model's configuration allow.
+    # The adapter checks lengths itself, and requests a context longer than the model's configuration states.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 ADAPTER_VARIABLE = "CHATLEARN_SGLANG_ADAPTER"
-"""Tells the engine's processes that they serve an adapter: ``engine_side.adapter.VARIABLE``."""
+"""Tells the engine's processes that they serve a LoRA adapter; equals ``engine_side.adapter.VARIABLE``."""
 SPARE_CONTEXT_TOKENS = 8
-"""SGLang ends a sequence a little before its context is full; sequences of the model's whole length are allowed."""
+"""Added to the context length, because SGLang ends a sequence slightly before its context is full."""
 
 
 CPU_REFUSED: Mapping[str, str] = {
-    "attn_dp_size": "its attention for CPUs cannot pad the batches of ranks to one size",
-    "ep_size": "its experts for CPUs look for all of them on every rank; tp_size splits experts by their width",
+    "attn_dp_size": "its CPU attention cannot pad the batches of the ranks to one size",
+    "ep_size": "its CPU experts need all experts on every rank; tp_size splits the width of each expert instead",
 }
-"""Arguments above 1 at which SGLang 0.5.23 without its compiled CPU kernels crashes, and why."""
+"""Arguments for which any value above 1 crashes SGLang 0.5.23 without its compiled CPU kernels, with the reason."""
 
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """See ``GeneratorSpec.check_engine``: those that this backend owns. Names are checked where the engine is."""
+    """Report arguments that this backend sets itself (``GeneratorSpec.check_engine``). SGLang checks the names."""
     return owned_problems(arguments, OWNED)
 
 
 def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> None:
-    """Refuse arguments that the adapter sets, and engines that cannot run or whose weights cannot be changed.
+    """Refuse arguments that this backend sets, engines that cannot run, and engines whose weights cannot be updated.
 
     Raises:
-        ConfigError: names them all, with what to set instead.
+        ConfigError: names all such arguments, with what to set instead.
     """
     lines = [f"{name}: {problem}" for name, problem in engine_problems(arguments).items()]
     if arguments.get("dp_size", 1) != 1 and not arguments.get("enable_dp_attention"):
         lines.append(
-            f"dp_size: {arguments['dp_size']!r}; SGLang 0.5.23 updates the weights of one data-parallel rank only; set"
-            f" roles.{role}.replicas, or attn_dp_size for attention alone"
+            f"dp_size: {arguments['dp_size']!r}; SGLang 0.5.23 updates the weights of only one data-parallel rank; set"
+            f" roles.{role}.replicas, or attn_dp_size for data-parallel attention"
         )
     if cpu:
         lines += [
-            f"{name}: {arguments[name]!r}; on a CPU SGLang 0.5.23 crashes of it: {why}"
+            f"{name}: {arguments[name]!r}; on a CPU SGLang 0.5.23 crashes with it: {why}"
             for name, why in CPU_REFUSED.items()
             if arguments.get(name, 1) != 1
         ]
@@ -93,24 +93,25 @@ def check_arguments(role: str, arguments: Mapping[str, Any], *, cpu: bool) -> No
 
 
 def check_architecture(config: Any, role: str) -> None:
-    """Refuse what SGLang 0.5.23 from PyPI computes wrongly on a CPU, without an error.
+    """Refuse models that SGLang 0.5.23 from PyPI silently computes wrongly on a CPU.
 
     Raises:
-        ConfigError: the model has multi-head latent attention (DeepSeek-V2, -V3 and their kin).
+        ConfigError: the model has multi-head latent attention (DeepSeek-V2, -V3 and related models).
     """
     if getattr(config.get_text_config(), "kv_lora_rank", None):
         raise ConfigError(
-            f"roles.{role}: SGLang 0.5.23 without its compiled CPU kernels gives other logits than transformers for"
+            f"roles.{role}: SGLang 0.5.23 without its compiled CPU kernels computes different logits than"
+            " transformers for"
             f" models with multi-head latent attention, such as this one ({config.model_type}); set"
-            f" roles.{role}.device to a GPU, or choose another generator for it"
+            f" roles.{role}.device to a GPU, or choose another generator"
         )
 
 
 def interpreter(options: SGLangGeneratorOptions, role: str) -> str:
-    """Which Python runs the engine.
+    """Return the path of the Python interpreter that runs the engine.
 
     Raises:
-        ConfigError: none is named and this one has no SGLang.
+        ConfigError: no interpreter is set, and this one has no SGLang.
     """
     if options.python is not None:
         return shutil.which(options.python) or options.python
@@ -118,8 +119,8 @@ def interpreter(options: SGLangGeneratorOptions, role: str) -> str:
         metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"roles.{role}.options.python is not set and SGLang is not installed in {sys.executable}. SGLang's pins"
-            " rarely agree with a trainer's: install it into an environment of its own and set 'python' to that"
+            f"roles.{role}.options.python is not set and SGLang is not installed in {sys.executable}. SGLang's pinned"
+            " dependencies rarely agree with a trainer's: install it into its own environment and set 'python' to that"
             " environment's bin/python"
         ) from None
     return sys.executable
@@ -133,7 +134,9 @@ def owned_arguments(
     model_length: int,
     lora_targets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the adapter sets; ``lora_targets``: endings of the layers that LoRA adapters may change."""
+    """Return the arguments that this backend sets. ``lora_targets`` has the layer name endings that adapters may
+    change.
+    """
     source = context.model
     assert source is not None
     device, _, index = context.device.partition(":")
@@ -155,13 +158,13 @@ def owned_arguments(
             "lora_strict_loading": True,
             "lora_target_modules": list(lora_targets),
             "max_lora_rank": options.lora.max_rank,
-            "max_loras_per_batch": 2,  # the adapter, and the base model, which SGLang counts as one
+            "max_loras_per_batch": 2,  # the adapter and the base model, which SGLang counts as an adapter
         }
     return owned
 
 
 def environment(options: SGLangGeneratorOptions, arguments: Mapping[str, Any], *, cpu: bool) -> dict[str, str | None]:
-    """Variables of the engine's processes, the configuration's last."""
+    """Return the environment variables of the engine's processes; those of the configuration take precedence."""
     variables: dict[str, str | None] = dict(ENVIRONMENT)
     if options.lora is not None:
         variables[ADAPTER_VARIABLE] = "1"
@@ -174,8 +177,10 @@ def environment(options: SGLangGeneratorOptions, arguments: Mapping[str, Any], *
 
 
 def core_shares(cores: list[int], ranks: int) -> str:
-    """Which cores each tensor-parallel rank may use, as SGLang reads it: ``0,1|2,3``. Without it it asks for NUMA
-    nodes, of which there are rarely enough. With fewer cores than ranks they share.
+    """Assign cores to the tensor-parallel ranks in SGLang's format: ``core_shares([0, 1, 2, 3], 2)`` is ``0,1|2,3``.
+
+    Without it, SGLang assigns NUMA nodes, of which there are rarely enough. With fewer cores than ranks, ranks share
+    cores.
     """
     share = len(cores) // ranks
     if share == 0:

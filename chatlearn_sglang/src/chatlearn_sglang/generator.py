@@ -1,4 +1,4 @@
-"""The generator ``sglang``: the adapter in front of one hosted engine."""
+"""The generator ``sglang``: an adapter for one hosted engine."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ from chatlearn_sglang.weight_loader import SGLangWeightLoader
 
 _PACKAGE = "chatlearn_sglang.engine_side"
 _MOVE_TIMEOUT_S = 600.0
-"""Longest time that releasing memory, taking it back or measuring it may take."""
+"""Longest time in seconds to release, restore or measure memory."""
 _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
-"""What this backend holds, in the order in which it is brought back."""
+"""Memory parts of this backend, in the order in which they are restored."""
 
 
 @dataclass(slots=True, eq=False)
 class SGLangRequest(EngineRequest):
-    """A request, and the tokens that ``on_tokens`` has not got yet."""
+    """A request with the tokens that ``on_tokens`` has not received yet."""
 
     unreported: list[int] = field(default_factory=list)
-    """Tokens that arrived while paused: the engine sampled them before, its detokeniser passed them on after."""
+    """Tokens that arrived while paused: the engine sampled them before the pause, its detokeniser returned them after
+    it."""
     num_reported: int = 0
 
     @property
     def rid(self) -> str:
-        """Its name in the engine; all have one length, since SGLang aborts by prefix."""
+        """The request's name in the engine. All names have one length, because SGLang aborts by prefix."""
         return f"{self.number:020d}"
 
     def sampling(self) -> dict[str, Any]:
-        """Plain sampling parameters of what is left to sample."""
+        """Return plain sampling parameters for the remaining tokens."""
         sampling = self.request.sampling
         return {
             "max_tokens": self.max_new_tokens,
@@ -66,7 +67,7 @@ class SGLangRequest(EngineRequest):
         }
 
     def report_all(self, generator: str) -> bool:
-        """Pass on the tokens that were not reported yet; whether the request goes on."""
+        """Report the unreported tokens to ``on_tokens``. Returns whether the request continues."""
         tokens, self.unreported = self.unreported, []
         start = self.num_prior + self.num_reported
         self.num_reported += len(tokens)
@@ -74,13 +75,13 @@ class SGLangRequest(EngineRequest):
 
 
 class SGLangGenerator(GeneratorReplica[SGLangRequest]):
-    """One replica: one engine in a process group of its own, on one or several devices.
+    """One replica: one engine in its own process group, on one or several devices.
 
-    Requests go to the engine in the order of their submission.
+    Requests go to the engine in submission order.
     """
 
     def __init__(self, options: SGLangGeneratorOptions, context: RoleContext) -> None:
-        """Raises: ConfigError: an engine argument cannot be passed on, or no interpreter holds SGLang."""
+        """Check the engine arguments. Raises: ConfigError: an argument is refused, or no interpreter has SGLang."""
         super().__init__("sglang", context)
         check_arguments(context.role, context.engine_arguments, cpu=context.device == "cpu")
         self._options = options
@@ -88,10 +89,10 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         self._process: HostedProcess | None = None
         self._loader: SGLangWeightLoader | None = None
         self._calls: set[asyncio.Task[None]] = set()
-        """Calls of the engine that run: for each of its requests, and to give up requests."""
+        """Running calls of the engine: one for each of its requests, and those that abort requests."""
         self._offloaded: set[MemoryPart] = set()
         self._keeps_memory = False
-        """Whether the engine was started without what gives memory back."""
+        """Whether the engine was started without a memory saver, so that it cannot release memory."""
 
     # Life cycle
 
@@ -115,8 +116,8 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         targets = () if lora is None else target_modules(expected)
         if lora is not None and not targets:
             raise ConfigError(
-                f"roles.{self._context.role}.options.lora: no layer of {source.path} is one that this backend serves"
-                " adapters for; remove options.lora and set weight_sync.payload to full"
+                f"roles.{self._context.role}.options.lora: this backend serves adapters for none of the layers of"
+                f" {source.path}; remove options.lora and set weight_sync.payload to full"
             )
         arguments = dict(self._context.engine_arguments)
         if self._context.world_size > 1:
@@ -164,7 +165,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         self._start_serving(model_length, int(config.get_text_config().vocab_size))
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """See ``Lifecycle``. Sequences kept by a pause compute their KV cache again when they go on.
+        """See ``Lifecycle``. Sequences kept by a pause recompute their KV cache when they continue.
 
         Raises:
             BackendError: sequences are running and not paused, or the engine was started without its memory saver.
@@ -175,7 +176,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         if self._keeps_memory:
             raise BackendError(
                 f"{self.name} cannot be offloaded: engine.enable_memory_saver is false; remove it, or set"
-                " memory.offload to never and give the role devices of its own"
+                " memory.offload to never and give the role its own devices"
             )
         if self.is_generating:
             raise BackendError(f"{self.name} is generating; pause it before it is offloaded")
@@ -190,7 +191,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
             self._offloaded -= set(wanted)
 
     def live_bytes(self, part: MemoryPart) -> int:
-        """See ``MeasuresMemory``: what the engine's schedulers find.
+        """See ``MeasuresMemory``. Returns the sum over the engine's schedulers.
 
         Raises:
             BackendError: the engine does not answer.
@@ -200,7 +201,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         return int(self._process.call("live_bytes", part, timeout_s=_MOVE_TIMEOUT_S))
 
     def close(self) -> None:
-        """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
+        """See ``Lifecycle``. Pending requests fail with a ``BackendError``."""
         self._set_dead(CLOSED)
         if self._process is not None:
             self._process.close()
@@ -226,19 +227,19 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
     ) -> SGLangRequest:
         return SGLangRequest(number, request, basis, future, on_tokens)
 
-    def _hand_over(self) -> None:
+    def _submit_inbox(self) -> None:
         for pending in self._take_inbox():
-            self._spawn(self._ask(pending))
+            self._spawn(self._run_request(pending))
 
     def _drop(self, pending: SGLangRequest) -> None:
         async def end() -> None:
-            with suppress(BackendError):  # an engine that is gone has ended it
+            with suppress(BackendError):  # the request is gone with its engine
                 await self._call("abort", [pending.rid])
 
         self._spawn(end())
 
     async def _abort(self, pending: Sequence[SGLangRequest]) -> None:
-        await asyncio.sleep(0)  # requests that were handed over in this turn of the event loop are sent first
+        await asyncio.sleep(0)  # first send the requests submitted in this event-loop iteration
         await self._call("abort", [one.rid for one in pending])
 
     async def _pause(self) -> None:
@@ -251,7 +252,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         for pending in list(self._pending.values()):
             if pending.unreported:
                 pending.report_all(self.name)
-        self._hand_over()
+        self._submit_inbox()
 
     def _memory_problem(self) -> str | None:
         away = [part for part in _PARTS if part in self._offloaded]
@@ -261,24 +262,24 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
 
     @property
     def weights_are_offloaded(self) -> bool:
-        """Whether the engine has given the weights' memory back."""
+        """Whether the engine has released the memory of its weights."""
         return "weights" in self._offloaded
 
     @property
     def stays_paused(self) -> bool:
-        """Whether the replica is paused, and will be resumed."""
+        """Whether the replica is paused and stays so after a sync."""
         return self._paused
 
     async def die(self, reason: str, cause: BaseException | None = None) -> None:
-        """See ``LoadingReplica``: the engine's processes end, too."""
+        """See ``LoadingReplica``. Also ends the engine's processes."""
         await super().die(reason, cause)
         if self._process is not None:
             await asyncio.to_thread(self._process.close, 0)
 
     # Inside
 
-    async def _ask(self, pending: SGLangRequest) -> None:
-        """Let the engine sample, check what it returns, and answer the call that waits."""
+    async def _run_request(self, pending: SGLangRequest) -> None:
+        """Let the engine sample, check its output, and complete the pending call."""
         assert self._process is not None
         try:
             reply = await self._process.acall(
@@ -289,7 +290,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
                 on_event=None if pending.on_tokens is None else lambda tokens: self._on_event(pending, tokens),
             )
         except BackendError as error:
-            self._notice_loss()  # which fails all that wait
+            self._notice_loss()  # fails all pending requests
             reason = error.text if isinstance(error, HostedCallError) else str(error)
             self._fail(pending, reason, error)
         except Exception as error:
@@ -337,7 +338,7 @@ class SGLangGenerator(GeneratorReplica[SGLangRequest]):
         try:
             self._process.call(method, list(parts), timeout_s=_MOVE_TIMEOUT_S)
         except BackendError as error:
-            # Half of the memory may have moved: nothing that the engine would sample could be trusted.
+            # Part of the memory may have moved, so further samples could not be trusted.
             self._set_dead(f"{method} of {', '.join(parts)} failed: {error}", error)
             self._process.close(grace_s=0)
             raise

@@ -1,4 +1,4 @@
-"""Registers the generator ``sglang``. Imports nothing heavy: listing plugins never imports torch."""
+"""Registers the generator ``sglang``. Imports nothing heavy, so that listing plugins never imports torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from chatlearn_core.plugins.records import GeneratorSpec
 
 @hookimpl
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """SGLang, one engine a replica."""
+    """Register SGLang; each replica is one engine."""
     return [
         GeneratorSpec(
             name="sglang",
-            summary="SGLang in a process of its own, usually under another interpreter; tensor parallel; CPU or GPUs.",
+            summary="SGLang in its own process, usually under another interpreter; tensor parallel; CPU or GPUs.",
             requires=(("sglang>=0.5.23,<0.5.24",),),
             factory="chatlearn_sglang.generator:SGLangGenerator",
             options="chatlearn_sglang.options:SGLangGeneratorOptions",

@@ -1,8 +1,8 @@
-"""Which LoRA adapters an engine serves, and what SGLang gets of one.
+"""Checks which LoRA adapters an engine can serve, and translates them for SGLang.
 
-SGLang reads the rank and alpha of peft's configuration and nothing else, skips tensors that it has no place for, and
-fuses projections by assuming that an adapter has all of them. So what it would get wrong is refused by name before a
-byte moves, and what an adapter leaves out of a fused layer is filled with zeros.
+SGLang reads only the rank and alpha of peft's configuration, skips tensors that it cannot place, and fuses projections
+as if an adapter had all of them. This module therefore refuses, by name and before any transfer, what SGLang would
+compute wrongly, and fills the missing parts of a fused layer with zeros.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from chatlearn_core.types import TensorSpec, WeightManifest
 from chatlearn_sglang.engine_side.adapter import configuration
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections that SGLang computes as one."""
+"""Groups of projections that SGLang computes as one."""
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _UNSUPPORTED = ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
-"""Of peft's configuration: what SGLang leaves out of account, if it is set."""
+"""Fields of peft's configuration that SGLang ignores; they must not be set."""
 _MAX_LINES = 10
 
 
 @dataclass(slots=True, frozen=True)
 class AdapterTerms:
-    """What an engine was started to serve."""
+    """The adapters that an engine was started to serve."""
 
     target_modules: tuple[str, ...]
-    """Endings of the layers that an adapter may change."""
+    """Name endings of the layers that an adapter may change, such as ``q_proj``."""
     max_rank: int
 
 
 def target_modules(model: WeightManifest) -> tuple[str, ...]:
-    """Endings of the linear layers that adapters may change: of attention, and of the MLP where there are no experts,
-    which SGLang would wrap together with it.
+    """Return the name endings of the linear layers that adapters may change.
+
+    These are the layers of attention, and those of the MLP in models without experts, because SGLang would wrap the
+    experts together with the MLP.
     """
     served = ATTENTION if any(_EXPERT.search(name) for name in model.tensors) else ATTENTION | MLP
     return tuple(sorted({ending for name in model.tensors if (ending := _ending(name)) in served}))
@@ -46,30 +48,30 @@ def target_modules(model: WeightManifest) -> tuple[str, ...]:
 
 @dataclass(slots=True, frozen=True)
 class ServedAdapter:
-    """An adapter that SGLang can serve, in SGLang's words: plain builtins."""
+    """An adapter that SGLang can serve, described for SGLang in plain builtins."""
 
     rank: int
     alpha: float
     target_modules: list[str]
     absent: list[tuple[str, str, list[int]]]
-    """(name, dtype, shape) of tensors that stay zero."""
+    """(name, dtype, shape) of tensors to fill with zeros."""
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What SGLang reads of ``adapter_config.json``."""
+        """The fields of ``adapter_config.json`` that SGLang reads."""
         return configuration(self.rank, self.alpha, self.target_modules)
 
 
 def served_adapter(offered: WeightManifest, model: WeightManifest, terms: AdapterTerms) -> ServedAdapter:
-    """Translate what a sync offers.
+    """Check an offered adapter and translate it for SGLang.
 
     Args:
         offered: peft's tensors and configuration.
-        model: the base model's.
-        terms: of the engine.
+        model: manifest of the base model.
+        terms: what the engine was started to serve.
 
     Raises:
-        ValueError: one line for each thing that SGLang would get wrong.
+        ValueError: has one line for each thing that SGLang would compute wrongly.
     """
     config = offered.adapter
     assert config is not None
@@ -88,31 +90,31 @@ def served_adapter(offered: WeightManifest, model: WeightManifest, terms: Adapte
         match = _TENSOR.fullmatch(name)
         weight = None if match is None else model.tensors.get(f"{match['module']}.weight")
         if match is None or weight is None or len(weight.shape) != 2:
-            lines.append(f"{name}: belongs to no linear layer of the model")
+            lines.append(f"{name}: matches no linear layer of the model")
         elif _ending(weight.name) not in targets or _EXPERT.search(weight.name):
-            lines.append(f"{name}: SGLang serves adapters of {', '.join(targets)} here, outside experts")
+            lines.append(f"{name}: SGLang here serves adapters only for {', '.join(targets)}, outside experts")
         elif spec.shape != (expected := _shape(weight, match["half"], rank)):
             lines.append(f"{name}: shape {list(spec.shape)} offered, {list(expected)} expected")
         else:
             halves.setdefault(match["module"], set()).add(match["half"])
     lines += [f"{module}: only lora_{found.pop()} is offered" for module, found in halves.items() if len(found) == 1]
     if not halves and not lines:
-        lines.append("it has no tensors")
+        lines.append("the adapter has no tensors")
     if lines:
         more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
         raise ValueError("\n".join(f"  {line}" for line in lines[:_MAX_LINES] + more))
     dtype = next(iter(offered.tensors.values())).dtype
     absent = [
         (f"base_model.model.{module}.lora_{half}.weight", dtype, list(_shape(weight, half, rank)))
-        for module in _left_out(halves)
+        for module in _missing_fused_modules(halves)
         if (weight := model.tensors.get(f"{module}.weight")) is not None
         for half in "AB"
     ]
     return ServedAdapter(rank, alpha, list(targets), absent)
 
 
-def _left_out(modules: Mapping[str, object]) -> list[str]:
-    """Modules that are fused with some of these and are not among them."""
+def _missing_fused_modules(modules: Mapping[str, object]) -> list[str]:
+    """Return the modules that SGLang fuses with some of these but that are not among them."""
     found = set()
     for module in modules:
         parent, _, ending = module.rpartition(".")
@@ -127,5 +129,5 @@ def _shape(weight: TensorSpec, half: str, rank: int) -> tuple[int, int]:
 
 
 def _ending(weight: str) -> str:
-    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
+    """The last part of a module name: ``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
     return weight.removesuffix(".weight").rpartition(".")[2]

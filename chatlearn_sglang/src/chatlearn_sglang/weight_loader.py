@@ -1,4 +1,4 @@
-"""Taking new weights into the engine: checked here, read by the engine's own processes where they lie."""
+"""Receives new weights for the engine: checks them here; the engine's processes read them in place."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chatlearn_sglang.served_adapter import AdapterTerms, ServedAdapter, served_
 
 
 class Replica(LoadingReplica, Protocol):
-    """What a loader needs of its generator."""
+    """The interface of its generator that a loader needs."""
 
     @property
     def stays_paused(self) -> bool: ...
 
 
 class SGLangWeightLoader(EngineWeightLoader):
-    """Hands what was checked to the engine, which skips unknown names silently and dies of wrong shapes.
+    """Pass checked weights to the engine, which itself skips unknown names silently and crashes on wrong shapes.
 
-    The KV cache of requests that run is dropped at ``begin``, and computed again under the new weights.
+    ``begin`` drops the KV cache of running requests; they recompute it under the new weights.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SGLangWeightLoader(EngineWeightLoader):
         facts: Mapping[str, Any],
         adapters: AdapterTerms | None = None,
     ) -> None:
-        """``adapters``: what the engine was started to serve; None: it takes whole models."""
+        """``adapters``: what the engine was started to serve; None if it takes whole models."""
         super().__init__(
             replica,
             expected,
@@ -52,16 +52,16 @@ class SGLangWeightLoader(EngineWeightLoader):
         self._num_stages = int(facts["pp_size"])
         self._adapters = adapters
         self._arriving: ServedAdapter | None = None
-        """The adapter of the sync that is open."""
-        self._of_sync: dict[str, Any] = {}
-        """What every operation of that sync tells the engine's ranks."""
+        """The adapter of the open sync; None if the sync is of whole weights."""
+        self._sync_fields: dict[str, Any] = {}
+        """Fields that every operation of the open sync sends to the engine's ranks."""
 
     async def join_group(self, rendezvous: GroupRendezvous) -> None:
         """See ``ProcessGroupLoader``.
 
         Raises:
-            BackendTimeoutError: the sender and the other receivers did not come.
-            WeightSyncError: the engine is pipeline parallel: its stages would need ranks of their own.
+            BackendTimeoutError: the sender or other receivers did not join in time.
+            WeightSyncError: the engine is pipeline parallel: its stages would need their own ranks.
         """
         if self._num_stages > 1:
             raise WeightSyncError(
@@ -71,7 +71,7 @@ class SGLangWeightLoader(EngineWeightLoader):
         await super().join_group(rendezvous)
 
     def load_tied(self, directory: Path, timeout_s: float) -> None:
-        """Load tied tensors from the model directory under their second names, which SGLang may not do when it starts.
+        """Load tied tensors from the model directory under their second names, which SGLang may skip at its start.
 
         Blocks; part of ``setup``.
         """
@@ -94,7 +94,7 @@ class SGLangWeightLoader(EngineWeightLoader):
             ) from error
 
     def _served(self, manifest: WeightManifest) -> ServedAdapter | None:
-        """Raises: ValueError: says what of an adapter SGLang would get wrong."""
+        """Translate an offered adapter. Raises: ValueError: lists what SGLang would compute wrongly."""
         if self._adapters is None:
             return None
         return served_adapter(manifest, self._incoming.expected, self._adapters)
@@ -102,11 +102,11 @@ class SGLangWeightLoader(EngineWeightLoader):
     async def _begin(self, manifest: WeightManifest) -> None:
         self._arriving = self._served(manifest)
         is_adapter = self._arriving is not None
-        self._of_sync = {"sync": self._incoming.version, "adapter": is_adapter, "copies": self._copies}
+        self._sync_fields = {"sync": self._incoming.version, "adapter": is_adapter, "copies": self._copies}
         await self._process.acall("begin_weights")
 
     async def _load(self, source: str, content: Mapping[str, Any]) -> None:
-        await self._process.acall("load", source, {**content, **self._of_sync})
+        await self._process.acall("load", source, {**content, **self._sync_fields})
 
     async def _join(self, rendezvous: Mapping[str, Any]) -> None:
         await self._load("join", rendezvous)

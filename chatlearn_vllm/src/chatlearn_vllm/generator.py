@@ -152,7 +152,7 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
     ) -> EngineRequest:
         return EngineRequest(number, request, basis, future, on_tokens)
 
-    def _hand_over(self) -> None:
+    def _submit_inbox(self) -> None:
         if len(self._inbox) == 1:
             self._listen().call_soon(self._flush)
 

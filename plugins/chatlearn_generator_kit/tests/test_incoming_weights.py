@@ -63,20 +63,20 @@ def test_a_manifest_that_does_not_fit_changes_nothing(incoming) -> None:
         (("norm", tensor(torch.float16)), "norm: dtype float16 arrived, float32 announced"),
     ],
 )
-def test_what_was_not_announced_is_refused(incoming, arrives, message) -> None:
+def test_unannounced_tensors_are_refused(incoming, arrives, message) -> None:
     incoming.begin(1, EXPECTED)
     with pytest.raises(WeightSyncError, match=message):
         list(incoming.checked([arrives]))
 
 
-def test_a_tensor_comes_once_and_a_tied_one_under_either_name(incoming) -> None:
+def test_a_tensor_arrives_once_and_a_tied_one_under_either_name(incoming) -> None:
     incoming.begin(1, manifest("head", "norm", aliases={"embed": "head"}))
     assert [name for name, _ in incoming.checked([("head", tensor())])] == ["embed"]
     with pytest.raises(WeightSyncError, match="embed: arrived twice"):
         list(incoming.checked([("head", tensor())]))
 
 
-def test_a_tied_tensor_that_comes_under_both_names_counts_once(incoming) -> None:
+def test_a_tied_tensor_under_both_names_counts_once(incoming) -> None:
     incoming.begin(1, manifest("embed", "head", "norm"))
     names = [name for name, _ in incoming.checked([("head", tensor()), ("embed", tensor()), ("norm", tensor())])]
     assert names == ["embed", "norm"]
@@ -92,7 +92,7 @@ def test_specs_are_admitted_together_or_not_at_all(incoming) -> None:
     assert incoming.check_specs([good]) == [good]
 
 
-def test_what_did_not_arrive_is_named_and_the_sync_stays_open(incoming) -> None:
+def test_missing_tensors_are_named_and_the_sync_stays_open(incoming) -> None:
     incoming.begin(7, EXPECTED)
     list(incoming.checked([("embed", tensor())]))
     with pytest.raises(
@@ -107,11 +107,11 @@ def test_what_did_not_arrive_is_named_and_the_sync_stays_open(incoming) -> None:
 
 def test_one_sync_at_a_time(incoming) -> None:
     incoming.begin(1, EXPECTED)
-    with pytest.raises(WeightSyncError, match="is loading version 1; finish or fail that before version 2"):
+    with pytest.raises(WeightSyncError, match="is loading version 1; finish or fail it before version 2"):
         incoming.begin(2, EXPECTED)
 
 
-def test_an_adapter_says_itself_what_must_arrive(incoming) -> None:
+def test_an_adapter_manifest_defines_what_must_arrive(incoming) -> None:
     incoming.begin(3, manifest("lora_A", "lora_B", adapter={"r": 2}))
     list(incoming.checked([("lora_A", tensor()), ("lora_B", tensor())]))
     assert incoming.finish() == 3
@@ -127,14 +127,14 @@ def test_a_checkpoint_is_read_by_name_and_a_damaged_one_is_named(tmp_path) -> No
         list(read_checkpoint(tmp_path / ".."))
 
 
-def test_an_engine_is_told_plain_values_under_its_own_names(incoming) -> None:
+def test_an_engine_receives_plain_values_under_its_own_names(incoming) -> None:
     incoming.begin(0, manifest("head", "norm", aliases={"embed": "head"}))
     specs = [TensorSpec("head", (2, 3), "float32"), TensorSpec("norm", (2, 3), "float32")]
     places = [TensorPlace(spec, offset) for spec, offset in zip(specs, (0, 64), strict=True)]
     assert incoming.check_places(places) == [("embed", "float32", [2, 3], 0), ("norm", "float32", [2, 3], 64)]
 
 
-def test_of_a_broadcast_everything_is_received_and_a_second_name_left_out(incoming) -> None:
+def test_a_broadcast_is_received_whole_and_second_names_are_discarded(incoming) -> None:
     incoming.begin(0, manifest("embed", "head", "norm"))
     specs = [TensorSpec(name, (2, 3), "float32") for name in ("head", "embed", "norm")]
     assert incoming.check_broadcast(specs) == [

@@ -53,7 +53,7 @@ def test_spans_of_a_resumed_completion_come_first_and_join() -> None:
     assert pending(partial((0, 2, 1))).version_spans(2) == (VersionSpan(0, 2, 1),)
 
 
-def test_a_request_that_no_engine_saw_is_answered_with_what_it_resumed() -> None:
+def test_an_unstarted_request_is_answered_with_the_resumed_completion() -> None:
     empty = pending(partial((0, 2, 3))).unstarted()
     assert (empty.token_ids.tolist(), empty.text, empty.finish_reason) == ([0, 1], "ab", "abort")
     assert empty.version_spans == (VersionSpan(0, 2, 3),)
@@ -61,7 +61,7 @@ def test_a_request_that_no_engine_saw_is_answered_with_what_it_resumed() -> None
     assert (len(fresh.token_ids), fresh.version_spans, fresh.text) == (0, (), "")
 
 
-def test_a_completion_holds_what_was_resumed_first() -> None:
+def test_a_completion_starts_with_the_resumed_tokens() -> None:
     request = sampled(partial((0, 2, 3)))
     request.note_cached(4)
     assert request.problem("length") is None
@@ -96,13 +96,13 @@ def test_logprobs_of_the_raw_distribution_are_both() -> None:
         ([4], [-0.5], None, "ended it with None: out of memory"),
     ],
 )
-def test_what_cannot_be_a_completion_says_why(tokens, logprobs, reason, problem) -> None:
+def test_an_invalid_answer_says_why(tokens, logprobs, reason, problem) -> None:
     request = pending(partial((0, 2, 3)), EngineRequest)
     request.take(tokens, logprobs, [(0, 3)])
     assert problem in request.problem(reason, "out of memory")
 
 
-def test_an_abort_that_was_asked_for_is_an_answer() -> None:
+def test_a_requested_abort_is_a_valid_finish_reason() -> None:
     request = sampled(is_aborted=True)
     assert request.problem("abort") is None
     assert request.whole("abort", "cd").finish_reason == "abort"

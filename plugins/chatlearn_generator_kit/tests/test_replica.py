@@ -33,7 +33,7 @@ class Replica(GeneratorReplica[EngineRequest]):
     def _new_request(self, *arguments: Any) -> EngineRequest:
         return EngineRequest(*arguments)
 
-    def _hand_over(self) -> None:
+    def _submit_inbox(self) -> None:
         asyncio.get_running_loop().call_soon(self._submit)
 
     def _submit(self) -> None:
@@ -98,7 +98,7 @@ async def test_requests_reach_the_engine_in_order_and_are_answered() -> None:
     assert not replica._pending
 
 
-async def test_what_comes_while_paused_waits_in_order_behind_what_was_not_handed_over() -> None:
+async def test_requests_submitted_while_paused_wait_in_order_behind_earlier_ones() -> None:
     replica = Replica()
     [running] = await begin(replica, "running")
     early = asyncio.ensure_future(replica.generate(ask("early")))
@@ -115,7 +115,7 @@ async def test_what_comes_while_paused_waits_in_order_behind_what_was_not_handed
         assert (await task).request_id == name
 
 
-async def test_an_abort_answers_what_no_engine_has_at_once_and_the_others_with_what_they_have() -> None:
+async def test_an_abort_answers_waiting_requests_at_once_and_running_ones_with_partial_completions() -> None:
     replica = Replica()
     [running] = await begin(replica, "running")
     await replica.pause()
@@ -152,7 +152,7 @@ async def test_a_request_that_expires_or_is_cancelled_leaves_the_engine() -> Non
     assert replica.calls[2:] == ["pause"], "what the engine never had is not dropped there"
 
 
-async def test_death_reaches_every_call_and_its_first_reason_stays() -> None:
+async def test_death_fails_every_call_and_its_first_reason_stays() -> None:
     replica = Replica()
     [running] = await begin(replica, "running")
     await replica.pause()
@@ -201,7 +201,7 @@ async def test_requests_wait_for_new_weights_only_while_paused() -> None:
         await replica.serve(5)
 
 
-async def test_memory_that_is_away_is_needed_back_first() -> None:
+async def test_generation_is_refused_while_memory_is_offloaded() -> None:
     replica = Replica()
     replica.memory = "has 'weights' offloaded; onload it before generating"
     with pytest.raises(BackendError, match=r"\(test\) has 'weights' offloaded"):

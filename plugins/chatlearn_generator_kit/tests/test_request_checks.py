@@ -31,7 +31,7 @@ def check(wanted: GenerateRequest) -> None:
 @pytest.mark.parametrize(
     "good", [request([1, 2]), request([49] * 6), request([1], prior=prior(4)), request([1], prior=prior(2, "length"))]
 )
-def test_what_can_be_sampled_passes(good) -> None:
+def test_valid_requests_pass(good) -> None:
     check(good)
 
 
@@ -41,24 +41,24 @@ def test_what_can_be_sampled_passes(good) -> None:
         (request([]), "the prompt is empty"),
         (request([1, 50]), "prompt token 50 is outside the model's vocabulary of 50"),
         (request([-1, 3]), "prompt token -1 is outside"),
-        (request([1] * 10), "the prompt has 10 tokens and the model takes 10"),
-        (request([1] * 8), "make 12, the model takes 10; lower sampling.max_tokens to 2 or less"),
+        (request([1] * 10), "the prompt has 10 tokens, but the model takes 10"),
+        (request([1] * 8), "add up to 12, but the model takes 10; lower sampling.max_tokens to 2 or less"),
         (request([1], prior=prior(2, "stop")), "resumes a completion that has ended"),
-        (request([1], prior=prior(5)), "resumes a completion of 5 tokens under max_tokens 4"),
+        (request([1], prior=prior(5)), "resumes a completion of 5 tokens, but max_tokens 4"),
         (
             request([1], temperature=0.5, prior=prior(2)),
             "resumes logprobs of basis raw with sampling of basis processed",
         ),
     ],
 )
-def test_what_cannot_is_refused_by_the_name_of_the_request(bad, message) -> None:
+def test_invalid_requests_are_refused_by_name(bad, message) -> None:
     with pytest.raises(BackendError, match=f"the generator, request 'the request': .*{message}"):
         check(bad)
 
 
 def test_only_generators_that_score_take_tokens_to_score() -> None:
     wanted = replace(request([1, 2]), forced_ids=np.array([3, 4]))
-    with pytest.raises(BackendError, match=r"this generator does not give \(GeneratorSpec.scores\)"):
+    with pytest.raises(BackendError, match=r"this generator does not support \(GeneratorSpec.scores\)"):
         check(wanted)
     check_request(wanted, RAW_BASIS, "the generator", 10, 50, scores=True)
     with pytest.raises(BackendError, match="prompt token 50 is outside the model's vocabulary"):

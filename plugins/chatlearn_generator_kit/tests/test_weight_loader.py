@@ -82,7 +82,7 @@ async def test_a_refusal_changes_nothing(replica) -> None:
     loader = Loader(replica)
     with pytest.raises(WeightSyncError, match="2 tensors differ"):
         await loader.begin(1, WeightManifest({}))
-    with pytest.raises(WeightSyncError, match="offered a LoRA adapter and serves none"):
+    with pytest.raises(WeightSyncError, match="serves whole models, but the sync offers a LoRA adapter"):
         await loader.begin(1, WeightManifest({}, adapter={"r": 4}))
     with pytest.raises(WeightSyncError, match="serves LoRA adapters"):
         await Loader(replica, takes_adapters=True).begin(1, EXPECTED)
@@ -108,7 +108,7 @@ async def test_a_refusal_changes_nothing(replica) -> None:
     ],
     ids=["unexpected", "refused", "timeout", "torch's timeout", "lost"],
 )
-async def test_an_error_on_the_way_kills_the_replica(replica, step, error, kind, words) -> None:
+async def test_an_error_during_a_sync_kills_the_replica(replica, step, error, kind, words) -> None:
     loader = Loader(replica)
 
     async def sync() -> None:
@@ -127,7 +127,7 @@ async def test_an_error_on_the_way_kills_the_replica(replica, step, error, kind,
         await loader.begin(2, EXPECTED)
 
 
-async def test_an_error_that_an_engine_in_this_process_passed_on_is_ours(replica) -> None:
+async def test_a_weight_sync_error_from_an_engine_in_this_process_is_raised_unchanged(replica) -> None:
     loader = Loader(replica)
     await loader.begin(1, EXPECTED)
     loader.fails_with = RuntimeError("the engine's thread failed")
@@ -230,7 +230,7 @@ async def test_groups_are_joined_once_and_a_silent_sender_is_named(replica) -> N
     loader.silent = True
     with pytest.raises(BackendTimeoutError, match=r"rank 0 of the group 'g' at .*:9 sent nothing within 0\.5 s"):
         await loader.load_broadcast("g", list(EXPECTED.tensors.values()))
-    with pytest.raises(BackendTimeoutError, match=r"its 2 ranks could not meet the sender of the group 'h'"):
+    with pytest.raises(BackendTimeoutError, match=r"its 2 ranks could not join the sender of the group 'h'"):
         await loader.join_group(GroupRendezvous("h", "127.0.0.1:9", "gloo", 3, 1, 0.5))
     await loader.leave_group("g")
     await loader.leave_group("unknown")
@@ -239,6 +239,6 @@ async def test_groups_are_joined_once_and_a_silent_sender_is_named(replica) -> N
 async def test_a_group_that_was_not_joined_is_refused(replica) -> None:
     loader = EngineLoader(replica)
     await loader.begin(1, EXPECTED)
-    with pytest.raises(WeightSyncError, match="the group 'g' was not joined"):
+    with pytest.raises(WeightSyncError, match="the group 'g' has not been joined"):
         await loader.load_broadcast("g", [])
     assert replica.is_dead

@@ -259,7 +259,7 @@ async def test_requests_of_one_turn_start_together_in_order(make_generator, ask)
     ("prompt", "sampling", "message"),
     [
         ([], {}, "request 'x': the prompt is empty"),
-        ([1] * 40, {}, r"prompt has 40 tokens and the model takes 40.*data.max_prompt_tokens"),
+        ([1] * 40, {}, r"prompt has 40 tokens, but the model takes 40.*data.max_prompt_tokens"),
         ([1] * 30, {"max_tokens": 11}, r"30 tokens and max_tokens 11 make 41, the model takes 40.*to 10 or less"),
         ([1, 10**6], {}, "prompt token 1000000 is outside the model's vocabulary"),
         ([-1], {}, "prompt token -1 is outside"),
@@ -277,7 +277,7 @@ async def test_resuming_what_does_not_fit_is_refused(make_generator, ask):
     whole = await generator.generate(ask("a", PROMPT))
     with pytest.raises(BackendError, match=r"basis raw with sampling of basis processed\(temperature=0.5"):
         await generator.generate(ask("b", PROMPT, resume_from=whole, temperature=0.5))
-    with pytest.raises(BackendError, match="completion of 12 tokens under max_tokens 5"):
+    with pytest.raises(BackendError, match="completion of 12 tokens, but max_tokens 5"):
         await generator.generate(ask("b", PROMPT, resume_from=whole, max_tokens=5))
     full = await generator.generate(ask("b", PROMPT, resume_from=whole))
     same(full, whole)

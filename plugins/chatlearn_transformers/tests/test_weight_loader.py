@@ -308,7 +308,7 @@ async def test_order_of_calls(make_generator, tmp_path, ask):
         await loader.begin(1, loader.expected_manifest())
     generator.onload({"weights"})
     await loader.begin(1, loader.expected_manifest())
-    with pytest.raises(WeightSyncError, match="is loading version 1; finish or fail that before version 2"):
+    with pytest.raises(WeightSyncError, match="is loading version 1; finish or fail it before version 2"):
         await loader.begin(2, loader.expected_manifest())
     with pytest.raises(BackendError, match="is loading and cannot take request 'x'"):
         await generator.generate(ask("x", PROMPT))

@@ -1,7 +1,8 @@
-"""Runs in SGLang's interpreter: standard library, torch and SGLang; of ours only ``chatlearn_hosting.engine_side``.
+"""The code that runs in SGLang's interpreter.
 
-It is imported in every process of the engine before SGLang is, since the engine spawns its processes and these first
-import what their parent ran. On a CPU that is where the stand-ins for GPU packages are put in place.
+It imports the standard library, torch and SGLang, and of ChatLearn only ``chatlearn_hosting.engine_side``. Every
+process of the engine imports it before SGLang, because spawned processes first import the modules of their parent. On a
+CPU it then installs the stand-ins for GPU packages.
 """
 
 import os
@@ -9,14 +10,14 @@ import os
 from . import cpu_stand_ins
 
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-"""SGLang's own switch, read when it is first imported."""
+"""SGLang's own switch; SGLang reads it on its first import."""
 
 if os.environ.get(CPU_VARIABLE) == "1":
     cpu_stand_ins.install()
 
 
 def in_spawned_process() -> None:
-    """Called by ``chatlearn_hosting`` in the processes that the engine spawns."""
+    """Register the hooks; ``chatlearn_hosting`` calls this in the processes that the engine spawns."""
     from . import hooks
 
     hooks.register()

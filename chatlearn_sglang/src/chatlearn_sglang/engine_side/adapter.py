@@ -1,8 +1,8 @@
-"""The one LoRA adapter that every request uses, and that a weight sync gives new values.
+"""The only LoRA adapter: every request uses it, and a weight sync replaces its values.
 
-SGLang serves adapters side by side, each under a name, and lets go of one when the last request that uses it has
-ended. Here requests outlive the values they started under, so the adapter is there from the start, without tensors,
-which changes nothing; a sync replaces what it holds, in place, on every rank, while nothing runs.
+SGLang serves adapters side by side by name, and unloads an adapter when its last request has ended. Here requests
+outlive the weights they started with, so the adapter exists from the start, without tensors, and so without effect. A
+sync replaces its tensors in place on every rank while no request runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from . import cpu_stand_ins
 
 NAME = "policy"
 VARIABLE = "CHATLEARN_SGLANG_ADAPTER"
-"""Set in processes of an engine that serves an adapter."""
+"""Environment variable that is set in the processes of an engine with an adapter."""
 TARGET = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
 
 _managers: list[Any] = []
-"""This rank's ``LoRAManager``."""
+"""The ``LoRAManager`` of this rank, once it exists."""
 
 
 def register() -> None:
-    """Prepare this process, if its engine serves an adapter: the manager is kept, and a CPU can do without pinning."""
+    """Register the hook that keeps the ``LoRAManager``, if the engine serves an adapter; without a GPU disable memory
+    pinning.
+    """
     if VARIABLE not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -38,12 +40,12 @@ def register() -> None:
 
 
 def keep_manager(_: None, manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Called after ``LoRAManager.__init__``."""
+    """Keep the manager; runs after ``LoRAManager.__init__``."""
     _managers[:] = [manager]
 
 
 def first_request(target_modules: Iterable[str], num_ranks: int) -> Any:
-    """Tells SGLang's front that the adapter is there; it holds no tensors yet."""
+    """Return the request that registers the adapter, still without tensors, in SGLang's tokenizer manager."""
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -55,33 +57,33 @@ def first_request(target_modules: Iterable[str], num_ranks: int) -> Any:
 
 
 def configuration(rank: int, alpha: float, target_modules: Iterable[str]) -> dict[str, Any]:
-    """What SGLang reads of peft's ``adapter_config.json``."""
+    """Return the fields of peft's ``adapter_config.json`` that SGLang reads."""
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted(target_modules)}
 
 
 def replace(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], absent: Sequence[tuple[str, str, Sequence[int]]]
 ) -> None:
-    """Let this rank serve other values.
+    """Replace the values of the adapter on this rank.
 
     Args:
-        tensors: by peft's names; SGLang keeps them on the host.
+        tensors: tensors by peft's names; SGLang keeps them on the host.
         config: see ``configuration``.
-        absent: (name, dtype, shape) of tensors that SGLang fuses with some of these and that the adapter leaves as the
-            base model has them: zeros stand for them.
+        absent: (name, dtype, shape) of tensors that SGLang fuses with some of these but the adapter lacks; zeros
+            replace them, which leaves the base model unchanged.
 
     Raises:
-        RuntimeError: SGLang did not take them; says why.
+        RuntimeError: SGLang refused the tensors; the message has its reason.
     """
     [manager] = _managers
     [reference] = [ref for ref in manager.lora_refs.values() if ref.lora_name == NAME]
     zeros = {name: torch.zeros(tuple(shape), dtype=getattr(torch, dtype)) for name, dtype, shape in absent}
     _require(manager.unload_lora_adapter(reference))
     _require(manager.load_lora_adapter_from_tensors(reference, {**tensors, **zeros}, dict(config)))
-    # SGLang would copy them to where they are used with the next batch, and die there of what does not fit.
+    # Otherwise SGLang would copy them to the device with the next batch, and crash there if they do not fit.
     manager.fetch_new_loras({reference.lora_id})
 
 
 def _require(result: Any) -> None:
     if not result.success:
-        raise RuntimeError(f"SGLang did not take the adapter: {result.error_message}")
+        raise RuntimeError(f"SGLang refused the adapter: {result.error_message}")

@@ -1,9 +1,9 @@
-"""One load of a model's weights, in several calls of its ``load_weights``.
+"""Loads a model's weights through several calls of its ``load_weights``.
 
-Some loaders of SGLang keep a tensor until another one has come that they fuse it with (DeepSeek: ``q_a_proj`` and
-``kv_a_proj_with_mqa``), and forget it when the call ends. So what a loader still holds at the end of a bucket is given
-to it again with the next one: loading a tensor twice changes nothing. A loader that collects all it gets before it
-loads any is given all buckets at once, at the end.
+Some SGLang loaders keep a tensor until the tensor arrives that they fuse it with (DeepSeek: ``q_a_proj`` and
+``kv_a_proj_with_mqa``), but drop it when the call ends. Tensors that a loader still holds at the end of a bucket are
+therefore passed again with the next bucket; loading a tensor twice changes nothing. A loader that collects all tensors
+before it loads any receives all buckets together at the end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _open_loads = 0
 
 
 def register() -> None:
-    """Let loaders finish a tensor before they take the next, while one of ours runs: they then hold what they keep,
-    not what a thread of theirs has yet to copy.
+    """Make loaders finish a tensor before they take the next one while a ``BucketedLoad`` is active.
+
+    Then the loader holds exactly the tensors that it keeps, and none that one of its threads has yet to copy.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
@@ -31,27 +32,27 @@ def register() -> None:
 
 
 def in_order(asynchronous: bool, weight: Tensor) -> bool:
-    """Called after ``should_async_load``."""
+    """Disable asynchronous loading while a load is open; runs after ``should_async_load``."""
     return asynchronous and not _open_loads
 
 
 class BucketedLoad:
-    """What one rank was given of one sync."""
+    """One load of one rank in one sync."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._held: list[Named] = []
-        """Copies of what the loader kept."""
+        """Copies of the tensors that the loader still held after the last bucket."""
         self._collected: list[Named] | None = None
-        """Copies of all that came, once the loader is known to collect."""
+        """Copies of all tensors so far, once the loader is known to collect; None before."""
 
     def give(self, tensors: Iterable[Named]) -> None:
-        """Load a bucket, whose tensors need not outlive this call."""
+        """Load a bucket. Its tensors need not outlive this call."""
         if self._collected is not None:
             self._collected.extend((name, tensor.clone()) for name, tensor in tensors)
             return
         again, self._held = self._held, []
-        bucket = _Watched(_joined(again, tensors))
+        bucket = _HoldTracker(_joined(again, tensors))
         self._load(bucket)
         if bucket.num_passed > 1 and len(bucket.held) == bucket.num_passed:
             self._collected = bucket.held
@@ -59,7 +60,7 @@ class BucketedLoad:
             self._held = bucket.held
 
     def finish(self) -> None:
-        """The last bucket has been given."""
+        """End the load after the last bucket."""
         collected, self._held, self._collected = self._collected, [], None
         if collected is not None:
             self._load(collected)
@@ -73,14 +74,14 @@ class BucketedLoad:
             _open_loads -= 1
 
 
-class _Watched:
-    """Passes tensors on and notes, when they have ended, which of them somebody still holds."""
+class _HoldTracker:
+    """Iterate over tensors and record, at the end, which of them the loader still holds."""
 
     def __init__(self, tensors: Iterator[Named]) -> None:
         self._tensors = tensors
         self.num_passed = 0
         self.held: list[Named] = []
-        """Copies."""
+        """Copies of the tensors that the loader still holds."""
 
     def __iter__(self) -> Iterator[Named]:
         passed: dict[str, list[weakref.ref[Tensor]]] = {}
@@ -88,13 +89,13 @@ class _Watched:
         for name, given in self._tensors:
             if smallest is None or given.numel() < smallest[1].numel():
                 smallest = name, given.detach()
-            tensor = given.detach()  # an object of ours, which only the loader can hold
+            tensor = given.detach()  # a new object, which only the loader can hold
             passed.setdefault(name, []).append(weakref.ref(tensor))
             yield name, tensor
             del tensor, given
         self.num_passed = len(passed)
         if self.num_passed > 1 and smallest is not None:
-            # A loop holds its last tensor, whether its loader needs it or not: let that be a small one.
+            # A loop variable holds the last tensor even if the loader does not need it: make that the smallest one.
             passed[smallest[0]].append(weakref.ref(smallest[1]))
             yield smallest
         del smallest
@@ -105,7 +106,7 @@ class _Watched:
 
 
 def _joined(again: list[Named], tensors: Iterable[Named]) -> Iterator[Named]:
-    """``again``, which is emptied, then ``tensors``."""
+    """Yield from ``again``, emptying it, then from ``tensors``."""
     again.reverse()
     while again:
         yield again.pop()

@@ -1,8 +1,8 @@
-"""Lets SGLang from PyPI run without a GPU: stand-ins for two compiled packages that PyPI has for CUDA only.
+"""Lets SGLang from PyPI run without a GPU: stand-ins for two compiled packages that PyPI has only for CUDA.
 
-``sgl_kernel`` for CPUs is built from source by SGLang's CPU users; without it SGLang 0.5.23 fails when it is imported.
-Where a real one is installed it is used. ``torchvision`` from PyPI cannot register its operators beside a CPU build of
-torch; SGLang imports it and calls none of them.
+CPU users of SGLang build ``sgl_kernel`` from source; without it, importing SGLang 0.5.23 fails. A real ``sgl_kernel``
+is used if installed. ``torchvision`` from PyPI cannot register its operators with a CPU build of torch; SGLang imports
+it but calls none of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TORCHVISION_SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-"""Of the operators whose fakes torchvision registers when it is imported."""
+"""Schemas of the operators whose fake implementations torchvision registers on import."""
 
 
 class StandInFinder:
-    """A finder on ``sys.meta_path``: supplies ``sgl_kernel`` if nothing else does, prepares for ``torchvision``."""
+    """Finder on ``sys.meta_path`` that provides ``sgl_kernel`` if it is missing, and prepares for ``torchvision``."""
 
     def __init__(self) -> None:
         self._library: Any = None
@@ -50,16 +50,16 @@ class StandInFinder:
 
 
 def install() -> None:
-    """Put the finder first, once a process."""
+    """Put the finder first on ``sys.meta_path``, once per process."""
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, StandInFinder())
 
 
 def do_without_pinned_memory() -> None:
-    """Let tensors be made and asked for in pinned memory where torch has none, and be ordinary ones.
+    """Make requests for pinned memory return ordinary tensors, where torch has no pinned memory.
 
-    SGLang 0.5.23 computes LoRA by torch's own operators (``lora_backend: torch_native``) and pins small tensors on the
-    way, which torch refuses without an accelerator.
+    SGLang 0.5.23 computes LoRA with torch operators (``lora_backend: torch_native``) and pins small tensors on the way,
+    which torch refuses without an accelerator.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Top-k and top-p as ChatLearn defines them: logits over temperature, cut to top-k, then to top-p of what is left."""
+"""Top-k and top-p as ChatLearn defines them: logits over temperature, cut to top-k, then to top-p of the rest."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 def cut_logits(logits: Tensor, params: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Mask what each row's parameters cut.
+    """Mask the tokens outside each row's top-k and top-p.
 
     Args:
         logits: [N, V]
-        params: of each row ``temperature`` (above 0), ``top_k`` (0: the whole vocabulary) and ``top_p``.
+        params: for each row ``temperature`` (above 0), ``top_k`` (0: the whole vocabulary) and ``top_p``. Example:
+            ``{"temperature": 0.7, "top_k": 50, "top_p": 0.9}``.
 
     Returns:
-        [N, V] the logits, -inf where cut. Tokens that tie with the last one of top-k are kept.
+        [N, V] the logits, -inf where masked. Tokens tied with the last top-k token are kept.
     """
     vocab = logits.shape[-1]
     device = logits.device

@@ -1,4 +1,6 @@
-"""The object that the adapter calls in SGLang's process: one ``sglang.Engine``, its requests, pauses and weights."""
+"""The object that the adapter calls in SGLang's process: one ``sglang.Engine`` with its requests, pauses
+and weights.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,25 @@ from .requests import answer, cut_short, engine_request, fresh_tokens
 from .weight_operations import LAST, LOADER, encode
 
 RESEND_S = 0.5
-"""An abort that overtook its request is sent again after this."""
+"""Seconds after which an abort is sent again, because it may have overtaken its request."""
 SEED_PROBE_TOKENS = 8
-FLUSH_PATIENCE_S = 10.0
+FLUSH_TIMEOUT_S = 10.0
 
 
 class EngineFailedError(RuntimeError):
-    """The engine refused or failed what it was told to do, in its own words."""
+    """The engine refused or failed an operation; the message has the engine's reason."""
 
 
 def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) -> Awaitable[HostedEngine]:
-    """Start the engine; called before the event loop runs, which SGLang's constructor does not expect.
+    """Start the engine. Called before the event loop runs, as SGLang's constructor requires.
 
     Args:
-        arguments: the user's.
-        owned: what the adapter sets.
-        cpu: whether to add what a CPU needs.
+        arguments: the user's arguments.
+        owned: arguments that the adapter sets.
+        cpu: whether to add the defaults for a CPU.
 
     Raises:
-        UnknownArgumentsError: an argument is not known to the installed SGLang.
+        UnknownArgumentsError: the installed SGLang does not know an argument.
     """
     import sglang
     from sglang.srt.server_args import ServerArgs
@@ -53,7 +55,9 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
 
 
 class HostedEngine:
-    """Methods are called by the adapter, one at a time except ``generate``, ``abort`` and ``load``."""
+    """One engine in SGLang's process. The adapter calls one method at a time, except ``generate``, ``abort`` and
+    ``load``.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -64,13 +68,14 @@ class HostedEngine:
         self._adapter = adapter.NAME if engine.server_args.enable_lora else None
         self._outcome = Outcome()
         self._loading = asyncio.Lock()
-        """Several senders' buckets may come at a time; SGLang takes one operation after the other, in one session."""
+        """Serialises loads: several senders' buckets may arrive at once, and SGLang runs one operation at a time in a
+        session."""
 
     async def prepared(self) -> HostedEngine:
-        """Sample a little: the first batch is slow, and seeds must decide.
+        """Sample a few tokens: this warms the engine up and checks that seeds take effect.
 
         Raises:
-            EngineFailedError: they do not; the hook that brings them does not fit this version of SGLang.
+            EngineFailedError: seeds have no effect, so the hook that passes them does not fit this version of SGLang.
         """
         sampling = {
             "max_tokens": SEED_PROBE_TOKENS,
@@ -94,14 +99,14 @@ class HostedEngine:
             import sglang
 
             raise EngineFailedError(
-                f"SGLang {sglang.__version__} draws other tokens from the same seed: its sampler does not take the"
-                " seeds that the hook on SamplingBatchInfo.from_schedule_batch sets"
+                f"SGLang {sglang.__version__} draws different tokens from the same seed: its sampler ignores the seeds"
+                " that the hook on SamplingBatchInfo.from_schedule_batch sets"
             )
         await self._flush_cache()
         return self
 
     def facts(self) -> dict[str, Any]:
-        """What the adapter wants to know of the running engine."""
+        """Return what the adapter needs to know about the running engine."""
         import sglang
 
         arguments = self._engine.server_args
@@ -121,10 +126,9 @@ class HostedEngine:
         sampling: Mapping[str, Any],
         emit: Callable[[list[int]], None] | None = None,
     ) -> dict[str, Any]:
-        """Sample one completion; see ``requests.answer``. With ``emit``, tokens are told as they appear.
+        """Sample one completion; see ``requests.answer``. ``emit`` receives tokens as they appear.
 
-        SGLang ignores stop tokens together with the end-of-sequence token, so a request that ignores this one alone is
-        watched and ended here.
+        With ``ignore_eos`` SGLang also ignores stop tokens, so this method checks for them and ends the request itself.
         """
         ended = self._open[rid] = asyncio.get_running_loop().create_future()
         stops = frozenset(sampling["stop_token_ids"] if sampling["ignore_eos"] else ())
@@ -150,9 +154,10 @@ class HostedEngine:
             ended.set_result(None)
 
     async def abort(self, rids: Sequence[str] | None) -> None:
-        """End these requests (None: all) and return when they have ended; those that ended before are ignored.
+        """End these requests (None: all), and return when they have ended. Requests that ended before are ignored.
 
-        While paused they are taken out of the batch first: SGLang ends a running request in its next step.
+        While paused, requests are first moved out of the batch, because SGLang ends a running request only in its next
+        step.
         """
         if self._paused == "in_place":
             await self._pause("retract")
@@ -166,12 +171,12 @@ class HostedEngine:
             await asyncio.wait(waiting, timeout=RESEND_S)
 
     async def pause(self) -> None:
-        """Stop stepping; running requests keep their KV cache. Returns when the last step is over."""
+        """Stop stepping. Running requests keep their KV cache. Returns when the last step has finished."""
         if self._paused is None:
             await self._pause("in_place")
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue stepping."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if self._paused is not None:
@@ -181,45 +186,46 @@ class HostedEngine:
     # Memory
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Give up memory. Paused requests compute their KV cache again when they go on."""
+        """Release memory. Paused requests recompute their KV cache when they continue."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if self._paused == "in_place":
             await self._pause("retract")
         if self._paused is None:
-            await self._flush_cache()  # a scheduler that still holds an answered request would die of the release
+            await self._flush_cache()  # a release crashes a scheduler that still holds an answered request
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(parts)))
 
     async def reclaim(self, parts: Sequence[str]) -> None:
-        """Take memory back that was released."""
+        """Restore released memory."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
 
     async def live_bytes(self, part: str) -> int:
-        """What a part occupies now, measured by the schedulers, summed over them; of the first pipeline stage.
+        """Bytes that a part occupies now, measured by the schedulers of the first pipeline stage and summed.
 
         Raises:
-            EngineFailedError: they do not tell; the hook that measures does not fit this version of SGLang.
+            EngineFailedError: the schedulers report no sizes, so the measuring hook does not fit this version of
+                SGLang.
         """
         states = await self._manager.get_internal_state()
         if any(memory.STATE_KEY not in state for state in states):
             import sglang
 
-            raise EngineFailedError(f"SGLang {sglang.__version__} does not tell what its memory holds")
+            raise EngineFailedError(f"SGLang {sglang.__version__} does not report the size of its memory parts")
         return sum(int(state[memory.STATE_KEY][part]) for state in states)
 
     # Weights
 
     async def begin_weights(self) -> None:
-        """Stop stepping and free the KV cache of what was running: it belongs to the old weights."""
+        """Stop stepping and free the KV cache of running requests, because it belongs to the old weights."""
         await self._pause("retract")
 
     async def load(self, operation: str, content: Mapping[str, Any]) -> None:
         """Run one of ``weight_operations.OPERATIONS`` on every rank.
 
         Raises:
-            EngineFailedError: a rank failed; says which and why.
+            EngineFailedError: a rank failed; the message names the rank and the reason.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -243,7 +249,7 @@ class HostedEngine:
             raise EngineFailedError("; ".join(errors))
 
     async def finish_weights(self, version: int, stay_paused: bool) -> None:
-        """Let the model take its final form, name the new version, drop what was cached under the old one, go on."""
+        """Finalise the model, set the new version, drop caches computed with the old weights, and continue."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._close_session()
@@ -251,7 +257,7 @@ class HostedEngine:
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
         if self._adapter is not None:
-            await self._flush_cache()  # a request of its own collects all of Python's garbage; LAST did without
+            await self._flush_cache()  # this also runs Python's garbage collection, which the operation LAST skips
         if not stay_paused:
             await self.resume()
 
@@ -265,7 +271,7 @@ class HostedEngine:
 
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
         self._paused = mode
-        # The scheduler answers in order and does not answer a pause: with the next answer it has paused.
+        # The scheduler answers in order, but does not answer a pause: once it answers the next message it has paused.
         current = self._manager.config_value("weight_version")
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=current, abort_all_requests=False)
@@ -286,8 +292,8 @@ class HostedEngine:
             self._session = False
 
     async def _flush_cache(self) -> None:
-        # A request is answered a step before the scheduler has let go of it. A paused scheduler would never try again.
-        reply = await self._manager.flush_cache(timeout_s=FLUSH_PATIENCE_S if self._paused is None else None)
+        # A request is answered one step before the scheduler releases it. A paused scheduler would never retry.
+        reply = await self._manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S if self._paused is None else None)
         if not reply.success:
             raise EngineFailedError(f"flush_cache: {reply.message or 'requests are still running'}")
 

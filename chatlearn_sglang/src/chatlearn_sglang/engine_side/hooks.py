@@ -1,4 +1,4 @@
-"""What is changed in SGLang, through its own registry of hooks, in every process of the engine."""
+"""Registers all hooks in SGLang, through SGLang's own hook registry, in every process of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import adapter, bucketed_load, memory, seeds
 
 
 def register() -> None:
-    """Before SGLang loads its plugins, which is when it applies them."""
+    """Register all hooks. Call this before SGLang loads its plugins, which is when it applies them."""
     keep_local_stores_local()
     seeds.register()
     bucketed_load.register()

@@ -1,8 +1,8 @@
-"""Brings ``cut_logits`` into SGLang's sampler.
+"""Runs ``cut_logits`` in SGLang's sampler.
 
-SGLang cuts top-p off the whole distribution even where top-k was cut first, and returns logprobs of the uncut one. Here
-the cut happens before it samples, so that what is sampled, and the logprob that is returned, are of the distribution
-that ``LogprobBasis`` states. Imported by SGLang's processes alone.
+SGLang applies top-p to the whole distribution even after top-k, and returns logprobs of the uncut distribution. Here
+the cut happens before sampling, so that samples and their logprobs follow the distribution that ``LogprobBasis``
+states. Only SGLang's processes import this module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .cut_logits import cut_logits
 
 
 class CutLogits(CustomLogitProcessor):  # type: ignore[misc]  # SGLang lives in another interpreter
-    """Applies what a request carries as ``custom_params``: see ``cut_logits``."""
+    """Apply each request's ``custom_params`` to its logits; see ``cut_logits``."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        """[N, V] logits of N requests, cut."""
+        """Return the masked logits, [N, V] for N requests."""
         assert custom_param_list is not None
         return cut_logits(logits, custom_param_list)

@@ -1,11 +1,11 @@
-"""Memory of SGLang's schedulers, part by part: what it occupies, and on a CPU, giving it back and taking it again.
+"""The memory of SGLang's schedulers by part: measures it, and on a CPU releases and restores it.
 
-On a GPU SGLang's memory saver takes memory away from behind tensors that look as before; the driver says what is there.
-On a CPU SGLang 0.5.23 accepts a release and frees nothing. There the storages of a part are emptied here, in place;
-weights wait in memory apart from the engine.
+On a GPU SGLang's memory saver unmaps memory behind tensors that look unchanged; the CUDA driver reports what is mapped.
+On a CPU SGLang 0.5.23 accepts a release but frees nothing. There this module empties the storages of a part in place;
+weights are saved outside the engine's storages.
 
-Through SGLang's own hooks, in every scheduler: one ends a release, one begins a return, and one adds what is measured
-to the scheduler's state.
+It uses SGLang's own hooks in every scheduler: one runs after a release, one before a restore, and one adds the measured
+sizes to the scheduler's state.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch
 from chatlearn_hosting.engine_side.emptied_storages import EmptiedStorages, storages_of
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""The parts, by SGLang's names."""
+"""SGLang's names of the parts."""
 STATE_KEY = "chatlearn_live_bytes"
-"""Key of the scheduler's internal state: part -> bytes."""
+"""Key in the scheduler's internal state, with a dict part -> bytes."""
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _POOLS = "sglang.srt.mem_cache"
 _MAPPED = 13
-"""CU_POINTER_ATTRIBUTE_MAPPED of the CUDA driver: whether there is memory behind an address."""
+"""CU_POINTER_ATTRIBUTE_MAPPED of the CUDA driver: whether memory is mapped at an address."""
 
 _emptied: dict[str, EmptiedStorages] = {}
-"""Of this process's scheduler, by part."""
+"""part -> the released storages of this process's scheduler."""
 
 
 def register() -> None:
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def add_live_bytes(reply: Any, scheduler: Any, *_: Any) -> Any:
-    """Add what the parts occupy on all ranks that one answer stands for."""
+    """Add the bytes of each part, summed over the attention tensor-parallel ranks that this reply represents."""
     live = torch.tensor([live_bytes(scheduler, part) for part in (WEIGHTS, KV_CACHE)])
     if torch.distributed.get_world_size(scheduler.attn_tp_cpu_group) > 1:
         torch.distributed.all_reduce(live, group=scheduler.attn_tp_cpu_group)
@@ -56,13 +56,13 @@ def add_live_bytes(reply: Any, scheduler: Any, *_: Any) -> Any:
 
 
 def live_bytes(scheduler: Any, part: str) -> int:
-    """Bytes that a part of this rank occupies now."""
+    """Bytes that a part occupies on this rank now."""
     storages = _weights(scheduler) if part == WEIGHTS else _kv_cache(_pool(scheduler))
     return sum(storage.nbytes() for storage in storages if storage.device.type == "cpu" or _is_backed(storage))
 
 
 def empty(_: Any, updater: Any, request: Any) -> None:
-    """After SGLang's own release: give the memory of the named parts back."""
+    """Release the memory of the named parts; runs after SGLang's own release."""
     scheduler = updater.scheduler
     for part in request.tags:
         if part == WEIGHTS:
@@ -73,7 +73,7 @@ def empty(_: Any, updater: Any, request: Any) -> None:
 
 
 def fill(updater: Any, request: Any) -> None:
-    """Before SGLang takes the named parts back: their memory is there again."""
+    """Restore the memory of the named parts; runs before SGLang's own restore."""
     for part in request.tags:
         moved = _emptied.pop(part).fill()
         if part == KV_CACHE:
@@ -97,7 +97,7 @@ def _kv_cache(pool: Any) -> list[torch.UntypedStorage]:
 
 
 def _fields(pool: Any) -> Iterator[tuple[str, Any]]:
-    """What a pool holds, and the pools inside it."""
+    """Yield the names and values of a pool's fields, and those of the pools inside it."""
     waiting, seen = [pool], {id(pool)}
     while waiting:
         for name, value in vars(waiting.pop()).items():
@@ -113,7 +113,7 @@ def _is_address_table(name: str) -> bool:
 
 
 def _correct_addresses(pool: Any, moved: Iterable[tuple[range, int]]) -> None:
-    """Pools keep the addresses of their buffers in tensors."""
+    """Correct the tensors in which pools keep the addresses of their buffers."""
     places = list(moved)
     for name, table in _fields(pool):
         if name.endswith("_ptrs") and isinstance(table, torch.Tensor):
@@ -122,7 +122,7 @@ def _correct_addresses(pool: Any, moved: Iterable[tuple[range, int]]) -> None:
 
 
 def _is_backed(storage: torch.UntypedStorage) -> bool:
-    """Whether the driver has memory behind a GPU storage's address."""
+    """Whether the driver has mapped memory at a GPU storage's address."""
     if not storage.nbytes():
         return False
     mapped = ctypes.c_int(0)

@@ -1,4 +1,4 @@
-"""Where the ranks of an engine report how an operation ended: anonymous memory, one JSON line a rank."""
+"""Anonymous memory in which the engine's ranks report the outcome of an operation, one JSON line per rank."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import os
 
 
 class Outcome:
-    """Written by ``weight_operations.apply`` in other processes, read here when the engine has answered."""
+    """The reports of one operation: ``weight_operations.apply`` writes them in other processes, the engine reads them
+    here.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("chatlearn-outcome")
 
     @property
     def path(self) -> str:
-        """Where other processes open it."""
+        """Path under which other processes open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def clear(self) -> None:
-        """Forget what was reported."""
+        """Delete all reports."""
         os.ftruncate(self._descriptor, 0)
 
     def errors(self) -> list[str]:
-        """What went wrong, one entry a rank that failed; also if no rank has reported."""
+        """Return one message for each rank that failed, or one message if no rank has reported."""
         lines = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).splitlines()
         reports = [json.loads(line) for line in lines]
         if not reports:
@@ -30,5 +32,5 @@ class Outcome:
         return [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"] is not None]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""One request in SGLang's words, and its answer in plain ones."""
+"""Translates one request to SGLang's arguments, and SGLang's output to plain builtins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SEED_LIMIT = 2**63
 def engine_request(
     rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str | None = None
 ) -> dict[str, Any]:
-    """Arguments of ``Engine.async_generate``.
+    """Return the arguments of ``Engine.async_generate``.
 
     Args:
-        rid: its name in the engine; no name may begin with another one.
+        rid: the request's name in the engine; no name may be a prefix of another.
         input_ids: [T] context.
-        sampling: fields of ``SamplingParams``, the seed as any integer.
+        sampling: fields of ``SamplingParams``; the seed may be any integer.
         adapter: name of the LoRA adapter to use.
     """
     parameters: dict[str, Any] = {
@@ -48,11 +48,13 @@ def engine_request(
 
 
 def answer(output: Mapping[str, Any]) -> dict[str, Any]:
-    """What SGLang returned, as plain builtins.
+    """Return SGLang's output as plain builtins.
 
     Returns:
-        ``token_ids`` [C]; ``logprobs`` [C], None where it gave none; ``finish``: its finish reason, a mapping;
-        ``text``; ``spans``: (start, stop, version) of policy versions; ``num_cached_tokens``.
+        ``token_ids`` [C]; ``logprobs`` [C], None where SGLang returned none; ``finish``: the finish reason, a mapping
+            such as
+            ``{"type": "stop", "matched": 2}``; ``text``; ``spans``: (start, stop, version) of policy versions;
+            ``num_cached_tokens``.
     """
     meta = output["meta_info"]
     token_ids = list(output["output_ids"])
@@ -70,7 +72,9 @@ def answer(output: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_short(reply: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """An answer that a stop token ended after ``count`` tokens, whatever was sampled until the engine noticed."""
+    """Truncate an answer after ``count`` tokens, whose last is a stop token; the engine may have sampled
+    more by then.
+    """
     return {
         **reply,
         "token_ids": reply["token_ids"][:count],
@@ -80,9 +84,9 @@ def cut_short(reply: Mapping[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def fresh_tokens(chunk: Mapping[str, Any], told: int) -> list[int]:
-    """Tokens of a streamed chunk, which holds all of the completion so far, beyond those told before."""
-    return list(chunk["output_ids"][told:])
+def fresh_tokens(chunk: Mapping[str, Any], num_seen: int) -> list[int]:
+    """Return the tokens of a streamed chunk after the first ``num_seen``; a chunk has the whole completion so far."""
+    return list(chunk["output_ids"][num_seen:])
 
 
 @cache

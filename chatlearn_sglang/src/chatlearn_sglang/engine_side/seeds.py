@@ -1,7 +1,7 @@
-"""A seed a request, through SGLang's own hooks.
+"""Adds a seed to each request through SGLang's own hooks.
 
-SGLang can draw each token by (seed, position) and does so only in its deterministic mode, which changes every kernel
-and does not exist on CPUs. The draws alone need nothing of it: this hook gives the sampler its seeds.
+SGLang can draw each token by (seed, position), but does so only in its deterministic mode, which changes every kernel
+and does not exist on CPUs. Seeded draws do not need that mode: this hook gives the sampler its seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def add_seeds(info: Any, _: type, batch: Any, vocab_size: int) -> Any:
-    """Set the seeds of a batch that is about to be sampled, where SGLang did not."""
+    """Set the seeds of a batch before it is sampled, where SGLang has set none."""
     if info.sampling_seed is None:
         seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Stands in for the package ``sgl_kernel`` on a CPU: the names that SGLang 0.5.23 imports there, two of them in use.
+"""Stand-in for the package ``sgl_kernel`` on a CPU, with the names that SGLang 0.5.23 imports; SGLang uses two of them.
 
-Of the operators in ``torch.ops.sgl_kernel`` there is only the hash that seeded sampling needs, so SGLang knows that it
-has no AMX kernels and takes torch's own.
+Of the operators in ``torch.ops.sgl_kernel`` it has only the hash for seeded sampling, so SGLang finds no AMX kernels
+and uses torch's own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def assign_req_to_token_pool_cpu(
         req_pool_indices: [N] row of each request.
         req_to_token: [rows, pool_len] the table.
         start_offset: [N] first column to write.
-        end_offset: [N] one past the last.
-        out_cache_loc: [sum(end - start)] locations, request after request.
-        pool_len: width of the table; the real kernel needs it for its strides.
+        end_offset: [N] column after the last one to write.
+        out_cache_loc: [sum(end - start)] locations, request by request.
+        pool_len: width of the table; only the real kernel uses it, for its strides.
     """
     taken = 0
     for row, start, stop in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
@@ -57,7 +57,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     for block in (seeds & _MASK, (seeds >> 32) & _MASK, positions.to(torch.int64) & _MASK):
         hashed = _mix(hashed, block)
     hashed = _mix(hashed[:, None], (col_indices.to(torch.int64) & _MASK)[None, :])
-    hashed = hashed ^ 16  # the number of bytes
+    hashed = hashed ^ 16  # the input length in bytes
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _MASK
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _MASK
     return (hashed ^ (hashed >> 16)).to(torch.uint32)

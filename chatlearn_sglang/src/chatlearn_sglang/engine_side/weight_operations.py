@@ -1,14 +1,14 @@
-"""New weights, as every rank of the engine takes them: SGLang calls ``apply`` as its custom weight loader.
+"""Applies weight operations on every rank of the engine: SGLang calls ``apply`` as its custom weight loader.
 
-The request comes as a uint8 tensor, since SGLang hands tensors to a loader and nothing else. What it says, each rank
-reads by itself: a block of shared memory, a checkpoint, a broadcast. A loader that raises ends SGLang's scheduler, so
-the outcome is written to a file that the caller gave, one line a rank.
+The request is encoded as a uint8 tensor, because SGLang passes only tensors to a loader. Each rank then reads the data
+itself: a block of shared memory, a checkpoint, a broadcast. An exception in a loader ends SGLang's scheduler, so each
+rank writes its outcome to the caller's file instead, one line per rank.
 
-Tied tensors are loaded under both of their names (``copies``): some models of SGLang 0.5.23 keep a head of their own
-although it is tied (Qwen3-MoE), which otherwise stays what it was, without an error; the others skip the second name.
+Tied tensors are loaded under both of their names (``copies``): some models of SGLang 0.5.23 keep a separate head
+although it is tied (Qwen3-MoE), which would silently stay unchanged; the others skip the second name.
 
-The operations of one weight sync carry its version (``sync``): what they bring belongs together. An adapter's tensors
-(``adapter``) are kept until the operation ``adapter`` says that they are complete.
+All operations of one weight sync carry its version (``sync``), which groups their data. An adapter's tensors
+(``adapter``) are collected until the operation ``adapter`` marks them as complete.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from . import adapter
 from .bucketed_load import BucketedLoad
 
 LOADER = f"{__name__}.apply"
-"""Import path under which SGLang finds the loader."""
+"""Import path by which SGLang finds the loader."""
 
 _groups = JoinedGroups()
-"""Groups that this rank has joined; they outlive a sync."""
+"""Process groups that this rank has joined; they outlive a sync."""
 _blocks = MappedBlocks()
-"""Blocks of transports that this rank reads again and again."""
-_syncs: dict[int, Arrival] = {}
-"""The sync that is arriving, by its version."""
+"""Blocks of transports that this rank reads repeatedly."""
+_syncs: dict[int, IncomingSync] = {}
+"""version -> the sync that is arriving; at most one."""
 
 
-class Arrival:
-    """What a sync has brought to this rank."""
+class IncomingSync:
+    """Data that a sync has delivered to this rank."""
 
     def __init__(self, model: Any) -> None:
         self.weights = BucketedLoad(model)
@@ -49,20 +49,20 @@ class Arrival:
 
 
 def encode(operation: str, content: Mapping[str, Any], outcome: str) -> bytes:
-    """One rank's payload of ``UpdateWeightsFromTensorReqInput``.
+    """Return one rank's payload of ``UpdateWeightsFromTensorReqInput``.
 
     Args:
         operation: a key of ``OPERATIONS``.
-        content: its argument.
-        outcome: path of the file to report to.
+        content: the operation's argument.
+        outcome: path of the file for the reports.
     """
     request = pickle.dumps((operation, dict(content), outcome))
-    # Not ForkingPickler, which would pass a file descriptor between processes that may be strangers.
+    # Not ForkingPickler: it would pass a file descriptor between processes that may be unrelated.
     return pickle.dumps([("request", torch.frombuffer(bytearray(request), dtype=torch.uint8))])
 
 
 def apply(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Run one request on this rank's part of the model, and report."""
+    """Run one request on this rank's part of the model, and report the outcome."""
     from sglang.srt.runtime_context import get_parallel
 
     [(_, request)] = named_tensors
@@ -81,52 +81,52 @@ def apply(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> No
 
 
 def load_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Tensors in shared memory, read where they lie."""
+    """Load tensors from shared memory, read in place."""
     with _blocks.read(content) as tensors:
         _take(model, tensors, content)
 
 
 def load_cuda_block(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Tensors in the memory of this rank's GPU, shared by the process that owns them."""
+    """Load tensors from this rank's GPU memory, shared by the process that owns them."""
     _take(model, open_cuda_block(content, torch.cuda.current_device()), content)
     # The owner reuses the block as soon as this is reported as done.
     torch.cuda.synchronize()
 
 
 def load_checkpoint(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Tensors in safetensors files: (file, [(name in it, name to load it by)])."""
+    """Load tensors from safetensors files: (file, [(name in the file, name to load)])."""
     _take(model, _from_files(content["files"]), content)
 
 
 def join_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Meet a sender; the engine's ranks follow ``first_rank`` in order."""
+    """Join a process group; the engine's ranks get consecutive ranks from ``first_rank`` on."""
     _groups.join(content, rank)
 
 
 def load_broadcast(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Tensors in one broadcast."""
+    """Load tensors from one broadcast."""
     _take(model, iter(_groups.receive(content, "cuda")), content)
 
 
 def leave_group(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """Leave a group that may have been joined."""
+    """Leave a process group, if this rank has joined it."""
     _groups.leave(content["name"])
 
 
 def finish(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """The sync has brought all its weights."""
-    _arrival(model, content["sync"]).weights.finish()
+    """End a sync of whole weights."""
+    _incoming_sync(model, content["sync"]).weights.finish()
     _syncs.clear()
 
 
 def serve_adapter(model: Any, content: Mapping[str, Any], rank: int) -> None:
-    """The sync has brought all of an adapter: see ``adapter.replace``."""
-    adapter.replace(_arrival(model, content["sync"]).adapter, content["config"], content["absent"])
+    """End a sync of an adapter and serve it; see ``adapter.replace``."""
+    adapter.replace(_incoming_sync(model, content["sync"]).adapter, content["config"], content["absent"])
     _syncs.clear()
 
 
 LAST = "finish"
-"""The operation that ends a sync of whole weights: what was cached under the old ones goes with it."""
+"""The operation that ends a sync of whole weights; the engine then drops caches computed with the old weights."""
 OPERATIONS: Mapping[str, Callable[[Any, Mapping[str, Any], int], None]] = {
     "block": load_block,
     "cuda_block": load_cuda_block,
@@ -140,26 +140,26 @@ OPERATIONS: Mapping[str, Callable[[Any, Mapping[str, Any], int], None]] = {
 
 
 def _take(model: Any, tensors: Iterable[tuple[str, Tensor]], content: Mapping[str, Any]) -> None:
-    """Tensors that last as long as this call."""
-    arrival = _arrival(model, content["sync"])
+    """Load tensors that are valid only during this call."""
+    arrival = _incoming_sync(model, content["sync"])
     if content["adapter"]:
         arrival.adapter.update((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
     else:
         arrival.weights.give(_with_copies(tensors, content["copies"]))
 
 
-def _arrival(model: Any, sync: int) -> Arrival:
-    """Of this sync; whatever one that failed has left is forgotten."""
+def _incoming_sync(model: Any, sync: int) -> IncomingSync:
+    """Return the record of this sync; discards the remains of a failed one."""
     if sync not in _syncs:
         _syncs.clear()
-        _syncs[sync] = Arrival(model)
+        _syncs[sync] = IncomingSync(model)
     return _syncs[sync]
 
 
 def _with_copies(
     tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor under its name, and under the names that are tied to it."""
+    """Yield each tensor under its name and under the names that are tied to it."""
     for name, tensor in tensors:
         yield name, tensor
         for alias in copies.get(name, ()):

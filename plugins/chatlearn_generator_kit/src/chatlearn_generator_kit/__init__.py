@@ -1,3 +1,3 @@
-"""What generator backends share: pending requests, pause and death of a replica, incoming weights, checks."""
+"""Code that generator backends share: pending requests, pause and death of a replica, incoming weights, checks."""
 
 __version__ = "0.1.0"

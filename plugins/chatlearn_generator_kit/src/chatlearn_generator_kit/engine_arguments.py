@@ -1,4 +1,6 @@
-"""Engine arguments that a backend sets itself. Imports nothing heavy: a configuration is checked without torch."""
+"""Engine arguments that a backend sets itself. Imports nothing heavy, so that configurations are checked
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,22 @@ from typing import Any
 
 
 def owned_problems(arguments: Mapping[str, Any], owned: Mapping[str, str]) -> dict[str, str]:
-    """Each argument under ``roles.<role>.engine`` that the backend sets itself, and what to set instead.
+    """Return each argument under ``roles.<role>.engine`` that the backend sets itself, with what to set instead.
 
     Args:
-        arguments: of the configuration. Names that nobody owns are checked where the engine is.
-        owned: names, and what to set instead.
+        arguments: ``engine`` section of the configuration. The engine checks all other names.
+        owned: names that the backend sets, with what to set instead.
     """
     return {name: f"owned by the backend; {owned[name]}" for name in arguments if name in owned}
 
 
 def refused(role: str, target: str, problems: Mapping[str, str] | Iterable[str]) -> str:
-    """The message about engine arguments that are not passed on.
+    """Return the error message for refused engine arguments.
 
     Args:
-        role: whose.
-        target: what they would have been passed to, such as ``vllm.EngineArgs``.
-        problems: by argument, or as lines ``name: problem``.
+        role: name of the role.
+        target: the class or function that would have taken them, such as ``vllm.EngineArgs``.
+        problems: problems by argument, or lines ``name: problem``.
     """
     lines = [f"{name}: {problem}" for name, problem in problems.items()] if isinstance(problems, Mapping) else problems
     return f"roles.{role}.engine holds arguments that cannot be passed to {target}:\n" + "\n".join(

@@ -1,6 +1,6 @@
-"""What a generator checks of the weights it is sent: names, shapes and types, each once, before an engine sees a byte.
+"""Checks of the weights that a generator receives: names, shapes and dtypes, each tensor once, before any transfer.
 
-Engines accept unknown names silently and die of wrong shapes, so every loader keeps this record of its sync.
+Engines silently accept unknown names and crash on wrong shapes, so every loader keeps this record of its sync.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from chatlearn_hf.checkpoint_names import SAFETENSORS_DTYPES, dtype_name
 from chatlearn_hf.model_directory import weight_files
 
 _MAX_LINES = 10
-"""Differences that an error lists; it counts the rest."""
+"""Number of differences that an error lists; it counts the rest."""
 
 
 class LoadingReplica(Protocol):
-    """What a loader needs of its replica."""
+    """The interface of its replica that a loader needs."""
 
     @property
     def name(self) -> str:
-        """For messages: role and replica."""
+        """Role and replica, for messages."""
 
     @property
     def is_dead(self) -> bool: ...
@@ -38,20 +38,20 @@ class LoadingReplica(Protocol):
     def weights_are_offloaded(self) -> bool: ...
 
     async def stop_serving(self) -> None:
-        """State ``loading``; returns when nothing is sampled. What runs is kept."""
+        """Enter the state ``loading``; return when sampling has stopped. Running requests are kept."""
 
     async def serve(self, policy_version: int) -> None:
-        """State ``serving``, under new weights."""
+        """Enter the state ``serving`` under the new weights."""
 
     async def die(self, reason: str, cause: BaseException | None = None) -> None:
-        """State ``dead``: every request fails."""
+        """Enter the state ``dead``: every request fails."""
 
 
 def require_ready(replica: LoadingReplica, policy_version: int) -> None:
-    """The replica can take weights.
+    """Check that the replica can take weights.
 
     Raises:
-        WeightSyncError: it is dead, or its weights are offloaded.
+        WeightSyncError: the replica is dead, or its weights are offloaded.
     """
     if replica.is_dead:
         raise WeightSyncError(f"{replica.name} is dead; restart it before the sync of version {policy_version}")
@@ -64,19 +64,20 @@ def require_ready(replica: LoadingReplica, policy_version: int) -> None:
 def require_payload(
     replica: LoadingReplica, policy_version: int, manifest: WeightManifest, *, takes_adapters: bool
 ) -> None:
-    """What is offered is what the replica's engine was started for: LoRA adapters, or whole models.
+    """Check that the offered payload (LoRA adapter or whole model) is the one the replica's engine was started for.
 
     Raises:
-        WeightSyncError: it is the other one.
+        WeightSyncError: it is the other payload.
     """
     if takes_adapters != (manifest.adapter is not None):
         raise WeightSyncError(
             f"{replica.name} cannot take policy version {policy_version}: "
             + (
-                "it serves LoRA adapters (options.lora) and is offered a whole model; set weight_sync.payload to"
+                "it serves LoRA adapters (options.lora), but the sync offers a whole model; set weight_sync.payload to"
                 " adapter, or remove options.lora"
                 if takes_adapters
-                else "it is offered a LoRA adapter and serves none; set options.lora, or weight_sync.payload to full"
+                else "it serves whole models, but the sync offers a LoRA adapter; set options.lora, or"
+                " weight_sync.payload to full"
             )
         )
 
@@ -84,16 +85,16 @@ def require_payload(
 class IncomingWeights:
     """One replica's record of a sync: what its model needs, what was announced, what has arrived.
 
-    ``begin``, then any number of ``checked`` or ``check_specs``, then ``finish``; ``reset`` from anywhere.
+    Call ``begin``, then ``checked`` or ``check_specs`` any number of times, then ``finish``; ``reset`` at any time.
     """
 
     def __init__(self, replica: str, expected: WeightManifest, *, convert_dtype: bool = False) -> None:
-        """Start without a sync.
+        """Start without an open sync.
 
         Args:
-            replica: for messages: role, replica, backend.
-            expected: what the model directory says must arrive.
-            convert_dtype: whether another dtype may be offered, since the loader casts.
+            replica: role, replica and backend, for messages.
+            expected: manifest of the model directory; all its tensors must arrive.
+            convert_dtype: whether other dtypes may be offered, because the loader casts.
         """
         self.expected = expected
         self._replica = replica
@@ -103,33 +104,32 @@ class IncomingWeights:
         self._needed: WeightManifest = expected
         self._arrived: set[str] = set()
         self._covers: dict[str, BoxCover] = {}
-        """Of tensors that arrive in boxes, what has."""
+        """name -> the boxes that have arrived, for tensors that arrive in boxes and are incomplete."""
 
     @property
     def version(self) -> int | None:
-        """Policy version of the open sync, None between syncs."""
+        """Policy version of the open sync; None between syncs."""
         return self._version
 
     @property
     def offered(self) -> WeightManifest | None:
-        """What the open sync announced."""
+        """Manifest that the open sync announced; None between syncs."""
         return self._offered
 
     @property
     def num_arrived(self) -> int:
-        """Tensors of the open sync that have passed."""
+        """Number of complete tensors in the open sync."""
         return len(self._arrived)
 
     def begin(self, policy_version: int, manifest: WeightManifest) -> None:
-        """Open a sync. Of an ``adapter`` payload the manifest itself says what must arrive.
+        """Open a sync. For an ``adapter`` payload the offered manifest itself defines what must arrive.
 
         Raises:
-            WeightSyncError: another sync is open, or the manifest does not fit the model; nothing has changed.
+            WeightSyncError: another sync is open, or the manifest does not fit the model; the record is unchanged.
         """
         if self._version is not None:
             raise WeightSyncError(
-                f"{self._replica} is loading version {self._version}; finish or fail that before version "
-                f"{policy_version}"
+                f"{self._replica} is loading version {self._version}; finish or fail it before version {policy_version}"
             )
         needed = self.expected if manifest.adapter is None else manifest
         lines = needed.differences(manifest, check_dtype=not self._convert_dtype)
@@ -145,22 +145,22 @@ class IncomingWeights:
         self._version, self._offered, self._needed = policy_version, manifest, needed
 
     def require_begun(self, method: str) -> int:
-        """The open sync's version.
+        """Return the version of the open sync.
 
         Raises:
-            WeightSyncError: there is none; names ``method``.
+            WeightSyncError: no sync is open; the message names ``method``.
         """
         if self._version is None:
             raise WeightSyncError(f"{self._replica}: {method} without begin")
         return self._version
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors as announced, each once, under the names of the model's manifest.
+        """Check tensors and yield them once each, under the names of the model's manifest.
 
-        A tied tensor that comes under its second name, beside its first, is left out.
+        A tied tensor that arrives under its second name in addition to its first is skipped.
 
         Raises:
-            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or a name came twice.
+            WeightSyncError: a name, shape or dtype differs from the one ``begin`` announced, or a name came twice.
         """
         for offered_name, tensor in tensors:
             spec = TensorSpec(offered_name, tuple(tensor.shape), dtype_name(tensor.dtype))
@@ -169,12 +169,12 @@ class IncomingWeights:
                 yield name, tensor
 
     def checked_boxes(self, shards: Iterable[WeightShard]) -> Iterator[WeightShard]:
-        """Boxes of tensors as announced, each element once, under the names of the model's manifest.
+        """Check boxes of tensors and yield them, each element once, under the names of the model's manifest.
 
-        Those of a tied tensor that comes under its second name, beside its first, are left out.
+        Boxes of a tied tensor that arrives under its second name in addition to its first are skipped.
 
         Raises:
-            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or an element came twice.
+            WeightSyncError: a name, shape or dtype differs from the one ``begin`` announced, or an element came twice.
         """
         for shard in shards:
             spec = TensorSpec(shard.name, shard.global_shape, dtype_name(shard.tensor.dtype))
@@ -186,7 +186,7 @@ class IncomingWeights:
             if self._is_second_name(shard.name, name):
                 continue
             if name in self._arrived:
-                raise WeightSyncError(f"{name}: box {box_text(shard.box)} arrived when all of it had")
+                raise WeightSyncError(f"{name}: box {box_text(shard.box)} arrived after the tensor was complete")
             cover = self._covers.setdefault(name, BoxCover(shard.global_shape))
             refusal = cover.add(shard.box)
             if refusal is not None:
@@ -197,10 +197,10 @@ class IncomingWeights:
             yield replace(shard, name=name)
 
     def check_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec | None]:
-        """The same for tensors that are yet to move: each under the name it is to be loaded by, None: leave it out.
+        """Check tensors before transfer. Returns each with the name to load it under; None means skip it.
 
         Raises:
-            WeightSyncError: see ``checked``. None of them counts as arrived then.
+            WeightSyncError: see ``checked``. Then none of these tensors counts as arrived.
         """
         before = set(self._arrived)
         try:
@@ -213,10 +213,12 @@ class IncomingWeights:
             for name, spec in zip(names, specs, strict=True)
         ]
 
-    # What an engine in another process is told of tensors that it reads by itself: plain builtins
+    # Descriptions of tensors that an engine in another process reads itself, in plain builtins
 
     def check_places(self, places: Sequence[TensorPlace]) -> list[tuple[str, str, list[int], int]]:
-        """(name to load it by, dtype, shape, offset) of the tensors of a block that are wanted.
+        """Return (name to load, dtype, shape, offset) of the tensors to load from a block.
+
+        Example: ``[("lm_head.weight", "bfloat16", [32000, 4096], 0)]``.
 
         Raises:
             WeightSyncError: see ``check_specs``.
@@ -229,7 +231,8 @@ class IncomingWeights:
         ]
 
     def check_broadcast(self, specs: Sequence[TensorSpec]) -> list[tuple[str, str, list[int]]]:
-        """(name to load it by, dtype, shape) of every tensor of a broadcast; an empty name: receive it, leave it out.
+        """Return (name to load, dtype, shape) of every tensor in a broadcast; an empty name means receive and discard
+        it.
 
         Raises:
             WeightSyncError: see ``check_specs``.
@@ -241,7 +244,7 @@ class IncomingWeights:
         ]
 
     def check_checkpoint(self, directory: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(file, [(name in it, name to load it by)]) of a directory's weight files.
+        """Return (file, [(name in the file, name to load)]) of a directory's weight files.
 
         Raises:
             WeightSyncError: see ``check_specs``; or a file is missing or damaged.
@@ -260,7 +263,7 @@ class IncomingWeights:
             WeightSyncError: no sync is open, or a tensor did not arrive; the sync stays open.
         """
         version = self.require_begun("finish")
-        missing = [self._lacking(name) for name in sorted(self._needed.tensors.keys() - self._arrived)]
+        missing = [self._missing_part(name) for name in sorted(self._needed.tensors.keys() - self._arrived)]
         if missing:
             shown = ", ".join(missing[:_MAX_LINES])
             more = f" and {len(missing) - _MAX_LINES} more" if len(missing) > _MAX_LINES else ""
@@ -272,19 +275,19 @@ class IncomingWeights:
         return version
 
     def reset(self) -> None:
-        """Forget the open sync, if there is one."""
+        """Discard the open sync, if there is one."""
         self._version, self._offered, self._arrived, self._covers = None, None, set(), {}
         self._needed = self.expected
 
-    def _lacking(self, name: str) -> str:
-        """A tensor that did not arrive, or the elements of it that did not."""
+    def _missing_part(self, name: str) -> str:
+        """Return the name of an incomplete tensor, with its missing elements if some boxes have arrived."""
         cover = self._covers.get(name)
         if cover is None:
             return name
         return f"{name} (elements {', '.join(box_text(box) for box in cover.missing()[:3])})"
 
     def _admit(self, spec: TensorSpec) -> str | None:
-        """The name to load it by; None for a tied tensor under its second name."""
+        """Record a tensor. Returns the name to load it under; None for a tied tensor under its second name."""
         name = self._announced(spec)
         if self._is_second_name(spec.name, name):
             return None
@@ -294,12 +297,12 @@ class IncomingWeights:
         return name
 
     def _is_second_name(self, offered: str, name: str) -> bool:
-        """Whether a tensor comes under a tied name beside its own."""
+        """Whether a tensor arrives under a tied name in addition to its own."""
         assert self._offered is not None, "checked without begin"
         return offered != name and name in self._offered.tensors
 
     def _announced(self, spec: TensorSpec) -> str:
-        """The name of the model's manifest for a tensor that was announced like this."""
+        """Check a tensor against the announcement. Returns its name in the model's manifest."""
         assert self._offered is not None, "checked without begin"
         name = self._needed.aliases.get(spec.name, spec.name)
         announced = self._offered.tensors.get(self._offered.aliases.get(spec.name, spec.name))
@@ -313,7 +316,7 @@ class IncomingWeights:
 
 
 def names_tied_to(manifest: WeightManifest) -> dict[str, list[str]]:
-    """Name -> its second names, for engines that keep tied tensors apart."""
+    """Return name -> its second names, for engines that hold tied tensors separately."""
     tied: dict[str, list[str]] = {}
     for alias, name in manifest.aliases.items():
         tied.setdefault(name, []).append(alias)
@@ -321,7 +324,7 @@ def names_tied_to(manifest: WeightManifest) -> dict[str, list[str]]:
 
 
 def read_checkpoint(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a directory that holds one ``model.safetensors``, or the files its index names.
+    """Yield every tensor of a directory with one ``model.safetensors``, or with the files that its index names.
 
     Raises:
         WeightSyncError: a file is missing or damaged.
@@ -333,7 +336,7 @@ def read_checkpoint(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_headers(directory: Path) -> Iterator[tuple[Path, list[TensorSpec]]]:
-    """The same files, each with what its header says is in it; no weights are read.
+    """Yield each weight file of a directory with the tensors in its header; reads no weights.
 
     Raises:
         WeightSyncError: a file is missing or damaged.
@@ -361,4 +364,4 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError) as error:
-        raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
+        raise WeightSyncError(f"{file} is truncated or not a safetensors file: {error}") from error

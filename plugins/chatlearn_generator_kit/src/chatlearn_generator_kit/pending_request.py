@@ -1,4 +1,4 @@
-"""A request on its way through a generator: the call that waits for its completion, and what was sampled for it."""
+"""An unfinished request of a generator: the pending call, and the tokens sampled for it."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request, the call that waits for it, and which policy versions sampled its tokens."""
+    """A request, its pending call, and the policy versions that sampled its tokens."""
 
     number: int
-    """Order of submission; names the request inside an engine, since ids need not be unique."""
+    """Submission number; names the request inside an engine, because ids need not be unique."""
     request: GenerateRequest
     basis: LogprobBasis
-    """Of the logprobs that the completion will have."""
+    """Basis of the completion's logprobs."""
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None = None
     is_aborted: bool = False
-    """Its end was asked for."""
+    """Whether an abort was requested."""
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, policy version): from that token on, that version sampled."""
+    """(index of a token, policy version): that version sampled the tokens from this index on. Example: ``[(0, 3), (17,
+    4)]``."""
     num_cached_tokens: int = 0
 
     @property
     def prior(self) -> Completion | None:
-        """What is resumed."""
+        """The completion to resume; None if there is none."""
         return self.request.resume_from
 
     @property
     def num_prior(self) -> int:
-        """Tokens of what is resumed."""
+        """Number of tokens in the completion to resume."""
         return 0 if self.prior is None else len(self.prior.token_ids)
 
     @property
@@ -59,12 +60,12 @@ class PendingRequest:
         return self.request.sampling.max_tokens - self.num_prior
 
     def context(self) -> npt.NDArray[np.int64]:
-        """[P + prior] tokens to compute before the first one is sampled."""
+        """Return the tokens before the first one to sample: prompt and resumed tokens, [P + prior]."""
         prompt = np.asarray(self.request.prompt_ids, dtype=np.int64)
         return prompt if self.prior is None else np.concatenate([prompt, self.prior.token_ids])
 
     def version_spans(self, count: int) -> tuple[VersionSpan, ...]:
-        """Spans over [0, count), those of the resumed completion first."""
+        """Return the version spans over [0, count), those of the resumed completion first."""
         bounds = [*(start for start, _ in self.spans[1:]), count]
         return continued_spans(
             self.prior,
@@ -79,7 +80,7 @@ class PendingRequest:
         text: str,
         raw_logprobs: Floats | None = None,
     ) -> Completion:
-        """The completion of these tokens; arrays are [C], resumed tokens included."""
+        """Return the completion with these tokens; arrays are [C] and include resumed tokens."""
         return Completion(
             request_id=self.request.id,
             token_ids=token_ids,
@@ -94,7 +95,7 @@ class PendingRequest:
         )
 
     def unstarted(self) -> Completion:
-        """The completion of a request that is aborted before anything was sampled for it."""
+        """Return the completion of a request that was aborted before any token was sampled for it."""
         if self.prior is not None:
             prior = self.prior
             return self.completion(prior.token_ids, prior.logprobs, "abort", prior.text, prior.raw_logprobs)
@@ -102,14 +103,14 @@ class PendingRequest:
         return self.completion(np.zeros(0, dtype=np.int64), none, "abort", "", none)
 
     def report(self, generator: str, start: int, token_ids: Sequence[int]) -> bool:
-        """Pass new tokens, from position ``start`` on, to ``on_tokens``; whether the request goes on.
+        """Pass new tokens to ``on_tokens``. Returns whether the request continues.
 
-        A callback that raises fails its request.
+        If the callback raises, the request fails.
 
         Args:
-            generator: for the message.
-            start: position in the completion.
-            token_ids: what was sampled.
+            generator: name for the message.
+            start: position of the first token in the completion.
+            token_ids: the sampled tokens.
         """
         if self.on_tokens is None or not token_ids:
             return True
@@ -125,12 +126,12 @@ class PendingRequest:
         return True
 
     def finish(self, completion: Completion) -> None:
-        """Let the call that waits return ``completion``, if it still waits."""
+        """Complete the pending call with ``completion``, if it still waits."""
         if not self.future.done():
             self.future.set_result(completion)
 
     def fail(self, error: BackendError) -> None:
-        """Let the call that waits raise ``error``, if it still waits. From any thread."""
+        """Fail the pending call with ``error``, if it still waits. Any thread may call this."""
 
         def settle() -> None:
             if not self.future.done():
@@ -144,13 +145,13 @@ class PendingRequest:
 
     @property
     def was_answered(self) -> bool:
-        """Whether the call that waits has a completion."""
+        """Whether the pending call has received a completion."""
         return self.future.done() and not self.future.cancelled() and self.future.exception() is None
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest(PendingRequest):
-    """A request of an engine that reports the tokens it has sampled as lists, without those that are resumed."""
+    """A request of an engine that reports sampled tokens as lists, without the resumed ones."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -161,9 +162,9 @@ class EngineRequest(PendingRequest):
         """Add sampled tokens.
 
         Args:
-            token_ids: in their order.
-            logprobs: one for each; None: the engine gave none.
-            spans: (number of the first token among these, policy version), in order.
+            token_ids: the tokens, in order.
+            logprobs: one for each token; None if the engine returned none.
+            spans: (index of the first token among these, policy version), in order.
         """
         before = self.num_prior + len(self.token_ids)
         for start, version in spans:
@@ -173,19 +174,19 @@ class EngineRequest(PendingRequest):
         self.logprobs.extend(float("nan") if value is None else value for value in logprobs)
 
     def note_cached(self, count: int) -> None:
-        """The engine had computed this many tokens of the context before; only those of the prompt are counted."""
+        """Record how many context tokens the engine took from its cache; only prompt tokens count."""
         self.num_cached_tokens = min(count, len(self.request.prompt_ids))
 
     def all_token_ids(self) -> list[int]:
-        """Those of the resumed completion, then the new ones."""
+        """Return the tokens of the resumed completion, then the new ones."""
         return [*(self.prior.token_ids.tolist() if self.prior is not None else ()), *self.token_ids]
 
     def problem(self, reason: str | None, said: str = "no reason given") -> str | None:
-        """Why what the engine sampled cannot be a completion; None if it can.
+        """Return why the engine's answer is not a valid completion; None if it is.
 
         Args:
             reason: the engine's finish reason.
-            said: the engine's words about it.
+            said: the engine's explanation.
         """
         count, most = len(self.token_ids), self.max_new_tokens
         if reason not in _REASONS or (reason == "abort" and not self.is_aborted):
@@ -205,11 +206,11 @@ class EngineRequest(PendingRequest):
         return None
 
     def whole(self, reason: str, text: str) -> Completion:
-        """The completion of what was resumed and what was sampled since.
+        """Return the completion of the resumed and the new tokens.
 
         Args:
             reason: the engine's finish reason.
-            text: of all tokens.
+            text: text of all tokens.
         """
         logprobs = np.array(self.logprobs, dtype=np.float32)
         if self.prior is not None:

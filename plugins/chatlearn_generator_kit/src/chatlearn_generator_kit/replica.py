@@ -1,6 +1,6 @@
 """One replica of a generator: its pending requests, its pauses, its state, and how callers learn of its death.
 
-What all generators do alike is here; a backend adds what its engine does.
+This module has what all generators have in common; a backend adds the calls to its engine.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ CLOSED = "the generator was closed"
 
 
 class GeneratorReplica(ABC, Generic[P]):
-    """Implements ``generate``, ``abort``, ``pause`` and ``resume`` of ``chatlearn_core.protocols.Generator``, and what
-    a weight loader asks of its replica (``weight_loader.LoadingReplica``).
+    """Implement ``generate``, ``abort``, ``pause`` and ``resume`` of ``chatlearn_core.protocols.Generator``, and the
+    interface for weight loaders (``incoming_weights.LoadingReplica``).
 
-    A request waits in ``_inbox`` until the backend hands it to its engine (``_take_inbox``), and while the replica is
-    paused in ``_held``. Whatever happens to the replica, every call of ``generate`` returns or raises.
+    A request waits in ``_inbox`` until the backend passes it to its engine (``_take_inbox``), and in ``_held`` while
+    the replica is paused. Whatever happens to the replica, every call of ``generate`` returns or raises.
 
     Args:
-        backend: its name, for messages.
-        context: the role.
+        backend: name of the backend, for messages.
+        context: the role's context.
     """
 
     scores: ClassVar[bool] = False
-    """Whether requests with ``forced_ids`` reach the engine, as the record declares; others are refused."""
+    """Whether the engine supports requests with ``forced_ids``, as the plugin's record declares; otherwise they are
+    refused."""
 
     def __init__(self, backend: str, context: RoleContext) -> None:
         self._context = context
         self.name = f"generator role {context.role!r} replica {context.replica} ({backend})"
-        """For messages: role, replica, backend."""
+        """Role, replica and backend, for messages."""
         self._state: ReplicaState = "loading"
         self._problem: str | None = "setup has not run"
         self._version = 0
         self._model_length = self._vocab_size = 0
         self._numbers = itertools.count()
         self._pending: dict[int, P] = {}
-        """All that have not been answered, by number."""
+        """number -> request, for all unanswered requests."""
         self._inbox: dict[int, P] = {}
-        """Submitted, and not handed to the engine yet."""
+        """Submitted requests that the engine does not have yet."""
         self._held: dict[int, P] = {}
-        """Submitted while the replica is paused."""
+        """Requests submitted while the replica is paused."""
         self._paused = False
 
-    # What a backend does in its own way
+    # Methods that each backend implements
 
     @abstractmethod
     def _new_request(
@@ -67,54 +68,54 @@ class GeneratorReplica(ABC, Generic[P]):
         future: asyncio.Future[Completion],
         on_tokens: OnTokens | None,
     ) -> P:
-        """The pending request, with what the backend keeps beside it."""
+        """Return the pending request, with the fields that the backend adds."""
 
     @abstractmethod
-    def _hand_over(self) -> None:
-        """A request has come into the inbox: see to it that ``_take_inbox`` is called soon."""
+    def _submit_inbox(self) -> None:
+        """React to a new request in the inbox: make sure that ``_take_inbox`` is called soon."""
 
     @abstractmethod
     def _drop(self, pending: P) -> None:
-        """A request that the engine has is given up: no call waits for it any more."""
+        """Drop a request that the engine has, because no call waits for it any more."""
 
     @abstractmethod
     async def _abort(self, pending: Sequence[P]) -> None:
-        """End requests that the engine has: each is answered, now or soon, with what it has."""
+        """End requests that the engine has; each is answered, now or soon, with its partial completion."""
 
     @abstractmethod
     async def _pause(self) -> None:
-        """Stop sampling. When it returns nothing runs; what the engine has stays there."""
+        """Stop sampling. When it returns no step is running; the engine keeps its requests."""
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Sample again. What came meanwhile is in the inbox."""
+        """Continue sampling. Requests that arrived in the meantime are in the inbox."""
 
     @abstractmethod
     def _memory_problem(self) -> str | None:
-        """What of its memory is missing to generate, in words that follow the replica's name; None: nothing."""
+        """Why missing memory prevents generation, as text to follow the replica's name; None if it does not."""
 
     def _basis(self, sampling: SamplingParams) -> LogprobBasis:
-        """Basis of the logprobs that the engine returns."""
+        """Return the basis of the logprobs that the engine returns."""
         return sampling.basis
 
     def _find_loss(self) -> str | None:
-        """Why the engine is gone, where it can be seen without waiting; None: it is not, as far as is known."""
+        """Why the engine is gone, as far as is known without waiting; None if it is not."""
         return None
 
     # Life cycle
 
     def _require_model(self) -> ModelSource:
-        """Raises: BackendError: the role has no model."""
+        """Return the role's model. Raises: BackendError: the role has no model."""
         if self._context.model is None:
             raise BackendError(f"{self.name} has no model; set model.path or roles.{self._context.role}.model.path")
         return self._context.model
 
     def _start_serving(self, model_length: int, vocab_size: int) -> None:
-        """End of ``setup``.
+        """Enter the state ``serving``; the last step of ``setup``.
 
         Args:
-            model_length: longest sequence, tokens.
-            vocab_size: token ids are below it.
+            model_length: longest sequence in tokens.
+            vocab_size: number of token ids.
         """
         self._model_length, self._vocab_size = model_length, vocab_size
         self._state, self._problem = "serving", None
@@ -137,7 +138,7 @@ class GeneratorReplica(ABC, Generic[P]):
 
     @property
     def is_generating(self) -> bool:
-        """Whether requests are open and nothing holds them back."""
+        """Whether requests are open and sampling is neither paused nor stopped."""
         return bool(self._pending) and not self._paused and self._state == "serving"
 
     def _notice_loss(self) -> None:
@@ -145,7 +146,7 @@ class GeneratorReplica(ABC, Generic[P]):
             self._set_dead(found)
 
     def _set_dead(self, reason: str, cause: BaseException | None = None) -> None:
-        """Answer every open request with an error. The first reason stays, unless the replica is closed."""
+        """Fail every open request. Keeps the first reason, unless the replica is closed."""
         if self._state == "dead" and reason != CLOSED:
             return
         self._state, self._problem = "dead", reason
@@ -159,7 +160,9 @@ class GeneratorReplica(ABC, Generic[P]):
     # Requests
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See ``Generator``. While the replica is paused a request waits; it never outlasts ``request.timeout_s``."""
+        """See ``Generator``. While the replica is paused the request waits, but never longer than
+        ``request.timeout_s``.
+        """
         self._check_serving(request)
         basis = self._basis(request.sampling)
         check_request(request, basis, self.name, self._model_length, self._vocab_size, scores=self.scores)
@@ -173,7 +176,7 @@ class GeneratorReplica(ABC, Generic[P]):
             self._held[pending.number] = pending
         else:
             self._inbox[pending.number] = pending
-            self._hand_over()
+            self._submit_inbox()
         expiry = None
         if request.timeout_s is not None:
             expiry = loop.call_later(request.timeout_s, self._expire, pending)
@@ -187,7 +190,7 @@ class GeneratorReplica(ABC, Generic[P]):
                 self._drop(pending)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See ``Generator``. Unknown ids are ignored: they may have finished just now."""
+        """See ``Generator``. Unknown ids are ignored, because the requests may have just finished."""
         chosen = [
             pending
             for pending in self._pending.values()
@@ -216,7 +219,7 @@ class GeneratorReplica(ABC, Generic[P]):
         """See ``Generator``.
 
         Raises:
-            BackendError: weights or KV cache are offloaded; nothing has changed.
+            BackendError: weights or KV cache are offloaded; the replica stays paused.
         """
         self._check_memory()
         self._paused = False
@@ -225,12 +228,12 @@ class GeneratorReplica(ABC, Generic[P]):
             await self._resume()
 
     def _take_inbox(self) -> list[P]:
-        """Requests for the engine, in the order of their submission."""
+        """Return the requests for the engine, in submission order."""
         inbox, self._inbox = self._inbox, {}
         return [pending for pending in inbox.values() if not pending.future.done()]
 
     def _recall(self, pending: P) -> bool:
-        """Take back a request that the engine has not got; whether it had not."""
+        """Take back a request that the engine does not have yet. Returns whether that was possible."""
         waiting = self._inbox.pop(pending.number, None) or self._held.pop(pending.number, None)
         return waiting is not None
 
@@ -263,7 +266,7 @@ class GeneratorReplica(ABC, Generic[P]):
 
     @property
     def is_dead(self) -> bool:
-        """Whether only a restart helps."""
+        """Whether the replica needs a restart."""
         return self.state == "dead"
 
     async def stop_serving(self) -> None:

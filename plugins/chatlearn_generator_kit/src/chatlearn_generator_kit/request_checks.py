@@ -1,4 +1,4 @@
-"""What no generator can sample, refused before an engine sees it."""
+"""Checks that refuse requests no generator can sample, before an engine sees them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def check_request(
     *,
     scores: bool = False,
 ) -> None:
-    """Refuse what cannot be sampled, or scored.
+    """Refuse a request that cannot be sampled or scored.
 
     Args:
-        request: what is asked for.
-        basis: of the logprobs that the generator will return for it.
-        name: of the generator, for messages: role, replica, backend.
-        model_length: longest sequence, tokens.
+        request: the request.
+        basis: basis of the logprobs that the generator will return.
+        name: role, replica and backend, for messages.
+        model_length: longest sequence in tokens.
         vocab_size: number of token ids.
-        scores: the generator takes requests with ``forced_ids``.
+        scores: whether the generator takes requests with ``forced_ids``.
 
     Raises:
         BackendError: names the request, the numbers and the remedy.
@@ -40,7 +40,9 @@ def check_request(
         raise refuse("the prompt is empty; give at least one token")
     forced = request.forced_ids
     if forced is not None and not scores:
-        raise refuse("it asks for logprobs of given tokens, which this generator does not give (GeneratorSpec.scores)")
+        raise refuse(
+            "it requests logprobs of given tokens, which this generator does not support (GeneratorSpec.scores)"
+        )
     if forced is not None and (sampling.top_p < 1.0 or sampling.top_k):
         raise refuse(
             f"top_p {sampling.top_p} and top_k {sampling.top_k} cut the distribution, and a token outside it has no "
@@ -55,13 +57,13 @@ def check_request(
         )
     if prompt_length >= model_length:
         raise refuse(
-            f"the prompt has {prompt_length} tokens and the model takes {model_length}, completion included; "
+            f"the prompt has {prompt_length} tokens, but the model takes {model_length} including the completion; "
             "lower data.max_prompt_tokens so that such prompts are filtered out"
         )
     if prompt_length + sampling.max_tokens > model_length:
         raise refuse(
-            f"the prompt's {prompt_length} tokens and max_tokens {sampling.max_tokens} make "
-            f"{prompt_length + sampling.max_tokens}, the model takes {model_length}; lower sampling.max_tokens to "
+            f"the prompt's {prompt_length} tokens and max_tokens {sampling.max_tokens} add up to "
+            f"{prompt_length + sampling.max_tokens}, but the model takes {model_length}; lower sampling.max_tokens to "
             f"{model_length - prompt_length} or less, or data.max_prompt_tokens"
         )
     prior = request.resume_from
@@ -69,12 +71,13 @@ def check_request(
         if prior.basis != basis:
             raise refuse(
                 f"it resumes logprobs of basis {prior.basis} with sampling of basis {basis}; resume with the "
-                "temperature, top_p and top_k it began with"
+                "temperature, top_p and top_k of the first part"
             )
         if prior.finish_reason == "stop":
             raise refuse("it resumes a completion that has ended (finish reason 'stop')")
         if len(prior.token_ids) > sampling.max_tokens:
             raise refuse(
-                f"it resumes a completion of {len(prior.token_ids)} tokens under max_tokens {sampling.max_tokens}, "
-                "which bounds the whole"
+                f"it resumes a completion of {len(prior.token_ids)} tokens, but max_tokens {sampling.max_tokens}"
+                " limits the "
+                "whole completion"
             )

@@ -1,4 +1,4 @@
-"""The receiving side of one replica: every sync is checked, and one that fails leaves the replica dead."""
+"""The receiving side of a weight sync in one replica: checks every sync; a failed one leaves the replica dead."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from chatlearn_generator_kit.incoming_weights import (
 )
 from chatlearn_hosting import SharedBlock, handle_content
 
-_TIMEOUT_WORDS = ("timed out", "timeout")
-"""How torch.distributed says that a peer did not come."""
+_TIMEOUT_PHRASES = ("timed out", "timeout")
+"""Phrases by which torch.distributed reports that a peer did not respond."""
 
 
 class ReplicaWeightLoader(ABC):
     """Implements ``begin``, ``load_tensors``, ``finish`` and ``fail`` of ``WeightLoader``.
 
-    Names, shapes and types are checked before the engine sees a byte. Requests that run are kept: they wait and go on
-    after ``finish``. After an error part of the weights may have changed, so the replica is dead.
+    Names, shapes and dtypes are checked before any transfer to the engine. Running requests are kept: they wait and
+    continue after ``finish``. After an error part of the weights may have changed, so the replica is dead.
     """
 
     def __init__(
@@ -49,40 +49,42 @@ class ReplicaWeightLoader(ABC):
         convert_dtype: bool,
         takes_adapters: bool = False,
     ) -> None:
-        """Wait for a sync.
+        """Start without an open sync.
 
         Args:
-            replica: whose weights these are.
-            expected: what the model directory says must arrive.
-            convert_dtype: whether another dtype may be offered, since the engine casts.
-            takes_adapters: whether its engine serves LoRA adapters instead of whole models.
+            replica: the replica that receives the weights.
+            expected: manifest of the model directory; all its tensors must arrive.
+            convert_dtype: whether other dtypes may be offered, because the engine casts.
+            takes_adapters: whether the engine serves LoRA adapters instead of whole models.
         """
         self._replica = replica
         self._incoming = IncomingWeights(replica.name, expected, convert_dtype=convert_dtype)
         self._takes_adapters = takes_adapters
 
-    # What a backend does in its own way
+    # Methods that each backend implements
 
     @abstractmethod
     async def _begin(self, manifest: WeightManifest) -> None:
-        """The replica has stopped serving: make the engine ready for new weights."""
+        """Prepare the engine for new weights; the replica has stopped serving."""
 
     @abstractmethod
     async def _load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take these; they were checked and have the names of the model's manifest."""
+        """Load checked tensors, which have the names of the model's manifest."""
 
     @abstractmethod
     async def _finish(self, policy_version: int) -> None:
-        """Everything arrived: drop caches of the old weights, and sample from the new ones from now on."""
+        """All tensors have arrived: drop caches of the old weights and sample from the new ones."""
 
     def _check_offer(self, policy_version: int, manifest: WeightManifest) -> None:
-        """Raises: WeightSyncError: the engine cannot serve what a sync offers. By default it can."""
+        """Check an offer before the sync opens. Raises: WeightSyncError: the engine cannot serve it. Accepts all by
+        default.
+        """
         return
 
     # WeightLoader
 
     def expected_manifest(self) -> WeightManifest:
-        """See ``WeightLoader``: the model directory's tensors, in the dtype held here."""
+        """See ``WeightLoader``: the model directory's tensors, in the engine's dtype."""
         return self._incoming.expected
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
@@ -92,23 +94,23 @@ class ReplicaWeightLoader(ABC):
         self._check_offer(policy_version, manifest)
         self._incoming.begin(policy_version, manifest)
         await self._replica.stop_serving()
-        async with self._or_die("preparing for new weights"):
+        async with self._dead_on_error("preparing for new weights"):
             await self._begin(manifest)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See ``WeightLoader``.
 
         Raises:
-            WeightSyncError: a name, shape or dtype is not what ``begin`` announced, or a name came twice.
+            WeightSyncError: a name, shape or dtype differs from the one ``begin`` announced, or a name came twice.
         """
         self._incoming.require_begun("load_tensors")
-        async with self._or_die("loading tensors"):
+        async with self._dead_on_error("loading tensors"):
             await self._load_tensors(self._incoming.checked(tensors))
 
     async def finish(self) -> int:
         """See ``WeightLoader``."""
         version = self._incoming.require_begun("finish")
-        async with self._or_die(f"finishing policy version {version}"):
+        async with self._dead_on_error(f"finishing policy version {version}"):
             self._incoming.finish()
             await self._finish(version)
             await self._replica.serve(version)
@@ -121,8 +123,10 @@ class ReplicaWeightLoader(ABC):
     # Inside
 
     @asynccontextmanager
-    async def _or_die(self, what: str) -> AsyncIterator[None]:
-        """After an error the replica is dead; raises a ``WeightSyncError`` or ``BackendTimeoutError`` that says why."""
+    async def _dead_on_error(self, what: str) -> AsyncIterator[None]:
+        """Make the replica dead after an error, and raise a ``WeightSyncError`` or ``BackendTimeoutError`` with the
+        reason.
+        """
         num_arrived = self._incoming.num_arrived
         try:
             yield
@@ -149,7 +153,7 @@ class ReplicaWeightLoader(ABC):
 class EngineWeightLoader(ReplicaWeightLoader):
     """A loader whose engine's ranks read the weights themselves: from shared memory, files or a process group.
 
-    Implements ``MemoryHandleLoader`` and ``ProcessGroupLoader``, too. What the engine gets is made of plain builtins.
+    Also implements ``MemoryHandleLoader`` and ``ProcessGroupLoader``. The engine receives plain builtins only.
     """
 
     def __init__(
@@ -162,73 +166,73 @@ class EngineWeightLoader(ReplicaWeightLoader):
         takes_adapters: bool,
         bucket_bytes: int,
     ) -> None:
-        """Wait for a sync; see ``ReplicaWeightLoader``.
+        """Start without an open sync; see ``ReplicaWeightLoader``.
 
         Args:
-            replica: as there.
-            expected: as there.
-            num_ranks: ranks of the engine that join a process group.
-            convert_dtype: as there.
-            takes_adapters: as there.
-            bucket_bytes: shared memory through which tensors reach the engine.
+            replica: see ``ReplicaWeightLoader``.
+            expected: see ``ReplicaWeightLoader``.
+            num_ranks: number of engine ranks that join a process group.
+            convert_dtype: see ``ReplicaWeightLoader``.
+            takes_adapters: see ``ReplicaWeightLoader``.
+            bucket_bytes: size of the shared memory that carries tensors to the engine.
         """
         super().__init__(replica, expected, convert_dtype=convert_dtype, takes_adapters=takes_adapters)
         self._num_ranks = num_ranks
         self._bucket_bytes = bucket_bytes
         self._copies = names_tied_to(expected)
-        """Name -> second names, which the engine holds apart."""
+        """name -> second names, under which the engine holds separate copies."""
         self._groups: dict[str, GroupRendezvous] = {}
-        """Those that the ranks have joined, by name."""
+        """name -> the process group, for groups that the ranks have joined."""
 
-    # What a backend does in its own way
+    # Methods that each backend implements
 
     @abstractmethod
     async def _load(self, source: str, content: Mapping[str, Any]) -> None:
-        """Let every rank load a bucket.
+        """Load a bucket in every rank.
 
         Args:
             source: ``block``, ``cuda_block``, ``checkpoint`` or ``broadcast``.
-            content: where it is; see the methods below.
+            content: where the bucket is; the methods below show its fields.
         """
 
     @abstractmethod
     async def _join(self, rendezvous: Mapping[str, Any]) -> None:
-        """Let every rank join a process group: the fields of ``GroupRendezvous``."""
+        """Make every rank join a process group; takes the fields of ``GroupRendezvous``."""
 
     @abstractmethod
     async def _leave(self, name: str) -> None:
-        """Let every rank leave it."""
+        """Make every rank leave a process group."""
 
     # WeightLoader
 
     async def _load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy tensors into shared memory, bucket after bucket; the ranks read one before the next is filled."""
+        """Copy tensors into shared memory, bucket by bucket; the ranks read each bucket before the next is filled."""
         with await asyncio.to_thread(SharedBlock, self._bucket_bytes) as block:
             handles = block.fill(tensors)
             while (handle := await asyncio.to_thread(next, handles, None)) is not None:
                 await self._load("block", handle_content(handle))
 
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
-        """Not a channel of these engines."""
+        """Raise a ``WeightSyncError``: these engines have no channel ``boxes``."""
         raise WeightSyncError(
             f"{self._replica.name} takes whole tensors, not boxes; choose a transport with channel 'tensors',"
             " 'checkpoint', 'memory_handles' or 'process_group'"
         )
 
     async def load_checkpoint(self, directory: Path) -> None:
-        """See ``WeightLoader``: every rank reads one ``model.safetensors``, or the files its index names.
+        """See ``WeightLoader``. Every rank reads one ``model.safetensors``, or the files that its index names.
 
         Raises:
             WeightSyncError: see ``load_tensors``; or a file is missing or damaged.
         """
         self._incoming.require_begun("load_checkpoint")
-        async with self._or_die(f"loading the checkpoint {directory}"):
+        async with self._dead_on_error(f"loading the checkpoint {directory}"):
             await self._load("checkpoint", {"files": self._incoming.check_checkpoint(directory)})
 
     async def load_handles(self, handle: MemoryHandle) -> None:
-        """See ``MemoryHandleLoader``: every rank maps the block."""
+        """See ``MemoryHandleLoader``. Every rank maps the block."""
         self._incoming.require_begun("load_handles")
-        async with self._or_die(f"loading a block of kind {handle.kind!r}"):
+        async with self._dead_on_error(f"loading a block of kind {handle.kind!r}"):
             content = {"num_bytes": handle.num_bytes, "tensors": self._incoming.check_places(handle.tensors)}
             if handle.kind == "file":
                 await self._load("block", content | {"path": handle.content, "is_reused": True})
@@ -244,7 +248,7 @@ class EngineWeightLoader(ReplicaWeightLoader):
         """See ``ProcessGroupLoader``.
 
         Raises:
-            BackendTimeoutError: the sender and the other receivers did not come.
+            BackendTimeoutError: the sender or other receivers did not join in time.
         """
         if rendezvous.name in self._groups:
             return
@@ -253,7 +257,7 @@ class EngineWeightLoader(ReplicaWeightLoader):
         except BackendError as error:
             text = error.text if isinstance(error, HostedCallError) else str(error)
             raise BackendTimeoutError(
-                f"{self._replica.name}: its {self._num_ranks} ranks could not meet the sender of the group"
+                f"{self._replica.name}: its {self._num_ranks} ranks could not join the sender of the group"
                 f" {rendezvous.name!r} at {rendezvous.address} within {rendezvous.timeout_s:g} s: {text}"
             ) from error
         self._groups[rendezvous.name] = rendezvous
@@ -261,11 +265,11 @@ class EngineWeightLoader(ReplicaWeightLoader):
     async def load_broadcast(
         self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
     ) -> None:
-        """See ``ProcessGroupLoader``: the tensors come as one flat bucket of bytes, in their order, without gaps."""
+        """See ``ProcessGroupLoader``. The tensors arrive as one flat bucket of bytes, in order, without gaps."""
         self._incoming.require_begun("load_broadcast")
-        async with self._or_die(f"receiving from the sender of the group {group!r}"):
+        async with self._dead_on_error(f"receiving from the sender of the group {group!r}"):
             if group not in self._groups:
-                raise WeightSyncError(f"the group {group!r} was not joined")
+                raise WeightSyncError(f"the group {group!r} has not been joined")
             content = {
                 "group": group,
                 "tensors": self._incoming.check_broadcast(tensors),
@@ -288,15 +292,17 @@ class EngineWeightLoader(ReplicaWeightLoader):
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether an engine says that something did not come in time; one that is gone may have printed it before."""
+    """Whether an engine's error reports a timeout. False if the engine is gone, because it may have printed that
+    earlier.
+    """
     if isinstance(error, HostedProcessLostError):
         return False
     text = error.text if isinstance(error, HostedCallError) else str(error)
-    return any(words in text.lower() for words in _TIMEOUT_WORDS)
+    return any(words in text.lower() for words in _TIMEOUT_PHRASES)
 
 
 def _weight_sync_error(error: BaseException | None) -> WeightSyncError | None:
-    """The error of ours that an engine in this process passed on, if there is one."""
+    """Return the ``WeightSyncError`` in the chain of causes, if there is one."""
     while error is not None and not isinstance(error, WeightSyncError):
         error = error.__cause__
     return error

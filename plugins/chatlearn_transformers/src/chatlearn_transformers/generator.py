@@ -162,7 +162,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     ) -> SequenceRequest:
         return SequenceRequest(number, request, basis, future, on_tokens)
 
-    def _hand_over(self) -> None:
+    def _submit_inbox(self) -> None:
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
@@ -183,7 +183,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
             pass  # no step begins any more, and the last one is over
 
     async def _resume(self) -> None:
-        self._hand_over()
+        self._submit_inbox()
 
     def _memory_problem(self) -> str | None:
         for part, is_away in (("weights", self._store.holds_weights), ("kv_cache", self._kv_offloaded)):
@@ -209,7 +209,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
         async with self._turn:
             self._scheduler.set_version(policy_version, recompute=self._options.kv_after_sync == "recomputed")
             await super().serve(policy_version)
-        self._hand_over()
+        self._submit_inbox()
 
     async def die(self, reason: str, cause: BaseException | None = None) -> None:
         """See ``LoadingReplica``."""

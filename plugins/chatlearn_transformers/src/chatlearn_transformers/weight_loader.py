@@ -50,7 +50,7 @@ class TransformersWeightLoader(ReplicaWeightLoader):
             WeightSyncError: as ``load_tensors``, or an element came twice.
         """
         self._incoming.require_begun("load_boxes")
-        async with self._or_die("loading boxes"):
+        async with self._dead_on_error("loading boxes"):
             await self._in_worker(lambda: self._place(self._incoming.checked_boxes(shards)))
 
     async def load_checkpoint(self, directory: Path) -> None:
