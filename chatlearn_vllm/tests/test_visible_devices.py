@@ -54,7 +54,9 @@ def test_the_child_of_a_parallel_engine_sees_all_its_gpus(monkeypatch, options):
     started = make_host(monkeypatch, "cuda:1", engine, **options)
     assert started["environment"] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert make_host(monkeypatch, "cuda", engine, **options)["environment"] == {}
-    with pytest.raises(ConfigError, match=r"roles\.actor\.device is 'cuda:2' with 4 workers .* GPUs 2 to 5 are needed"):
+    with pytest.raises(
+        ConfigError, match=r"roles\.actor\.device is 'cuda:2', and the engine has 4 workers.*GPUs 2 to 5 are needed"
+    ):
         make_host(monkeypatch, "cuda:2", engine, **options)
 
 

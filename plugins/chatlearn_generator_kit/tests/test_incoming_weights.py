@@ -121,7 +121,7 @@ def test_a_checkpoint_is_read_by_name_and_a_damaged_one_is_named(tmp_path) -> No
     save_file({"a": tensor()}, tmp_path / "model.safetensors")
     assert [(name, t.shape) for name, t in read_checkpoint(tmp_path)] == [("a", (2, 3))]
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(WeightSyncError, match=r"model\.safetensors is cut short or not a safetensors file"):
+    with pytest.raises(WeightSyncError, match=r"model\.safetensors is truncated or not a safetensors file"):
         list(read_checkpoint(tmp_path))
     with pytest.raises(WeightSyncError, match=r"cannot be read: .*has no weights"):
         list(read_checkpoint(tmp_path / ".."))

@@ -26,7 +26,7 @@ def test_every_view_is_empty_and_comes_back_with_what_it_held() -> None:
     assert kept[2] == 9.0, "they share their storage as before"
 
 
-def test_who_keeps_addresses_is_told_how_far_they_moved() -> None:
+def test_displacements_of_addresses_are_returned() -> None:
     tensor = torch.arange(1000)
     before = tensor[10:].data_ptr()
     emptied = EmptiedStorages(storages_of(tensor), kept=[])

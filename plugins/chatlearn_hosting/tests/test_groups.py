@@ -45,7 +45,7 @@ def flat_of(values: float) -> torch.Tensor:
     return torch.cat([wide.view(torch.uint8), torch.full((4,), values, dtype=torch.bfloat16).view(torch.uint8)])
 
 
-def test_broadcasts_arrive_in_memory_that_is_used_again_without_what_is_not_wanted(joined) -> None:
+def test_broadcasts_reuse_memory_and_skip_unnamed_tensors(joined) -> None:
     groups, send = joined
     addresses = set()
     for value in (1.0, 2.0):
@@ -60,7 +60,7 @@ def test_broadcasts_arrive_in_memory_that_is_used_again_without_what_is_not_want
     assert len(addresses) == 1
 
 
-def test_a_tensor_that_is_not_what_was_sent_is_named(joined) -> None:
+def test_a_corrupted_tensor_is_named(joined) -> None:
     groups, send = joined
     flat = flat_of(1.0)
     checksums = [checksum(flat[:12]), checksum(flat[12:16]), checksum(flat[16:])]
@@ -78,7 +78,7 @@ def test_a_tensor_that_is_not_what_was_sent_is_named(joined) -> None:
         sending.join()
 
 
-def test_a_group_that_was_not_joined_is_an_error_and_leaving_it_is_none() -> None:
+def test_receiving_from_an_unknown_group_fails_and_leaving_it_does_nothing() -> None:
     groups = JoinedGroups()
     groups.leave("g")
     with pytest.raises(RuntimeError, match="has not joined the group 'g'"):

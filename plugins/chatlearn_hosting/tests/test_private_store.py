@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from chatlearn_hosting.engine_side.greeting import ANSWER_BYTES, MARK, Caller
 from chatlearn_hosting.engine_side.private_store import (
     LOOPBACK,
-    MOST_STRANGERS,
+    MAX_GREETING,
     PrivateStore,
     address_towards,
     interface_of,
@@ -94,7 +94,7 @@ def test_a_reserved_port_can_be_taken(secret) -> None:
         assert listening(port.number) == {"0100007F"}
 
 
-def test_strangers_get_nothing_and_do_no_harm() -> None:
+def test_unknown_callers_get_nothing_and_do_no_harm() -> None:
     with opened("secret") as mine, ExitStack() as stack:
         for noise in (b"GET / HTTP/1.0\r\n\r\n", Caller("guessed").greeting, b"\xff" * 100_000):
             connection = stack.enter_context(socket.create_connection((LOOPBACK, mine.port), timeout=10))
@@ -109,16 +109,16 @@ def test_strangers_get_nothing_and_do_no_harm() -> None:
         theirs.close()
 
 
-def test_silent_strangers_are_bounded() -> None:
+def test_silent_connections_are_limited() -> None:
     with opened("secret") as mine, ExitStack() as stack:
-        for _ in range(MOST_STRANGERS + 8):
+        for _ in range(MAX_GREETING + 8):
             last = stack.enter_context(socket.create_connection((LOOPBACK, mine.port), timeout=10))
         assert last.recv(1) == b"", "it is hung up on"
 
 
-def test_one_that_is_hung_up_on_while_the_gate_is_full_tries_again() -> None:
+def test_a_caller_rejected_by_a_full_gate_tries_again() -> None:
     with opened("secret") as mine, ExitStack() as strangers:
-        for _ in range(MOST_STRANGERS + 1):
+        for _ in range(MAX_GREETING + 1):
             last = strangers.enter_context(socket.create_connection((LOOPBACK, mine.port), timeout=10))
         assert last.recv(1) == b"", "it is full"
         room = threading.Timer(0.3, strangers.close)
@@ -129,12 +129,12 @@ def test_one_that_is_hung_up_on_while_the_gate_is_full_tries_again() -> None:
         room.join()
 
 
-def test_a_wrong_secret_is_told() -> None:
-    with opened("secret") as mine, pytest.raises(RuntimeError, match="does not know its secret"):
+def test_a_wrong_secret_is_reported() -> None:
+    with opened("secret") as mine, pytest.raises(RuntimeError, match="does not know the secret"):
         join_store(LOOPBACK, mine.port, "guessed", timedelta(seconds=0.5))
 
 
-def test_what_took_the_port_of_the_store_is_not_talked_to() -> None:
+def test_another_listener_on_the_store_s_port_is_refused() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
 
         def pretend() -> None:
@@ -145,12 +145,12 @@ def test_what_took_the_port_of_the_store_is_not_talked_to() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(RuntimeError, match="does not know its secret"):
+        with pytest.raises(RuntimeError, match="does not know the secret"):
             join_store(LOOPBACK, listener.getsockname()[1], "secret", LIMIT)
         thread.join()
 
 
-def test_nothing_there_is_told() -> None:
+def test_a_missing_store_is_reported() -> None:
     with ReservedPort() as port, pytest.raises(RuntimeError, match="cannot be reached"):
         join_store(LOOPBACK, port.number, "secret", timedelta(seconds=0.3))
 

@@ -120,7 +120,7 @@ async def test_an_event_callback_that_raises_ends_its_call(hosted) -> None:
     assert await hosted.acall("greet")
 
 
-def test_a_call_that_was_begun_cannot_be_taken_back_and_comes_in_its_order(hosted) -> None:
+def test_a_sent_call_cannot_be_cancelled_and_runs_in_order(hosted) -> None:
     waiting = hosted.begin("wait", "begun")
     told = [hosted.begin("echo", number) for number in range(3)]
     assert [future.result(10)[0] for future in told] == [(0,), (1,), (2,)]
@@ -177,7 +177,7 @@ def test_what_is_not_plain_is_refused_by_name_on_either_side(hosted) -> None:
 @pytest.mark.parametrize(
     ("how", "words"), [("signal", r"killed by signal 9 \(SIGKILL\)"), ("exit", "exited with code 7")]
 )
-async def test_a_dead_child_fails_every_waiting_call_with_its_last_words(hosted, how, words) -> None:
+async def test_a_dead_child_fails_every_open_call_with_its_last_output(hosted, how, words) -> None:
     await hosted.acall("noise", "scheduler: out of memory")
     waiting = [asyncio.ensure_future(hosted.acall("wait", str(number))) for number in range(3)]
     await hosted.acall("greet")
@@ -198,7 +198,7 @@ def test_a_child_that_hangs_up_is_ended(hosted) -> None:
         hosted.call("hang_up", timeout_s=60)
 
 
-def test_a_timeout_says_who_what_and_where_it_stands(hosted) -> None:
+def test_a_timeout_names_process_method_and_stack(hosted) -> None:
     with pytest.raises(BackendTimeoutError) as caught:
         hosted.call("block", 60, timeout_s=2)
     message = str(caught.value)
@@ -284,7 +284,7 @@ def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
 
 
 def test_an_engine_that_dies_while_it_starts_leaves_no_names(make, monkeypatch) -> None:
-    monkeypatch.setattr("chatlearn_hosting.process.NOTE_S", 0.02)
+    monkeypatch.setattr("chatlearn_hosting.process.RECORD_INTERVAL_S", 0.02)
     process = make("map_and_die", seconds=3.0)
     with pytest.raises(HostedProcessLostError, match="exited with code 5") as caught:
         process.start(timeout_s=60)
@@ -294,7 +294,7 @@ def test_an_engine_that_dies_while_it_starts_leaves_no_names(make, monkeypatch) 
     assert not Path(name).exists()
 
 
-def test_giving_a_process_up_leaves_its_end_to_the_one_that_waits_for_it(make, monkeypatch) -> None:
+def test_giving_up_a_process_leaves_its_exit_status_to_the_reaper(make, monkeypatch) -> None:
     """It may have ended by itself at that moment."""
     waitid, may_wait = os.waitid, threading.Event()
 
@@ -309,7 +309,7 @@ def test_giving_a_process_up_leaves_its_end_to_the_one_that_waits_for_it(make, m
     try:
         os.kill(hosted.pid, signal.SIGKILL)
         waitid(os.P_PID, hosted.pid, os.WEXITED | os.WNOWAIT)
-        hosted._stopped_working("it does nothing")
+        hosted._kill_hung_child("it does nothing")
         assert waitid(os.P_PID, hosted.pid, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
     finally:
         may_wait.set()
@@ -317,7 +317,7 @@ def test_giving_a_process_up_leaves_its_end_to_the_one_that_waits_for_it(make, m
         answer.result(60)
 
 
-def test_an_end_that_something_else_waited_for_fails_calls_too(make, monkeypatch) -> None:
+def test_an_end_reaped_by_other_code_fails_calls_too(make, monkeypatch) -> None:
     waitid = os.waitid
 
     def waited_for(kind, pid, options):
@@ -343,7 +343,7 @@ def test_a_closed_process_lets_its_object_close_first(make, tmp_path) -> None:
         process.call("greet", timeout_s=60)
 
 
-async def test_closing_fails_who_waits(hosted) -> None:
+async def test_closing_fails_open_calls(hosted) -> None:
     call = asyncio.ensure_future(hosted.acall("wait", "x"))
     await hosted.acall("greet")
     hosted.close()

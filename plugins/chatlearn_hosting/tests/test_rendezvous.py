@@ -29,7 +29,7 @@ store.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("secret", ["", "secret"])
-def test_ranks_listen_at_the_address_they_meet_at(secret) -> None:
+def test_ranks_listen_at_the_rendezvous_address_only(secret) -> None:
     """Store, gates and gloo, of both ranks: one address with nothing behind it that the whole network reaches."""
     host = "127.0.0.1"
     with ReservedPort() as port:
@@ -48,7 +48,7 @@ def test_ranks_listen_at_the_address_they_meet_at(secret) -> None:
         assert answer[1:] == [host]
 
 
-def test_gloo_is_told_the_interface_and_only_inside(monkeypatch) -> None:
+def test_gloo_s_interface_is_set_only_inside_the_context(monkeypatch) -> None:
     monkeypatch.delenv(GLOO, raising=False)
     with group_interfaces("tcp://127.0.0.1:5"):
         assert os.environ[GLOO] == "lo"
@@ -71,5 +71,5 @@ def test_an_address_of_another_kind_is_refused(address) -> None:
 
 
 def test_an_address_of_another_host_is_named() -> None:
-    with pytest.raises(BackendError, match=r"rank 0 could not meet the others at tcp://192\.0\.2\.77:5"):
+    with pytest.raises(BackendError, match=r"rank 0 could not join the other ranks at tcp://192\.0\.2\.77:5"):
         meet("tcp://192.0.2.77:5", 0, None, timedelta(seconds=1))

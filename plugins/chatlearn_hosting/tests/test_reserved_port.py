@@ -22,7 +22,7 @@ def choose_only(chooser: socket.socket, port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
-def test_the_kernel_gives_a_reserved_port_to_nobody_who_asks_for_any(host: str) -> None:
+def test_the_kernel_gives_a_reserved_port_to_no_other_socket(host: str) -> None:
     with ReservedPort() as port, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         choose_only(other, port.number)

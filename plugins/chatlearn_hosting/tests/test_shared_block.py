@@ -89,7 +89,7 @@ def test_a_block_that_is_filled_again_is_mapped_once_and_read_as_it_is_now() -> 
     assert reader.num_kept == 0
 
 
-def test_a_block_that_was_given_back_is_unmapped_and_another_under_its_path_is_not_taken_for_it() -> None:
+def test_a_released_block_is_unmapped_and_not_confused_with_another_under_its_path() -> None:
     reader = MappedBlocks()
     paths = set()
     for value in (1.0, 2.0):

@@ -20,7 +20,7 @@ def watched(make):
     return process
 
 
-async def test_a_stopped_process_fails_every_waiting_call_and_is_killed(watched) -> None:
+async def test_a_stopped_process_fails_every_open_call_and_is_killed(watched) -> None:
     calls = [asyncio.create_task(watched.acall("wait", name)) for name in ("a", "b")]
     await asyncio.sleep(0)
     os.kill(watched.pid, signal.SIGSTOP)
@@ -40,22 +40,22 @@ def test_a_stopped_process_that_the_engine_started_is_found(watched) -> None:
         watched.call("block", 60.0, timeout_s=60)
 
 
-def test_one_that_is_stopped_while_it_starts_is_found(make) -> None:
+def test_a_process_stopped_during_its_start_is_found(make) -> None:
     process = make(fault="stop", silence_s=SILENCE_S)
     with pytest.raises(HostedProcessLostError, match=r"start failed: process \d+ has been stopped"):
         process.start(timeout_s=60)
 
 
-def test_one_that_hangs_without_using_a_cpu_is_given_up(watched) -> None:
-    with pytest.raises(HostedProcessLostError, match=r"neither answered nor did anything for 0\.3 s"):
+def test_a_process_that_hangs_without_cpu_use_is_given_up(watched) -> None:
+    with pytest.raises(HostedProcessLostError, match=r"neither answered nor used a CPU for 0\.3 s"):
         watched.call("hang", 60, timeout_s=60)
 
 
-def test_one_whose_loop_is_held_up_answers(watched) -> None:
+def test_a_process_with_a_blocked_loop_still_answers_pings(watched) -> None:
     watched.call("block", 4 * SILENCE_S, timeout_s=60)
     assert watched.lost is None
 
 
-def test_one_that_computes_and_cannot_answer_is_left_alone(watched) -> None:
+def test_a_process_that_computes_but_cannot_answer_is_left_alone(watched) -> None:
     count = 4 * 10**7
     assert watched.call("compute", count, timeout_s=60) == count * (count - 1) // 2

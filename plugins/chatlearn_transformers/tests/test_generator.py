@@ -260,7 +260,11 @@ async def test_requests_of_one_turn_start_together_in_order(make_generator, ask)
     [
         ([], {}, "request 'x': the prompt is empty"),
         ([1] * 40, {}, r"prompt has 40 tokens, but the model takes 40.*data.max_prompt_tokens"),
-        ([1] * 30, {"max_tokens": 11}, r"30 tokens and max_tokens 11 make 41, the model takes 40.*to 10 or less"),
+        (
+            [1] * 30,
+            {"max_tokens": 11},
+            r"30 tokens and max_tokens 11 add up to 41, but the model takes 40.*to 10 or less",
+        ),
         ([1, 10**6], {}, "prompt token 1000000 is outside the model's vocabulary"),
         ([-1], {}, "prompt token -1 is outside"),
     ],

@@ -1,7 +1,7 @@
-"""Hosting: an engine in a process of its own, perhaps in another interpreter that has nothing of ChatLearn.
+"""Hosting: runs an engine in its own process, possibly under another interpreter without ChatLearn.
 
-``HostedProcess`` runs an object there and calls it; ``SharedBlock`` hands it tensors without a copy. What runs in the
-other process may import ``engine_side``, the standard library and what its interpreter has.
+``HostedProcess`` builds an object in that process and calls it; ``SharedBlock`` passes tensors to it without a copy.
+Code in the other process may import ``engine_side``, the standard library and the packages of its interpreter.
 """
 
 from chatlearn_hosting.process import HostedProcess

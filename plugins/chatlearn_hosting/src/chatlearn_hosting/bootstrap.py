@@ -1,9 +1,9 @@
-"""The first file that runs in a hosted process; standard library only, run by its path.
+"""The first file that runs in a hosted process. It uses only the standard library, and is run by its path.
 
-The interpreter may have nothing of ChatLearn installed. What runs there are packages found by directory and named as
-everywhere else, with empty packages above them in place of the distribution that is not there. Processes that the
-engine spawns import this file as ``__mp_main__`` and find the same packages; a package that has something to do there
-before the engine's own code runs defines ``in_spawned_process()``.
+The interpreter may have nothing of ChatLearn installed. This file loads the hosted packages from their directories
+under their usual names, with empty stand-ins for their missing parent packages. Processes that the engine spawns import
+this file as ``__mp_main__`` and find the same packages. A package may define ``in_spawned_process()`` to run code there
+before the engine's own code.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import types
 from pathlib import Path
 
 PACKAGES_VARIABLE = "CHATLEARN_HOSTED_PACKAGES"
-"""JSON: name of a package -> its directory."""
+"""Environment variable with JSON: package name -> directory."""
 
 
 def load_package(name: str, directory: str) -> types.ModuleType:
-    """Import a package from its directory alone, under its full name; ``sys.path`` stays as it is."""
+    """Import a package from its directory, under its full name, without changing ``sys.path``."""
     if name in sys.modules:
         return sys.modules[name]
     parents = name.split(".")[:-1]
     for depth in range(1, len(parents) + 1):
         parent = ".".join(parents[:depth])
         if parent not in sys.modules:
-            stand_in = types.ModuleType(parent, "Stands in for a package that this interpreter does not have.")
+            stand_in = types.ModuleType(parent, "Stand-in for a package that this interpreter lacks.")
             stand_in.__path__ = []
             sys.modules[parent] = stand_in
     location = Path(directory) / "__init__.py"
@@ -47,7 +47,7 @@ if PACKAGES_VARIABLE in os.environ:
             loaded.in_spawned_process()
 
 if __name__ == "__main__":
-    # Python put this file's folder first, where module names of ours would hide others.
+    # Python put this file's folder first, where its module names would hide others.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
     from chatlearn_hosting.engine_side.server import main

@@ -1,4 +1,4 @@
-"""Calls that wait for an answer from another process, each on the event loop or the thread that made it."""
+"""Open calls to another process; each is answered on the event loop or thread that made it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OnEvent = Callable[[Any], None]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call that was made."""
+    """One open call."""
 
     number: int
     method: str
     future: asyncio.Future[Any] | Future[Any]
     loop: asyncio.AbstractEventLoop | None
-    """Where its future lives; None for a thread that blocks."""
+    """Event loop of the future; None if a thread blocks on it."""
     on_event: OnEvent | None
 
 
 class Calls:
-    """All open calls to one process. Answers come from its reading thread, and wake an event loop once a batch."""
+    """All open calls to one process. The link's thread delivers answers, and wakes each event loop once per batch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,18 +63,18 @@ class Calls:
         return call
 
     def drop(self, call: Call) -> bool:
-        """Stop waiting; whether its answer had not come yet."""
+        """Stop waiting for a call. Returns whether it was still unanswered."""
         with self._lock:
             return self._open.pop(call.number, None) is not None
 
     def deliver(self, messages: Iterable[Message]) -> None:
-        """Hand results, errors and events to the calls that wait for them, in order."""
+        """Deliver results, errors and events to their calls, in order."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, str, Message]]] = {}
         for kind, number, *content in messages:
             with self._lock:
                 call = self._open.get(number) if kind == "event" else self._open.pop(number, None)
             if call is None:
-                continue  # no call waits any more
+                continue  # the call no longer waits
             if call.loop is None:
                 self._settle(call, kind, tuple(content))
             else:
@@ -83,7 +83,9 @@ class Calls:
             _on_loop(loop, self._settle_all, batch)
 
     def fail_all(self, lost: Callable[[str], BackendError]) -> None:
-        """The process is gone: every open call, and every later one, gets ``lost(method)``. The first reason stays."""
+        """Fail every open and every later call with ``lost(method)``, because the process is gone. Keeps the first
+        reason.
+        """
         with self._lock:
             if self._lost is None:
                 self._lost = lost
@@ -113,7 +115,7 @@ class Calls:
         elif call.on_event is not None:
             try:
                 call.on_event(content[0])
-            except Exception as error:  # the callback is the caller's, and so is its error
+            except Exception as error:  # the callback belongs to the caller, so the caller gets its error
                 call.future.set_exception(error)
 
 
@@ -128,4 +130,4 @@ def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
     except RuntimeError:
         if not loop.is_closed():
             raise
-        # The waiting call ended with its event loop.
+        # The call ended with its event loop.

@@ -1,4 +1,4 @@
-"""What a child process needs to find the packages that run in it: their directories, and a clean environment."""
+"""What a child process needs to find its packages: their directories, and a clean environment."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from chatlearn_hosting.bootstrap import PACKAGES_VARIABLE
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 OWN_PACKAGE = "chatlearn_hosting.engine_side"
 INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""What describes this interpreter and would mislead another one."""
+"""Variables that describe this interpreter and would mislead another one."""
 
 
 def package_directories(package: str) -> dict[str, str]:
-    """Where ``package``, and what of ours it may import, lie: import name -> directory."""
+    """Return import name -> directory for ``package`` and for the ChatLearn code that it may import."""
     return {name: _directory(name) for name in (OWN_PACKAGE, package)}
 
 
 def child_environment(python: str, packages: Mapping[str, str], overrides: Mapping[str, str | None]) -> dict[str, str]:
-    """Variables of a child.
+    """Return the environment variables of a child.
 
     Args:
-        python: its interpreter.
-        packages: from ``package_directories``.
-        overrides: variables to set beside this process's own, None to unset one.
+        python: the child's interpreter.
+        packages: result of ``package_directories``.
+        overrides: variables to set in addition to this process's own; None unsets one.
     """
     environment = dict(os.environ)
     if Path(python) != Path(sys.executable):

@@ -1,4 +1,4 @@
-"""One thread that moves bytes between this process and one it hosts: messages both ways, and what it prints."""
+"""A thread that transfers messages to and from a hosted process, and collects its printed output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """Sends without ever making the sender wait, and delivers from its own thread."""
+    """Sends without blocking the caller, and delivers from its own thread."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Link:
         """Start the thread.
 
         Args:
-            name: of the thread.
-            connection: our end of the socket pair; owned from here on.
-            output: reading end of the pipe that the process prints to; owned from here on.
-            on_messages: called with what arrived.
-            on_output: called with what was printed.
+            name: name of the thread.
+            connection: this end of the socket pair; the link takes ownership.
+            output: reading end of the process's output pipe; the link takes ownership.
+            on_messages: called with arrived messages.
+            on_output: called with printed bytes.
             on_end: called once, when the other end of the connection is closed.
         """
         self._connection = connection
@@ -59,30 +59,30 @@ class Link:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message; from any thread.
+        """Queue a message; callable from any thread.
 
         Raises:
-            TypeError: it holds something that is no plain builtin.
+            TypeError: the message contains an object that is not a plain builtin.
         """
         self._outgoing.append(encode(message))
         self._wake()
 
     def stop(self) -> None:
-        """Read what was still printed, end the thread and close both ends. Twice is fine."""
+        """Read the remaining output, end the thread and close both ends. A repeated call does nothing."""
         self._stopping = True
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been woken already, or has ended
+        with contextlib.suppress(OSError):  # the thread is already awake, or has ended
             self._wake_write.send(b"\0")
 
     def _run(self) -> None:
         try:
             self._move()
         except Exception:
-            log.exception("%s: the thread that talks to it failed; it cannot be reached any more", self._name)
+            log.exception("%s: the communication thread failed, so the process can no longer be reached", self._name)
             self._on_end()
         finally:
             for end in (self._connection, self._wake_read, self._wake_write):
@@ -121,7 +121,7 @@ class Link:
                 pass
 
     def _receive(self, decoder: Decoder) -> bool:
-        """False when the other end is closed."""
+        """Read messages. Returns False when the other end is closed."""
         try:
             data = self._connection.recv(CHUNK_BYTES)
         except BlockingIOError:
@@ -134,7 +134,7 @@ class Link:
         return bool(data)
 
     def _send(self, sending: memoryview) -> memoryview:
-        """Send what fits; what is left of the message that was begun."""
+        """Send as much as possible. Returns the rest of a partly sent message."""
         try:
             while sending or self._outgoing:
                 if not sending:
@@ -143,12 +143,12 @@ class Link:
         except BlockingIOError:
             pass
         except OSError:
-            self._outgoing.clear()  # the other end is gone, which reading will tell
+            self._outgoing.clear()  # the other end is gone; reading will report it
             return memoryview(b"")
         return sending
 
     def _read_output(self, *, once: bool = False) -> bool:
-        """False when nobody can print any more; with ``once`` also when there is nothing right now."""
+        """Read output. Returns False when the pipe is closed; with ``once`` also when there is nothing to read now."""
         try:
             data = os.read(self._output, PRINT_CHUNK_BYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, under this or another Python interpreter, called like an object."""
+"""An engine in its own process, under this or another Python interpreter, called like an object."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ from chatlearn_hosting.watchdog import SILENCE_S, Watchdog
 KEPT_LINES = 200
 SHOWN_LINES = 20
 SHOWN_CHARACTERS = 400
-"""Of one line in an error."""
+"""Longest part of one output line to show in an error."""
 TERM_GRACE_S = 2.0
-"""What the engine's own processes get to clean up once they were asked to end."""
+"""Time in seconds for the engine's processes to clean up after SIGTERM."""
 END_GRACE_S = 2.0
-"""How long a process may live on after it closed its connection."""
-END_PATIENCE_S = 15.0
-NOTE_S = 2.0
-"""Between two looks at what a starting engine maps of shared memory."""
+"""Time in seconds that a process may live after it closed its connection."""
+END_TIMEOUT_S = 15.0
+RECORD_INTERVAL_S = 2.0
+"""Interval in seconds between two records of the shared memory that a starting engine maps."""
 
 log = logging.getLogger(__name__)
 
 
 class HostedProcess:
-    """One child process that builds an object from a package of ours and answers calls to its methods.
+    """One child process that builds an object from a ChatLearn package and answers calls to its methods.
 
-    The child's interpreter needs nothing of ChatLearn: it finds the package by its directory. What may travel is in
-    ``engine_side.wire``. The child leads a process group; ``close``, its own death and the death of this process end
-    the whole group. So does a process of the group that is stopped, or a child that hangs for good (``Watchdog``).
+    The child's interpreter needs nothing of ChatLearn: it loads the package from its directory. ``engine_side.wire``
+    defines the types that can be sent. The child leads a process group. ``close``, the child's death and the death of
+    this process end the whole group; so do a stopped process in the group and a child that hangs permanently
+    (``Watchdog``).
     """
 
     def __init__(
@@ -64,17 +65,18 @@ class HostedProcess:
         environment: Mapping[str, str | None] | None = None,
         silence_s: float | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Store the settings; ``start`` starts the child.
 
         Args:
-            name: who this is, for messages: ``generator role 'generator' replica 0 (vllm)``.
-            package: import name of the package that runs in the child; of ours it may import
+            name: name for messages, such as ``generator role 'generator' replica 0 (vllm)``.
+            package: import name of the package that runs in the child; of ChatLearn it may import
                 ``chatlearn_hosting.engine_side`` and itself.
             factory: ``module:attribute`` inside the package, called in the child as ``factory(**arguments)``.
             arguments: plain builtins.
-            python: the child's interpreter; None: this one.
-            environment: variables to set beside this process's own, None to unset one.
-            silence_s: how long it may neither answer nor work until it is given up; None: ``watchdog.SILENCE_S``.
+            python: the child's interpreter; None uses this one.
+            environment: variables to set in addition to this process's own; None unsets one.
+            silence_s: seconds without answer and CPU use after which the child is killed; None uses
+                ``watchdog.SILENCE_S``.
         """
         self.name = name
         self.python = python or sys.executable
@@ -95,28 +97,30 @@ class HostedProcess:
         self._reaper: threading.Thread | None = None
         self._lost: str | None = None
         self._was_killed = False
-        """By a signal, or by us since it did nothing: another one may do better. One that exits would do so again."""
+        """Whether a signal or the watchdog killed the child. Then a restart may help; a child that exited would exit
+        again."""
         self._shared_files: set[str] = set()
-        """What the engine was seen to map of shared memory; whoever is killed removes nothing."""
+        """Shared memory files that the engine has mapped; this process removes them, because a killed
+        process cannot."""
         self._closing = threading.Lock()
 
     @property
     def pid(self) -> int:
-        """Process id of the child, which is also its group's."""
+        """Process id of the child, which is also the id of its group."""
         assert self._process is not None, "start has not run"
         return self._process.pid
 
     @property
     def lost(self) -> str | None:
-        """None while the child can be called, else what happened to it, in words."""
+        """What happened to the child; None while it can be called."""
         return self._lost
 
     def start(self, timeout_s: float) -> None:
         """Start the child and wait until it has built its object.
 
         Raises:
-            BackendError: it does not start; the message holds what it said last.
-            BackendTimeoutError: it is not ready within ``timeout_s``; the message holds what it was doing.
+            BackendError: the child does not start; the message has its last output.
+            BackendTimeoutError: the child is not ready within ``timeout_s``; the message shows what it was doing.
         """
         assert self._process is None, f"{self.name} was started before"
         ours, theirs = socket.socketpair()
@@ -138,7 +142,7 @@ class HostedProcess:
             self._lost = f"its interpreter {self.python!r} cannot be run: {error}"
             raise BackendError(
                 f"{self.name}: {self._lost}\n"
-                "  'python' must be the path of a working interpreter that holds the engine."
+                "  'python' must be the path of a working interpreter that has the engine installed."
             ) from error
         finally:
             theirs.close()
@@ -156,7 +160,7 @@ class HostedProcess:
             self.name,
             self._process.pid,
             ping=partial(self._link.send, ("ping",)),
-            give_up=self._stopped_working,
+            give_up=self._kill_hung_child,
             silence_s=SILENCE_S if self._silence_s is None else self._silence_s,
         )
         self._reaper.start()
@@ -172,18 +176,19 @@ class HostedProcess:
 
         Raises:
             HostedCallError: the method raised.
-            HostedProcessLostError: the child died, or is not there.
+            HostedProcessLostError: the child died or is not running.
             BackendTimeoutError: no answer within ``timeout_s``; the call was cancelled.
         """
         return self._wait(self._send(method, "call", method, args, kwargs, False), timeout_s)
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        """Call a method of the child's object without waiting: the call is on its way when this returns.
+        """Call a method of the child's object without waiting; the call has been sent when this returns.
 
-        Calls begin there in the order in which they are made here. Cancelling the future takes nothing back.
+        Calls start in the child in the order in which they are made here. Cancelling the future has no effect on the
+        child.
 
         Raises:
-            HostedProcessLostError: the child is not there. What ``call`` raises else is the future's.
+            HostedProcessLostError: the child is not running. The future gets all other errors of ``call``.
         """
         future = self._send(method, "call", method, args, {}, False).future
         assert isinstance(future, Future)
@@ -192,19 +197,20 @@ class HostedProcess:
     async def acall(
         self, method: str, *args: Any, timeout_s: float | None = None, on_event: OnEvent | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method of the child's object. Calls made without a wait between them begin in their order.
+        """Call a method of the child's object. Calls made without an ``await`` between them start in order.
 
         Cancelling this cancels the method, if it is a coroutine.
 
         Args:
-            method: its name.
+            method: name of the method.
             *args: plain builtins.
             timeout_s: None waits as long as the child lives.
-            on_event: called on this event loop with everything the method passes to its argument ``emit``, before this
-                returns; what it raises ends the call.
+            on_event: called on this event loop, before this returns, with every value that the method passes to its
+                argument
+                ``emit``; an exception in it ends the call.
             **kwargs: plain builtins.
 
-        Raises: as ``call``.
+        Raises: the errors of ``call``.
         """
         loop = asyncio.get_running_loop()
         call = self._send(method, "call", method, args, kwargs, on_event is not None, loop=loop, on_event=on_event)
@@ -221,25 +227,25 @@ class HostedProcess:
             self._give_up(call)
 
     def last_output(self, lines: int = SHOWN_LINES) -> str:
-        """What the child printed last."""
+        """Return the child's last output lines."""
         shown = [line[:SHOWN_CHARACTERS] for line in list(self._lines)[-lines:]]
         return "\n".join(f"  | {line}" for line in shown) or "  | (nothing)"
 
     def timeout_error(self, method: str, timeout_s: float) -> BackendTimeoutError:
-        """The error of a call that had no answer: what the child is doing now, and what it printed last."""
-        stack = "unknown, since it ended meanwhile" if self._lost is not None else "unknown, since it is still starting"
+        """Return the error of an unanswered call, with what the child is doing now and its last output."""
+        stack = "unknown, because it has ended" if self._lost is not None else "unknown, because it is still starting"
         if self._lost is None and self._greeted:
             assert self._stacks is not None
-            stack = self._stacks.ask(self.pid, STACK_SIGNAL) or "unknown, since it does not answer a signal"
+            stack = self._stacks.ask(self.pid, STACK_SIGNAL) or "unknown, because it does not answer a signal"
         return BackendTimeoutError(
             f"{self.name}: {method} had no answer from process {self.pid} within {timeout_s:g} s\n"
-            f"What it was doing: {stack}\nWhat it printed last:\n{self.last_output()}"
+            f"What it was doing: {stack}\nIts last output:\n{self.last_output()}"
         )
 
     def close(self, grace_s: float = 10.0) -> None:
-        """Let the object's ``close`` run for up to ``grace_s``, then end the child and everything it started.
+        """Let the object's ``close`` run for up to ``grace_s`` seconds, then end the child and everything it started.
 
-        Open calls fail at once. Twice is fine.
+        Open calls fail at once. A repeated call does nothing.
         """
         with self._closing:
             if self._lost is None:
@@ -251,15 +257,15 @@ class HostedProcess:
                 return
             if not self._ended.is_set():
                 assert self._link is not None
-                self._note_shared_files()
+                self._record_shared_files()
                 if grace_s > 0 and self._greeted:
                     self._link.send(("stop",))
                     self._ended.wait(grace_s)
                 if not self._ended.is_set():
                     end_group(self._process.pid, TERM_GRACE_S)
-            self._reaper.join(END_PATIENCE_S)
+            self._reaper.join(END_TIMEOUT_S)
             if self._reaper.is_alive():
-                log.error("%s: process %d does not end although it was killed", self.name, self._process.pid)
+                log.error("%s: process %d did not end after it was killed", self.name, self._process.pid)
 
     def _send(
         self,
@@ -291,16 +297,16 @@ class HostedProcess:
             self._give_up(call)
 
     def _wait_for_build(self, timeout_s: float) -> None:
-        """Wait until the child has built its object, and note now and then what it maps of shared memory."""
+        """Wait until the child has built its object, and periodically record its shared memory files."""
         call = self._send("start", "build", self._factory, self._arguments)
         assert not isinstance(call.future, asyncio.Future)
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not call.future.done():
-            wait([call.future], min(left, NOTE_S))
-            self._note_shared_files()
+            wait([call.future], min(left, RECORD_INTERVAL_S))
+            self._record_shared_files()
         self._wait(call, max(deadline - time.monotonic(), 0.0))
 
-    def _note_shared_files(self) -> None:
+    def _record_shared_files(self) -> None:
         assert self._process is not None
         self._shared_files |= mapped_files(live_members(self._process.pid))
 
@@ -321,40 +327,42 @@ class HostedProcess:
     def _on_output(self, data: bytes) -> None:
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in lines:
-            # A progress bar rewrites its line; what it said last is enough.
+            # A progress bar rewrites its line; keep only its last state.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._lines.append(text)
             log.debug("%s: %s", self.name, text)
 
     def _on_end(self) -> None:
-        """The child closed its connection: it is about to end, or cannot be reached any more."""
+        """Handle that the child closed its connection: it is about to end, or can no longer be reached."""
         threading.Thread(target=self._expect_end, name=f"{self.name} end", daemon=True).start()
 
     def _expect_end(self) -> None:
         if not self._ended.wait(END_GRACE_S):
             self._kill()
 
-    def _stopped_working(self, reason: str) -> None:
-        """It has not ended and does nothing: end it, as if it had died."""
+    def _kill_hung_child(self, reason: str) -> None:
+        """Kill a child that has not ended but does no work, and treat it as dead."""
         if self._lost is None and self._process is not None:
             self._lost, self._was_killed = reason, True
             self._fail_calls()
             self._kill()
 
     def _kill(self) -> None:
-        """Without ``Popen.kill``, which may wait for the child, and so take its end from the reaper."""
+        """Kill the child. ``Popen.kill`` may reap the child, which would hide its exit status from the
+        reaper thread.
+        """
         assert self._process is not None
         if not self._ended.is_set():
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Wait for the child's end, tell everybody, end what it left behind."""
+        """Wait for the child's end, fail open calls, and end what it left behind."""
         process, link = self._process, self._link
         assert process is not None
-        # Not reaped yet: its id stays its own until the group is gone.
+        # Do not reap yet, so that the process id is not reused until the group is gone.
         status = None
-        with suppress(ChildProcessError):  # something else in this process waited for it
+        with suppress(ChildProcessError):  # other code in this process has reaped it
             status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         self._ended.set()
         assert link is not None
@@ -364,7 +372,7 @@ class HostedProcess:
         if self._unfinished:
             self._lines.append(self._unfinished.decode(errors="replace"))
         if self._lost is None:
-            self._was_killed, how = _manner_of_end(status)
+            self._was_killed, how = _describe_end(status)
             self._lost = f"its process {process.pid} {how}"
         self._fail_calls()
         end_group(process.pid, TERM_GRACE_S, self._shared_files)
@@ -376,7 +384,7 @@ class HostedProcess:
         reason, was_killed = self._lost, self._was_killed
 
         def error(method: str) -> HostedProcessLostError:
-            said = "" if reason == "it was closed" else f"\nWhat it printed last:\n{self.last_output()}"
+            said = "" if reason == "it was closed" else f"\nIts last output:\n{self.last_output()}"
             lost = HostedProcessLostError(f"{self.name}: {method} failed: {reason}{said}")
             lost.process_is_gone = was_killed
             return lost
@@ -384,10 +392,10 @@ class HostedProcess:
         self._calls.fail_all(error)
 
 
-def _manner_of_end(status: os.waitid_result | None) -> tuple[bool, str]:
-    """Whether a signal killed a process, and what became of it in words; None: that was not left to see."""
+def _describe_end(status: os.waitid_result | None) -> tuple[bool, str]:
+    """Return whether a signal killed a process, and a description of its end. ``status`` is None if it is unknown."""
     if status is None:
-        return False, "has ended, and something else in this process took its exit code"
+        return False, "has ended, but other code in this process reaped its exit code"
     if status.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
         return True, f"was killed by {_signal_name(status.si_status)}"
     return False, f"exited with code {status.si_status}"

@@ -1,4 +1,4 @@
-"""Ending a process together with everything it started and what that left in shared memory."""
+"""Ends a process with everything it started, and removes the shared memory files that these processes leave."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 from chatlearn_hosting.engine_side.shared_files import mapped_files, remove
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _DEATH_S = 5.0
-"""How long a process that was killed may take to disappear: its memory has to be freed."""
+"""Time in seconds for a killed process to disappear, because its memory has to be freed."""
 
 
 def live_members(leader: int) -> list[int]:
-    """Processes in the group or the session that ``leader`` leads, zombies left out."""
+    """Return the processes in the group or session that ``leader`` leads, without zombies."""
     return list(processes_of(leader))
 
 
 def processes_of(leader: int) -> dict[int, list[str]]:
-    """The same with what ``process_fields`` says of each."""
+    """Return the processes in the group or session of ``leader``, each with its ``process_fields``, without zombies."""
     members = {}
     for process in all_processes():
         fields = process_fields(Path("/proc", str(process)))
         if fields is None:
-            continue  # it ended while we looked
+            continue  # it has ended in the meantime
         state, _, group, session = fields[:4]
         if state not in ("Z", "X") and leader in (int(group), int(session)):
             members[process] = fields
@@ -34,7 +34,7 @@ def processes_of(leader: int) -> dict[int, list[str]]:
 
 
 def process_fields(entry: Path) -> list[str] | None:
-    """What follows the name in ``stat`` of a process or thread, its state first; None if it has ended."""
+    """Return the fields after the name in ``stat`` of a process or thread, the state first; None if it has ended."""
     try:
         # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
         return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -43,19 +43,19 @@ def process_fields(entry: Path) -> list[str] | None:
 
 
 def all_processes() -> list[int]:
-    """Every process id that this one can see."""
+    """Return every visible process id."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def end_group(leader: int, grace_s: float, shared_files: Iterable[str] = ()) -> None:
-    """Ask every process of a group to end, and kill those that still run after ``grace_s``.
+    """Send SIGTERM to every process of a group, and kill those that still run after ``grace_s``.
 
-    What they have mapped of shared memory loses its name, except what others map too.
+    Unlinks the shared memory files that they have mapped, except files that other processes map too.
 
     Args:
-        leader: must not have been waited for: until then its id cannot belong to anybody else.
-        grace_s: between asking and killing.
-        shared_files: what members had mapped before.
+        leader: process id of the leader, not yet reaped, so that the id cannot be reused.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        shared_files: files that members had mapped earlier.
     """
     members = live_members(leader)
     files = set(shared_files) | mapped_files(members)
@@ -67,7 +67,7 @@ def end_group(leader: int, grace_s: float, shared_files: Iterable[str] = ()) -> 
 
 
 def _signal_all(processes: list[int], number: signal.Signals) -> bool:
-    """Whether there was anybody to signal."""
+    """Signal processes. Returns whether there were any."""
     for process in processes:
         try:
             os.kill(process, number)
@@ -81,5 +81,5 @@ def _all_gone(leader: int, patience_s: float) -> bool:
     while live_members(leader):
         if time.monotonic() >= deadline:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True

@@ -1,4 +1,4 @@
-"""Where the ranks of a role meet, and at which addresses their process groups listen."""
+"""The rendezvous of a role's ranks, and the addresses at which their process groups listen."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from chatlearn_hosting.engine_side.private_store import (
 )
 
 WAIT = default_pg_timeout
-"""How long ranks wait for each other, as torch has it."""
+"""Time for which ranks wait for each other: torch's default."""
 GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def make_default_group(
     backend: str, rendezvous: str, *, rank: int, world_size: int, secret: str | None = None
 ) -> PrivateStore | None:
-    """``torch.distributed.init_process_group`` of a role's ranks, whose store and connections are theirs alone.
+    """Initialise ``torch.distributed`` for a role's ranks, with a store and connections that no other process can use.
 
     Args:
         backend: such as ``gloo``, or ``cpu:gloo,cuda:nccl``.
-        rendezvous: ``RoleContext.rendezvous``; what is not ``tcp://`` goes to torch as it is.
-        rank: of this process.
+        rendezvous: ``RoleContext.rendezvous``; anything but ``tcp://`` is passed to torch unchanged.
+        rank: rank of this process.
         world_size: number of ranks.
         secret: ``RoleContext.rendezvous_secret``.
 
     Returns:
-        The store, to be closed after the group was destroyed; None where torch made it.
+        The store, to be closed after the group is destroyed; None if torch created it.
 
     Raises:
-        BackendError: the ranks cannot meet.
+        BackendError: the ranks cannot connect.
     """
     store: PrivateStore | None = None
     try:
@@ -55,23 +55,26 @@ def make_default_group(
     except (RuntimeError, ValueError) as error:
         if store is not None:
             store.close()
-        raise BackendError(f"rank {rank} of {world_size} could not meet the others at {rendezvous}: {error}") from error
+        raise BackendError(
+            f"rank {rank} of {world_size} could not join the other ranks at {rendezvous}: {error}"
+        ) from error
     return store
 
 
 def meet(rendezvous: str, rank: int, secret: str | None, timeout: timedelta) -> PrivateStore:
-    """The store of a role's ranks: rank 0 makes it, at the rendezvous alone, the others join it.
+    """Return the store of a role's ranks: rank 0 opens it at the rendezvous address only, the others join it.
 
-    ``torch.distributed.init_process_group(init_method=rendezvous)`` would listen on every interface, for everybody.
+    ``torch.distributed.init_process_group(init_method=rendezvous)`` would listen on every interface and admit any
+    process.
 
     Args:
         rendezvous: ``tcp://host:port``, as in ``RoleContext.rendezvous``; the host is rank 0's.
-        rank: of this process.
+        rank: rank of this process.
         secret: ``RoleContext.rendezvous_secret``.
-        timeout: of the store's operations, and for rank 0 to come.
+        timeout: timeout of the store's operations, and of the wait for rank 0.
 
     Raises:
-        BackendError: the address cannot be listened at, or not be reached in time.
+        BackendError: rank 0 cannot listen at the address, or another rank cannot reach it in time.
     """
     address = urlsplit(rendezvous)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
@@ -81,16 +84,16 @@ def meet(rendezvous: str, rank: int, secret: str | None, timeout: timedelta) -> 
             return open_store(address.hostname, address.port, secret, timeout)
         return join_store(address.hostname, address.port, secret, timeout)
     except (OSError, RuntimeError) as error:
-        raise BackendError(f"rank {rank} could not meet the others at {rendezvous}: {error}") from error
+        raise BackendError(f"rank {rank} could not join the other ranks at {rendezvous}: {error}") from error
 
 
 @contextmanager
 def group_interfaces(rendezvous: str | None) -> Iterator[None]:
-    """Gloo's process groups that are made inside listen where the ranks can reach each other, and nowhere else.
+    """Make gloo groups that are created inside listen only where the ranks can reach each other.
 
     That is loopback for ranks on one host (``rendezvous`` on loopback, or None), and otherwise the interface towards
-    the rendezvous. ``GLOO_SOCKET_IFNAME`` stands if it is set. NCCL reads its own variable once in a process, which may
-    be in groups over several hosts too: where it listens is its own choice, or ``NCCL_SOCKET_IFNAME``'s.
+    the rendezvous. A user's ``GLOO_SOCKET_IFNAME`` takes precedence. NCCL is not restricted: it reads its variable
+    ``NCCL_SOCKET_IFNAME`` once per process, and the process may also be in groups over several hosts.
     """
     host = urlsplit(rendezvous or "").hostname or LOOPBACK
     if os.environ.get(GLOO):
@@ -98,7 +101,7 @@ def group_interfaces(rendezvous: str | None) -> Iterator[None]:
         return
     try:
         interface = interface_of(address_towards(host))
-    except OSError:  # the meeting itself will tell
+    except OSError:  # the rendezvous itself will report the error
         interface = None
     if interface is None:
         yield

@@ -1,8 +1,8 @@
 """Reserves TCP ports on this node until their listener binds.
 
-A port that was free a moment ago may be handed to any other process before torch listens at it. So the socket that
-found it stays bound, without listening: the kernel gives no other process a bound port, and lets a second socket
-listen at it if both allow the reuse of addresses, as torch's stores do.
+Another process may take a port that was free a moment ago before torch listens at it. The socket that found the port
+therefore stays bound, without listening: the kernel gives a bound port to no other process, but lets a second socket
+listen at it if both allow address reuse, as torch's stores do.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _ATTEMPTS = 100
 
 
 class ReservedPort:
-    """A port of all this node's addresses, held until it is closed.
+    """A port on all addresses of this node, reserved until it is closed.
 
     Raises:
-        OSError: the node has no free port, or somebody has this one.
+        OSError: the node has no free port, or the given port is taken.
     """
 
     def __init__(self, number: int = 0) -> None:
-        """Bind it.
+        """Bind the port.
 
         Args:
-            number: which; 0 is any that is free.
+            number: port number; 0 takes any free port.
         """
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._socket = socket.socket(family)
         try:
-            if number == 0:  # of a certain port, bound with this option, somebody else might be the holder as well
+            if number == 0:  # with a given number, this option would allow a port that another process has bound
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -43,7 +43,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port up; a listener that has bound it goes on. Calling it twice is fine."""
+        """Release the port; a listener that has bound it continues. A repeated call does nothing."""
         self._socket.close()
 
     def __enter__(self) -> ReservedPort:
@@ -57,10 +57,10 @@ class ReservedPort:
 
 @contextmanager
 def reserved_row(count: int) -> Iterator[int]:
-    """The first of ``count`` consecutive ports, all held inside the context.
+    """Reserve ``count`` consecutive ports inside the context, and yield the first.
 
     Raises:
-        OSError: the node has none.
+        OSError: no such row of free ports was found.
     """
     for _ in range(_ATTEMPTS):
         with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""The writing end of a shared block: memory that other processes of this host read tensors from without a copy."""
+"""The writing end of a shared block: memory from which other processes of this host read tensors without a copy."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 from chatlearn_core.types import MemoryHandle, TensorPlace, TensorSpec
 
 ALIGNMENT = 64
-"""Of a tensor in its block, bytes: a cache line, and a multiple of every element size."""
+"""Alignment of a tensor in its block, bytes: a cache line, and a multiple of every element size."""
 
 
 class SharedBlock:
-    """A block of anonymous shared memory, filled with tensors and handed over as a ``MemoryHandle``.
+    """A block of anonymous shared memory that is filled with tensors and passed on as a ``MemoryHandle``.
 
     The memory has no name in any file system: other processes open it through this process's file descriptor
-    (``/proc/<pid>/fd/<n>``), so it is gone with the last process that maps it, however that ends, and the size of
+    (``/proc/<pid>/fd/<n>``). It is freed with the last process that maps it, however that process ends, and the size of
     ``/dev/shm`` does not limit it.
     """
 
     def __init__(self, num_bytes: int, directory: Path | None = None) -> None:
-        """Make an empty block.
+        """Create an empty block.
 
         Args:
-            num_bytes: at least 1; pages are taken when they are first written.
-            directory: where to put it instead of the kernel's own file system (a mount with huge pages); an unnamed
-                file there.
+            num_bytes: size, at least 1; pages are allocated on first write.
+            directory: directory for an unnamed file instead of the kernel's anonymous memory, such as a mount with huge
+                pages.
 
         Raises:
-            OSError: no memory or no such directory.
+            OSError: no memory, or no such directory.
         """
         if directory is None:
             self._descriptor = os.memfd_create("chatlearn-block")
@@ -58,13 +58,13 @@ class SharedBlock:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user open the block, while this one keeps it."""
+        """Path under which other processes of this user open the block while this process keeps it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Copy a tensor into the block, from whatever device; False if there is no room, and nothing was copied.
+        """Copy a tensor from any device into the block. Returns False, without copying, if there is no room.
 
-        A tensor that is larger than the whole block makes an empty block grow.
+        An empty block grows for a tensor that is larger than the whole block.
         """
         target = self.reserve(name, tensor)
         if target is None:
@@ -73,7 +73,10 @@ class SharedBlock:
         return True
 
     def reserve(self, name: str, tensor: Tensor) -> Tensor | None:
-        """As ``add``, but the caller copies: where the tensor is to lie. Let go of it before the block closes."""
+        """Reserve memory for a tensor and return it for the caller to fill; None if there is no room.
+
+        Drop all references to the returned tensor before the block closes.
+        """
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         stop = start + tensor.nbytes
         if stop > self.num_bytes:
@@ -90,18 +93,20 @@ class SharedBlock:
         return target.view(tensor.shape)
 
     def handle(self) -> MemoryHandle:
-        """What another process needs to read the tensors added since ``clear``. Valid while the block is kept."""
+        """Return a handle with which another process reads the tensors added since ``clear``. Valid while the block is
+        kept.
+        """
         return MemoryHandle("file", self.path, self.num_bytes, tuple(self._places))
 
     def clear(self) -> None:
-        """Forget the tensors and reuse their memory; no process may read them any more."""
+        """Remove all tensors so that their memory is reused; no process may read them any more."""
         self._places, self._used = [], 0
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[MemoryHandle]:
-        """Bring a stream of tensors into the block, full after full.
+        """Copy a stream of tensors through the block, yielding a handle each time it is full.
 
-        Each handle must have been read when the next one is asked for. Memory stays under the block's size, or the
-        largest tensor's if that is more.
+        Read each handle before requesting the next. Memory use stays below the block's size, or the largest tensor's if
+        that is larger.
         """
         self.clear()
         for name, tensor in tensors:
@@ -114,7 +119,7 @@ class SharedBlock:
         self.clear()
 
     def close(self) -> None:
-        """Give the memory back, once no other process maps it. Twice is fine."""
+        """Release the memory; it is freed once no other process maps it. A repeated call does nothing."""
         self.clear()
         if self._map is not None:
             self._map.close()
@@ -132,7 +137,9 @@ class SharedBlock:
 
 
 def handle_content(handle: MemoryHandle) -> dict[str, Any]:
-    """A handle of kind ``file`` as plain builtins, for ``engine_side.blocks.MappedBlock`` in a hosted process."""
+    """Return a handle of kind ``file`` as plain builtins, for ``engine_side.blocks.MappedBlock`` in a
+    hosted process.
+    """
     if handle.kind != "file":
         raise ValueError(f"a handle of kind {handle.kind!r} is not a mapped file")
     return {

@@ -1,4 +1,4 @@
-"""What the threads of a hosted process are doing, asked for by a signal and read from anonymous memory."""
+"""The stacks of a hosted process's threads, requested by a signal and read from anonymous memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import signal
 import time
 
-_PATIENCE_S = 5.0
-_LOOK_S = 0.1
-"""Nothing more for so long: it has written all."""
+_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+"""Interval in seconds; the stacks are complete when the file has not grown during one."""
 
 
 class StackFile:
-    """Memory that a process inherits and writes its stacks to when it is signalled."""
+    """Memory that a process inherits and to which it writes its stacks on a signal."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("chatlearn-stacks")
@@ -21,19 +21,19 @@ class StackFile:
         return str(self.descriptor)
 
     def ask(self, pid: int, number: signal.Signals) -> str:
-        """The stacks of a process that has registered for the signal; empty if it writes none for seconds."""
+        """Return the stacks of a process that has registered for the signal; empty if it writes nothing within 5 s."""
         start = size = os.fstat(self.descriptor).st_size
         os.kill(pid, number)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             before, size = size, os.fstat(self.descriptor).st_size
             if size > start and size == before:
                 break
         return os.pread(self.descriptor, size - start, start).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Give the memory back. Twice is fine."""
+        """Free the memory. A repeated call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -1,1 +1,3 @@
-"""What of ``chatlearn_hosting`` runs in the engine's interpreter: standard library only, and torch in ``blocks``."""
+"""The part of ``chatlearn_hosting`` that runs in the engine's interpreter. It imports the standard library and torch
+only.
+"""

@@ -1,4 +1,4 @@
-"""Names of engine arguments, checked against those that the installed engine takes."""
+"""Checks names of engine arguments against those of the installed engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class UnknownArgumentsError(ValueError):
-    """Names that the installed engine does not take; one line each in the message."""
+    """The installed engine does not take some arguments; the message has one line for each."""
 
 
 def check_names(names: Iterable[str], known: Iterable[str]) -> None:
-    """Every name is one of ``known``.
+    """Check that every name is in ``known``.
 
     Raises:
         UnknownArgumentsError: lists every unknown name with the nearest known one.

@@ -1,4 +1,4 @@
-"""The reading end of a shared block: tensors that are views of another process's memory. Needs torch alone."""
+"""The reading end of a shared block: tensors that are views of another process's memory. Needs only torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch
 class MappedBlock:
     """A block of another process, opened by its path.
 
-    Its tensors share the other process's memory and are meant to be read. They are valid until ``close``.
+    Its tensors share the other process's memory and are for reading only. They are valid until ``close``.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         """Map the block.
 
         Args:
-            content: what ``shared_block.handle_content`` made of its handle.
+            content: the result of ``shared_block.handle_content`` for the block's handle.
 
         Raises:
             OSError: the process that owns the block is gone.
@@ -41,34 +41,36 @@ class MappedBlock:
         except BufferError:
             if kind is None:
                 raise
-            # Views live on in the frames of the error that is on its way: it matters more, and they go with it.
+            # The traceback of the active error keeps views alive; that error matters more, and the views go with it.
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view) of every tensor in the block."""
+        """Yield (name, view) of every tensor in the block."""
         for name, tensor, _ in _views(self._map, self._places):
             yield name, tensor
 
     def close(self) -> None:
-        """Unmap.
+        """Unmap the block.
 
         Raises:
-            BufferError: a view is still alive, and would change under its holder when the owner reuses the block.
+            BufferError: a view is still alive, and would change when the owner reuses the block.
         """
         self._map.close()
 
 
 @dataclass
 class _Kept:
-    """A mapping and the file that it is of: a path is used again by other blocks, a file that is mapped is not."""
+    """A mapping and the identity of its file. A path may later lead to another block; the mapped file stays
+    the same.
+    """
 
     file: tuple[int, int]
     map: mmap.mmap
 
 
 class MappedBlocks:
-    """Reads blocks that their owners fill again and again, each mapped once: a fault a page costs as much as a copy.
+    """Reads blocks that their owners refill, and keeps each mapped, because page faults cost as much as a copy.
 
-    A block that its owner gave back stays in memory until another is read, or until ``close``.
+    A released block stays in memory until another block is read, or until ``close``.
     """
 
     def __init__(self) -> None:
@@ -76,19 +78,19 @@ class MappedBlocks:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are mapped now."""
+        """Number of currently mapped blocks."""
         return len(self._kept)
 
     @contextmanager
     def read(self, content: Mapping[str, Any]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """(name, view) of every tensor in a block; the views are valid inside the context.
+        """Yield (name, view) of every tensor in a block; the views are valid inside the context.
 
         Args:
-            content: what ``shared_block.handle_content`` made of its handle; with ``is_reused`` its mapping is kept.
+            content: the result of ``shared_block.handle_content``; with ``is_reused`` the mapping is kept.
 
         Raises:
             OSError: the process that owns the block is gone.
-            BufferError: on leaving, a view is still alive, and would change under its holder.
+            BufferError: on exit, a view is still alive, and would change when the owner reuses the block.
         """
         if not content.get("is_reused", False):
             with MappedBlock(content) as block:
@@ -107,13 +109,13 @@ class MappedBlocks:
             raise BufferError(f"views of the block at {content['path']} are still alive")
 
     def close(self) -> None:
-        """Unmap all of them, each when its last view is gone."""
+        """Unmap all blocks, each once its last view is gone."""
         self._kept.clear()
 
     def _mapping(self, content: Mapping[str, Any]) -> mmap.mmap:
         path = content["path"]
         for other in [other for other, kept in self._kept.items() if _file(other) != kept.file]:
-            del self._kept[other]  # its owner gave it back, or has ended
+            del self._kept[other]  # its owner has released it or has ended
         kept = self._kept.get(path)
         if kept is None or len(kept.map) != content["num_bytes"]:
             kept = self._kept[path] = _open(content)
@@ -129,7 +131,7 @@ def _open(content: Mapping[str, Any]) -> _Kept:
 
 
 def _file(path: str) -> tuple[int, int] | None:
-    """Which file a path leads to now; None: to none."""
+    """Return the identity of the file at a path; None if there is none."""
     try:
         return _identity(Path(path).stat())
     except OSError:
@@ -141,7 +143,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _views(mapped: mmap.mmap, places: Any) -> Iterator[tuple[str, torch.Tensor, weakref.ref[memoryview] | None]]:
-    """(name, view, what lives as long as the view)."""
+    """Yield (name, view, weak reference that lives as long as the view; None for an empty tensor)."""
     for name, dtype, shape, offset in places:
         count = 1
         for size in shape:
@@ -150,7 +152,7 @@ def _views(mapped: mmap.mmap, places: Any) -> Iterator[tuple[str, torch.Tensor, 
         if count == 0:
             yield name, torch.empty(shape, dtype=kind), None
         else:
-            # Through a memoryview, which torch keeps: closing the map under a view is then an error, not a crash.
+            # torch keeps the memoryview, so closing the map while a view exists raises instead of crashing.
             window = memoryview(mapped)
             tensor = torch.frombuffer(window, dtype=kind, count=count, offset=offset).view(shape)
             alive = weakref.ref(window)

@@ -1,4 +1,4 @@
-"""A checksum of a tensor that costs less than copying it. Needs torch and nothing else."""
+"""A tensor checksum that is cheaper than a copy. Needs only torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ WORD_BYTES = 8
 
 
 class CorruptedTensorError(RuntimeError):
-    """A tensor is not what its sender had."""
+    """A tensor differs from what its sender had."""
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Sum of the 8-byte words of a contiguous tensor's bytes, modulo 2**64, any rest byte by byte.
+    """Sum the 8-byte words of a contiguous tensor, and the remaining bytes, modulo 2**64.
 
-    One word that changed, by a single bit or altogether, always changes it. It runs at the speed at which memory is
-    read (a CRC is several times slower) and on the tensor's own device; what it misses is words that swapped places,
-    which no memory and no wire does.
+    Any change within a single word changes the sum. It runs at memory bandwidth (a CRC is several times slower) on the
+    tensor's own device. It misses swapped words, an error that neither memory nor networks produce.
     """
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     data = tensor.reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD_BYTES:
-        data = data.clone()  # a view into a larger tensor, whose words lie across ours
+        data = data.clone()  # the view is not aligned to 8-byte words
     whole = data.numel() // WORD_BYTES * WORD_BYTES
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     rest = int(data[whole:].sum()) if whole < data.numel() else 0
@@ -32,10 +31,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def require_intact(tensors: Iterable[tuple[str, torch.Tensor]], checksums: Sequence[int]) -> None:
-    """Compare tensors with what the sender had, in order.
+    """Compare tensors with the sender's checksums, in order.
 
     Raises:
-        CorruptedTensorError: a tensor is not what was sent; names it.
+        CorruptedTensorError: a tensor differs; the message names it.
     """
     for (name, tensor), expected in zip(tensors, checksums, strict=True):
         found = checksum(tensor)

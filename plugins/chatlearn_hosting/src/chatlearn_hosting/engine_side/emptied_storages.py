@@ -1,6 +1,6 @@
-"""Memory of tensors on a CPU given back in place: references to a storage, views included, then hold nothing.
+"""Releases the memory of CPU tensors in place: all references to a storage, views included, stay but become empty.
 
-Engines know how to give a GPU's memory back, and ignore the request on a CPU.
+Engines can release GPU memory, but ignore the request on a CPU.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def storages_of(content: Any) -> list[torch.UntypedStorage]:
-    """The storages of all tensors in nested dictionaries, lists, tuples and iterators, each once."""
+    """Return the storages of all tensors in nested dictionaries, lists, tuples and iterators, each once."""
     return list({storage._cdata: storage for storage in (t.untyped_storage() for t in _tensors(content))}.values())
 
 
 class EmptiedStorages:
-    """Storages of size zero, with what they held where that is to come back."""
+    """Storages that were resized to zero, with saved contents where they must be restored."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, kept: Iterable[torch.UntypedStorage]) -> None:
-        """Empty them, one after the other.
+        """Empty the storages one after the other.
 
         Args:
-            storages: on the CPU.
-            kept: those whose content waits in memory of its own; the others come back as zeros.
+            storages: CPU storages.
+            kept: storages whose content is saved; the others are restored as zeros.
         """
         keep = {storage._cdata for storage in kept}
         self._emptied: list[tuple[torch.UntypedStorage, int, int, Tensor | None]] = []
@@ -36,10 +36,12 @@ class EmptiedStorages:
                 storage.resize_(0)
 
     def fill(self) -> list[tuple[range, int]]:
-        """Give every storage its size and content again.
+        """Restore size and content of every storage.
 
         Returns:
-            where they were and how far each has moved, bytes: for those who keep addresses.
+            for each storage its old address range and its displacement in bytes, for code that keeps addresses.
+                Example:
+                ``[(range(4096, 8192), -4096)]``.
         """
         moved = []
         while self._emptied:
@@ -54,7 +56,7 @@ class EmptiedStorages:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as a flat tensor of uint8."""
+    """Return a storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 

@@ -1,9 +1,9 @@
-"""What a peer says before anything else that it sends is read. Needs the standard library only.
+"""The handshake that opens every connection. Needs only the standard library.
 
 Both sides know a secret. The caller sends ``GREETING_BYTES``: a mark, a nonce, and the nonce's HMAC. The listener
-answers with another HMAC of that nonce, so the caller knows the listener too, and the secret itself never travels. A
-listener takes each nonce once. What follows is neither encrypted nor signed: this keeps out who can reach a port, not
-who can change packets on their way.
+answers with another HMAC of that nonce, which authenticates the listener too; the secret itself is never sent. A
+listener accepts each nonce once. Later traffic is neither encrypted nor signed: the handshake keeps out processes that
+can reach the port, but not attackers who can change packets in transit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GREETING_BYTES = len(MARK) + NONCE_BYTES + ANSWER_BYTES
 
 
 class Caller:
-    """The side that connects: one greeting and the answer that it expects."""
+    """The connecting side: one greeting and the answer that it expects."""
 
     def __init__(self, secret: str) -> None:
         nonce = os.urandom(NONCE_BYTES)
@@ -27,26 +27,26 @@ class Caller:
         self._answer = _proof(secret, b"listener", nonce)
 
     def accepts(self, answer: bytes) -> bool:
-        """Whether the listener knows the secret."""
+        """Whether the answer proves that the listener knows the secret."""
         return hmac.compare_digest(answer, self._answer)
 
 
-class Doorkeeper:
-    """The side that listens: tells callers that know the secret from all others."""
+class Listener:
+    """The listening side: accepts callers that know the secret."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._nonces: set[bytes] = set()
 
     def may_become_greeting(self, data: bytes) -> bool:
-        """Whether more bytes could complete it; a peer that began with other bytes is not waited for."""
+        """Whether more bytes could complete a greeting; a peer that starts with other bytes can be rejected at once."""
         return len(data) <= GREETING_BYTES and data[: len(MARK)] == MARK[: len(data)]
 
     def answer(self, greeting: bytes) -> bytes | None:
-        """What to send to a caller that knows the secret; None for any other, and for a greeting that was used before.
+        """Return the answer for a caller that knows the secret; None for other callers and for a reused greeting.
 
         Args:
-            greeting: [GREETING_BYTES].
+            greeting: GREETING_BYTES bytes.
         """
         nonce, proof = greeting[len(MARK) : -ANSWER_BYTES], greeting[-ANSWER_BYTES:]
         known = hmac.compare_digest(proof, _proof(self._secret, b"caller", nonce))

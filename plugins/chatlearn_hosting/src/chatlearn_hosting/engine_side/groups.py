@@ -1,8 +1,8 @@
-"""Process groups in which one sender broadcasts weights to processes of engines. Needs torch and nothing else.
+"""Process groups in which one sender broadcasts weights to engine processes. Needs only torch.
 
-A group is made beside ``torch.distributed``'s own registry, so that one process may be in several, and twice in one.
-Its keys in the store are those of ``torch.distributed`` for a group of that name, which engines with a join of their
-own use (SGLang's ``init_weights_update_group``, and ``init_custom_process_group`` wherever that was copied).
+A group is created outside ``torch.distributed``'s registry, so that a process may be in several groups, and twice in
+one. Its keys in the store equal those of ``torch.distributed`` for a group of that name, because engines with their own
+join function use them (SGLang's ``init_weights_update_group``, and copies of ``init_custom_process_group``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from .checksums import require_intact
 from .private_store import LOOPBACK, address_towards, join_store
 
 Specs = Sequence[tuple[str, str, Sequence[int]]]
-"""(name, dtype, shape) of the tensors of one broadcast, in order."""
+"""(name, dtype, shape) of the tensors of one broadcast, in order. Example: ``[("lm_head.weight", "bfloat16", [8,
+4])]``."""
 
 FIRST_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
-"""The device type under which torch puts the keys of a backend."""
+"""Device type under which torch stores the keys of a backend."""
 
 
 class SenderGroup:
@@ -40,22 +41,23 @@ class SenderGroup:
         host: str = LOOPBACK,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Meet the others; returns when all are there.
+        """Join the group; returns when all ranks have joined.
 
         Args:
-            host: an address of this host, at which gloo listens, and at no other; NCCL chooses for itself.
-            on_close: called once the group is left.
+            host: the only address of this host at which gloo listens; NCCL chooses its own.
+            on_close: called after the group is left.
 
         Raises:
-            RuntimeError: they did not come in time.
+            RuntimeError: other ranks did not join in time.
         """
         limit = timedelta(seconds=timeout_s)
         nested = PrefixStore(f"{name}/", PrefixStore(name, store))
         keys = PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
         self.name = name
         self._on_close = on_close
-        self.says_when_over = backend == "gloo"
-        """Whether the future of a broadcast is done when it has arrived. NCCL's is as soon as it is in its stream."""
+        self.completes_on_arrival = backend == "gloo"
+        """Whether a broadcast's future completes on arrival. NCCL's completes as soon as the operation is in its
+        stream."""
         self._group: Any
         if backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo
@@ -70,7 +72,7 @@ class SenderGroup:
         self._group._set_sequence_number_for_group()
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
-        """Start to send (rank 0) or receive a contiguous tensor; ``wait`` on what is returned.
+        """Start sending (rank 0) or receiving a contiguous tensor; call ``wait`` on the result.
 
         On CUDA, ``wait`` makes the current stream wait.
         """
@@ -81,7 +83,7 @@ class SenderGroup:
         return work
 
     def close(self) -> None:
-        """Leave. What still runs in the group fails."""
+        """Leave the group. Running operations fail."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -99,10 +101,10 @@ def join(
 
     Args:
         address: ``host:port`` of the sender's store.
-        secret: that of the store, if it has one.
+        secret: the store's secret, if it has one.
 
     Raises:
-        RuntimeError: the sender or another receiver did not come in time.
+        RuntimeError: the sender or another receiver did not join in time.
     """
     host, _, port = address.rpartition(":")
     met = join_store(host, int(port), secret, timedelta(seconds=timeout_s))
@@ -115,22 +117,23 @@ def join(
 
 
 class JoinedGroups:
-    """The groups that one process of an engine has joined, by name; they outlive a sync."""
+    """The groups that one engine process has joined, by name; they outlive a sync."""
 
     def __init__(self) -> None:
         self._groups: dict[str, tuple[SenderGroup, str]] = {}
         self._flat: dict[str, torch.Tensor] = {}
-        """Host memory that a group's broadcasts arrive in, kept: touching new pages costs as much as copying."""
+        """name -> host memory for the group's broadcasts. It is kept, because first access to new pages costs as much
+        as a copy."""
 
     def join(self, rendezvous: Mapping[str, Any], rank: int) -> None:
-        """Join a group, unless that was done.
+        """Join a group, unless already joined.
 
         Args:
             rendezvous: the fields of ``GroupRendezvous``.
-            rank: of this process in its engine.
+            rank: rank of this process in its engine.
 
         Raises:
-            RuntimeError: the sender or another receiver did not come in time.
+            RuntimeError: the sender or another receiver did not join in time.
         """
         name, backend = rendezvous["name"], rendezvous["backend"]
         if name not in self._groups:
@@ -140,15 +143,16 @@ class JoinedGroups:
             self._groups[name] = join(address, name, backend, world_size, rank, timeout_s, secret), backend
 
     def receive(self, content: Mapping[str, Any], device: torch.device | str) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of the sender's next broadcast; valid until the one after it. Those without a name are left out.
+        """Receive the sender's next broadcast; the tensors are valid until the following one. Skips tensors without a
+        name.
 
         Args:
             content: {"group": name, "tensors": ``Specs``, "checksums": one for each tensor, or None}.
-            device: where NCCL puts them.
+            device: device for NCCL broadcasts.
 
         Raises:
             RuntimeError: the group was not joined, or the sender did not send in time.
-            CorruptedTensorError: a tensor is not what was sent.
+            CorruptedTensorError: a tensor differs from what was sent.
         """
         name, specs, checksums = content["group"], content["tensors"], content.get("checksums")
         if name not in self._groups:
@@ -166,14 +170,14 @@ class JoinedGroups:
         return [(name, tensor) for name, tensor in tensors if name]
 
     def leave(self, name: str) -> None:
-        """Leave a group that may have been joined."""
+        """Leave a group, if this process has joined it."""
         found = self._groups.pop(name, None)
         self._flat.pop(name, None)
         if found is not None:
             found[0].close()
 
     def close(self) -> None:
-        """Leave all of them."""
+        """Leave all groups."""
         for name in list(self._groups):
             self.leave(name)
 
@@ -186,11 +190,11 @@ class JoinedGroups:
 
 
 def tensors_in(flat: torch.Tensor, specs: Specs) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of one broadcast, as views.
+    """Split the bytes of one broadcast into tensors, as views.
 
     Args:
         flat: [num_bytes] uint8, the tensors' bytes in order without gaps, wider element types first.
-        specs: (name, dtype, shape).
+        specs: (name, dtype, shape) of each tensor.
     """
     found: list[tuple[str, torch.Tensor]] = []
     offset = 0

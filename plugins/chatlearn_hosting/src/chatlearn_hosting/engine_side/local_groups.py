@@ -1,7 +1,7 @@
-"""Keeps the process groups of an engine on one host to itself. Needs torch and the standard library.
+"""Restricts the process groups of a single-host engine to loopback. Needs torch and the standard library.
 
-An engine's workers meet at ``tcp://127.0.0.1:port``, and torch's store listens on every interface all the same; gloo
-listens where the host's name points to. The workers of an engine are on one host, so loopback does for both.
+The workers of an engine rendezvous at ``tcp://127.0.0.1:port``, but torch's store still listens on every interface, and
+gloo listens at the address of the host's name. All workers are on one host, so loopback suffices for both.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _OURS = "_chatlearn_keeps_loopback"
 
 
 def keep_local_stores_local() -> None:
-    """From now on a store that ``init_process_group`` makes for an address on loopback listens there alone.
+    """Make stores for a loopback address listen only on loopback from now on. A repeated call does nothing.
 
-    torch 2.13 offers no setting for it: ``torch.distributed.rendezvous`` makes its store by the name ``TCPStore``,
-    which is replaced by a function that hands it a listening socket. Addresses beyond loopback are left as they are.
-    Twice is fine.
+    torch 2.13 has no setting for this: ``torch.distributed.rendezvous`` creates its store through the name
+    ``TCPStore``, which this function replaces by a function that passes a listening socket. Other addresses are
+    unaffected.
 
     Raises:
-        RuntimeError: this torch makes its stores in another way.
+        RuntimeError: this torch creates its stores in another way.
     """
-    # The package has a function of the module's name.
+    # ``torch.distributed.rendezvous`` as an attribute is a function, so import the module by name.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     original: Any = getattr(rendezvous, "TCPStore", None)
     if original is None or not hasattr(rendezvous, "_create_c10d_store"):
-        raise RuntimeError("torch.distributed.rendezvous does not make a TCPStore any more; see local_groups.py")
+        raise RuntimeError("torch.distributed.rendezvous no longer creates a TCPStore; see local_groups.py")
     if getattr(original, _OURS, False):
         return
 
@@ -42,7 +42,7 @@ def keep_local_stores_local() -> None:
         if args or not kwargs.get("is_master") or "master_listen_fd" in kwargs or not is_loopback(str(host)):
             return original(*args, **kwargs)
         listener = listening_socket(LOOPBACK if host == "localhost" else str(host), kwargs["port"])
-        # Shared by those who ask for one port in one process, a store of several tenants takes no socket.
+        # A multi-tenant store (shared by users of one port in a process) accepts no socket.
         kwargs = kwargs | {"port": listener.getsockname()[1], "multi_tenant": False}
         return original(**kwargs, master_listen_fd=listener.detach())
 
@@ -52,8 +52,9 @@ def keep_local_stores_local() -> None:
 
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Gloo's groups that are made inside, and in processes started inside, listen on loopback, unless the user said
-    where (``GLOO_SOCKET_IFNAME``).
+    """Make gloo groups created inside, and in processes started inside, listen on loopback.
+
+    A user's ``GLOO_SOCKET_IFNAME`` takes precedence.
     """
     if os.environ.get(GLOO):
         yield

@@ -1,8 +1,8 @@
-"""Stores of ``torch.distributed`` that do not listen for the whole network. Needs torch and the standard library.
+"""Stores of ``torch.distributed`` that do not listen to the whole network. Needs torch and the standard library.
 
-torch's own store listens on every interface of its host, and anybody who reaches it may read and change it. Here it
-listens at one address. With a secret it listens on loopback only, behind a gate at that address which asks every caller
-for a greeting (``greeting``); a rank elsewhere reaches it through a gate of its own, on its own loopback.
+torch's own store listens on every interface, and every process that reaches it can read and change it. A private store
+listens at one address. With a secret it listens only on loopback, behind a gate at that address that requires a
+greeting (see ``greeting``) from each caller; a rank on another host connects through its own gate, on its own loopback.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from .greeting import ANSWER_BYTES, GREETING_BYTES, Caller, Doorkeeper
+from .greeting import ANSWER_BYTES, GREETING_BYTES, Caller, Listener
 
 LOOPBACK = "127.0.0.1"
 GREETING_S = 10.0
-"""How long a connection may take to greet."""
-MOST_STRANGERS = 64
-"""Connections that may be greeting at the same time."""
+"""Time in seconds in which a connection must complete its greeting."""
+MAX_GREETING = 64
+"""Number of connections that may be greeting at the same time."""
 RETRY_S = 0.2
 CHUNK_BYTES = 1 << 16
 
 Way = Callable[[socket.socket], socket.socket | None]
-"""A connection that came in -> the one to join it to, or None to hang up."""
+"""Maps an incoming connection to the connection to join it with; None means hang up."""
 
 
 class PrivateStore:
-    """A store, and the gate that leads to it, if there is one."""
+    """A store, with the gate that leads to it, if there is one."""
 
     def __init__(self, store: TCPStore, port: int, gate: Gate | None) -> None:
         self.store = store
         self.port = port
-        """Where others meet it; on a host that joined, the port that it has there."""
+        """Port at which other processes reach the store; on a host that joined, the port of its gate."""
         self._gate = gate
 
     def close(self) -> None:
-        """Cut off everyone who came through the gate. Twice is fine."""
+        """Cut all connections through the gate. A repeated call does nothing."""
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.close()
 
 
 def open_store(host: str, port: int, secret: str | None, timeout: timedelta) -> PrivateStore:
-    """Make a store that others on this host meet at ``host:port``, or others elsewhere if they know ``secret``.
+    """Create a store that processes reach at ``host:port``, with ``secret`` also from other hosts.
 
     Args:
-        host: an address of this host; nothing listens at any other.
-        port: 0 takes one that is free.
-        secret: None trusts everyone who reaches the address.
-        timeout: of the store's operations.
+        host: an address of this host; the store listens at no other.
+        port: 0 takes a free port.
+        secret: None admits every process that reaches the address.
+        timeout: timeout of the store's operations.
 
     Raises:
-        OSError: the address is not this host's, or is taken.
+        OSError: the address does not belong to this host, or is taken.
     """
     listener = listening_socket(host, port)
     port = listener.getsockname()[1]
@@ -69,10 +69,10 @@ def open_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
     inner = listening_socket(LOOPBACK, 0)
     inner_port = inner.getsockname()[1]
     store = _serve(LOOPBACK, inner, timeout)
-    doorkeeper = Doorkeeper(secret)
+    greeter = Listener(secret)
 
     def way(connection: socket.socket) -> socket.socket | None:
-        answer = doorkeeper.answer(_read_exactly(connection, GREETING_BYTES, doorkeeper.may_become_greeting))
+        answer = greeter.answer(_read_exactly(connection, GREETING_BYTES, greeter.may_become_greeting))
         if answer is None:
             return None
         connection.sendall(answer)
@@ -82,20 +82,20 @@ def open_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
 
 
 def join_store(host: str, port: int, secret: str | None, timeout: timedelta) -> PrivateStore:
-    """Reach a store that ``open_store`` made with the same secret.
+    """Connect to a store that ``open_store`` created with the same secret.
 
     Raises:
-        RuntimeError: it cannot be reached in time, or what listens there does not know the secret.
+        RuntimeError: the store cannot be reached in time, or the listener does not know the secret.
     """
     if secret is None:
         return PrivateStore(TCPStore(host, port, is_master=False, timeout=timeout), port, None)
     deadline = time.monotonic() + timeout.total_seconds()
-    _greeted(host, port, secret, deadline).close()  # what is wrong is said here, where the words are ours
+    _connect_with_greeting(host, port, secret, deadline).close()  # detects errors here, where the message can be clear
     listener = listening_socket(LOOPBACK, 0)
     own_port = listener.getsockname()[1]
 
     def way(connection: socket.socket) -> socket.socket | None:
-        return _greeted(host, port, secret, time.monotonic() + timeout.total_seconds())
+        return _connect_with_greeting(host, port, secret, time.monotonic() + timeout.total_seconds())
 
     gate = Gate(listener, way)
     try:
@@ -106,7 +106,7 @@ def join_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
 
 
 class Gate:
-    """Joins every connection that comes in to another one, in threads of its own."""
+    """Joins every incoming connection with another one, in its own threads."""
 
     def __init__(self, listener: socket.socket, way: Way) -> None:
         self._listener = listener
@@ -114,7 +114,7 @@ class Gate:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
-        self._finding = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._greeting_slots = threading.BoundedSemaphore(MAX_GREETING)
         threading.Thread(target=self._accept, name="store gate", daemon=True).start()
 
     def close(self) -> None:
@@ -129,15 +129,15 @@ class Gate:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except ConnectionError:  # who knocked is gone again
+            except ConnectionError:  # the caller has already gone
                 continue
             except OSError:
                 if self._closed:
                     self._listener.close()
                     return
-                time.sleep(RETRY_S)  # no file descriptors are left, which may pass
+                time.sleep(RETRY_S)  # out of file descriptors, perhaps temporarily
                 continue
-            if not self._finding.acquire(blocking=False):
+            if not self._greeting_slots.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(target=self._join, args=(connection,), name="store gate", daemon=True).start()
@@ -150,11 +150,11 @@ class Gate:
                     connection.settimeout(GREETING_S)
                     other = self._way(connection)
                 finally:
-                    self._finding.release()
+                    self._greeting_slots.release()
                 if other is not None:
                     with other, self._known(other):
                         _carry(connection, other)
-        except (OSError, RuntimeError):  # this connection's end, which both sides see
+        except (OSError, RuntimeError):  # the connection ended, which both sides notice
             pass
         finally:
             connection.close()
@@ -173,17 +173,17 @@ class Gate:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or host name is reached from its own host only."""
+    """Whether an address or host name can be reached only from its own host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """The address of this host on the way to another; on loopback for a loopback address.
+    """Return this host's address on the route to another host; a loopback address for loopback.
 
     Raises:
-        OSError: the name cannot be resolved, or there is no way.
+        OSError: the name cannot be resolved, or there is no route.
     """
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -192,7 +192,7 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None if none has."""
+    """Return the network interface that has this address; None if no interface has it."""
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
         table = Path("/proc/net/if_inet6")
@@ -203,7 +203,7 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # the interface has no address
                 found = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
                 if ipaddress.IPv4Address(found) == wanted or (wanted.is_loopback and found[0] == 127):
                     return name
@@ -211,10 +211,10 @@ def interface_of(address: str) -> str | None:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this host.
+    """Open a socket that listens at one address of this host.
 
     Raises:
-        OSError: the address is not this host's, or the port is taken.
+        OSError: the address does not belong to this host, or the port is taken.
     """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
@@ -226,8 +226,8 @@ def _serve(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
     )
 
 
-def _greeted(host: str, port: int, secret: str, deadline: float) -> socket.socket:
-    """A connection to a gate, past the greeting; tries again until the gate listens and has room for it."""
+def _connect_with_greeting(host: str, port: int, secret: str, deadline: float) -> socket.socket:
+    """Return a connection to a gate after the greeting; retries until the gate listens and has a free place."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -236,30 +236,29 @@ def _greeted(host: str, port: int, secret: str, deadline: float) -> socket.socke
             if left <= RETRY_S:
                 raise RuntimeError(f"the store at {host}:{port} cannot be reached: {error}") from error
         else:
-            if _is_let_in(connection, host, port, secret, left):
+            if _greet(connection, host, port, secret, left):
                 return connection
             if deadline - time.monotonic() <= RETRY_S:
                 raise RuntimeError(
-                    f"what listens at {host}:{port} hung up on every greeting: it is not the store that was meant and"
-                    f" does not know its secret, or {MOST_STRANGERS} connections that say nothing keep it busy"
+                    f"the listener at {host}:{port} rejected every greeting: either it is another store with a"
+                    " different"
+                    f" secret, or {MAX_GREETING} idle connections keep it busy"
                 )
         time.sleep(RETRY_S)
 
 
-def _is_let_in(connection: socket.socket, host: str, port: int, secret: str, left: float) -> bool:
-    """Greet; False if the other end hangs up without a word, as a gate does to a wrong secret or when it is full."""
+def _greet(connection: socket.socket, host: str, port: int, secret: str, left: float) -> bool:
+    """Send the greeting. Returns False if the other end closes without an answer: wrong secret, or the gate is full."""
     try:
         caller = Caller(secret)
         connection.settimeout(max(left, 0.001))
         try:
             connection.sendall(caller.greeting)
             answer = _read_exactly(connection, ANSWER_BYTES)
-        except ConnectionError:  # it hung up before it had read the greeting
+        except ConnectionError:  # it closed before reading the greeting
             answer = b""
         if answer and not caller.accepts(answer):
-            raise RuntimeError(
-                f"what listens at {host}:{port} is not the store that was meant: it does not know its secret"
-            )
+            raise RuntimeError(f"the listener at {host}:{port} is not the expected store: it does not know the secret")
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError):
@@ -271,9 +270,9 @@ def _is_let_in(connection: socket.socket, host: str, port: int, secret: str, lef
 
 
 def _read_exactly(connection: socket.socket, size: int, goes_on: Callable[[bytes], bool] = lambda data: True) -> bytes:
-    """What arrives up to ``size`` bytes; less if the other end closes, or if ``goes_on`` says so.
+    """Read up to ``size`` bytes; fewer if the other end closes or ``goes_on`` returns False.
 
-    The connection's timeout is that of the whole.
+    The connection's timeout applies to the whole read.
     """
     limit = connection.gettimeout()
     deadline = time.monotonic() + limit if limit is not None else None
@@ -289,7 +288,7 @@ def _read_exactly(connection: socket.socket, size: int, goes_on: Callable[[bytes
 
 
 def _carry(one: socket.socket, other: socket.socket) -> None:
-    """Bring what either says to the other, until one of them is closed."""
+    """Copy data in both directions until one connection is closed."""
     one.settimeout(None)
     other.settimeout(None)
     with selectors.DefaultSelector() as selector:
@@ -305,6 +304,6 @@ def _carry(one: socket.socket, other: socket.socket) -> None:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End a connection or a listener under the thread that waits on it, which then closes it."""
+    """Shut down a connection or listener; the thread that waits on it then closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

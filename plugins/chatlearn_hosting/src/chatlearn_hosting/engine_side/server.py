@@ -1,7 +1,7 @@
 """The hosted end: builds one object and answers calls to its methods on an event loop.
 
-Public methods, plain or coroutines, can be called; plain ones run on the loop and hold it up. The engine may print what
-it likes: messages travel over a socket of their own.
+Public methods can be called, plain functions and coroutines; plain functions block the loop. The engine may print
+anything: messages use their own socket.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from .shared_files import mapped_files, remove
 from .wire import Decoder, Message, encode
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes this process write what all its threads are doing to the stack file."""
+"""Signal on which this process writes the stacks of all its threads to the stack file."""
 CHUNK_BYTES = 1 << 20
 PONG = encode(("pong",))
 PARENT_CHECK_S = 5.0
-"""How often a silent connection is checked for a parent that is gone: something it forked may hold its end open."""
+"""Interval of checks that the parent lives while the connection is silent: a process it forked may keep its
+end open."""
 
 Emit = Callable[[Any], None]
 
 
 class Server:
-    """Answers calls, each in a task of its own, started in the order in which they arrived.
+    """Answers calls, each in its own task, started in order of arrival.
 
-    What is said during one turn of the event loop is sent in one piece.
+    All messages of one event-loop iteration are sent in one piece.
     """
 
     def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,18 +51,18 @@ class Server:
         self._outgoing: list[bytes] = []
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        """The loop sends, and the thread that reads."""
+        """Serialises sends of the event loop and of the reading thread."""
 
     def serve(self, target: Any) -> None:
-        """Answer calls to ``target`` until told to stop or until the caller is gone."""
+        """Answer calls to ``target`` until the caller stops this process or is gone."""
         self._target = target
         self._loop.run_forever()
 
     def say(self, message: Message) -> None:
-        """Send a message at the end of this turn of the loop; from any thread.
+        """Send a message at the end of this event-loop iteration; callable from any thread.
 
         Raises:
-            TypeError: it holds something that is no plain builtin.
+            TypeError: the message contains an object that is not a plain builtin.
         """
         content = encode(message)
         with self._lock:
@@ -74,7 +75,7 @@ class Server:
             self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
-        """Send what was said."""
+        """Send the queued messages."""
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         if outgoing:
@@ -85,9 +86,9 @@ class Server:
             self._connection.sendall(data)
 
     def read(self) -> None:
-        """Take messages until the other end is gone; then end this process with all that it started.
+        """Read messages until the other end is gone; then end this process and all that it started.
 
-        A ping is answered from here: also while a method holds the loop up.
+        This thread answers pings itself, so that they are answered even while a method blocks the loop.
         """
         decoder, parent = Decoder(), os.getppid()
         waiting = select.poll()
@@ -143,12 +144,12 @@ class Server:
                 result = await result
             self.say(("result", number, result))
         except asyncio.CancelledError:
-            pass  # the caller gave up, and was told
+            pass  # the caller cancelled the call and expects no answer
         except Exception as error:
             self.say(error_message(number, error))
 
     async def _stop(self) -> None:
-        """Close the target and end, whatever threads it left behind; helpers it started end with the process group."""
+        """Close the target and exit, whatever threads remain; helper processes end with the process group."""
         try:
             close = getattr(self._target, "close", None)
             if close is not None and inspect.isawaitable(result := close()):
@@ -160,7 +161,7 @@ class Server:
 
 
 def _remove_shared_files() -> None:
-    """Unlink the shared memory that this process group, and no other process, has mapped."""
+    """Unlink the shared memory that only this process group has mapped."""
     members: list[int] = []
     others: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -174,13 +175,13 @@ def _remove_shared_files() -> None:
 
 
 def error_message(number: int, error: BaseException) -> Message:
-    """An exception as it is sent to the caller."""
+    """Return an exception as a message for the caller."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     return ("error", number, type(error).__name__, str(error), "".join(lines))
 
 
 def resolve(target: str) -> Any:
-    """The object behind ``package.module:attribute``."""
+    """Import the object named by ``package.module:attribute``."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -189,8 +190,8 @@ def main(connection: int, stack_file: int) -> None:
     """Serve the process that started this one.
 
     Args:
-        connection: file descriptor of our end of a socket pair.
-        stack_file: file descriptor that stacks are written to on ``STACK_SIGNAL``.
+        connection: file descriptor of this process's end of a socket pair.
+        stack_file: file descriptor to which stacks are written on ``STACK_SIGNAL``.
     """
     for descriptor in (connection, stack_file):
         os.set_inheritable(descriptor, False)
@@ -209,7 +210,7 @@ def main(connection: int, stack_file: int) -> None:
             target = loop.run_until_complete(target)
         server.say(("result", number, None))
     except BaseException as error:
-        # An engine may also raise SystemExit; whatever it is, the caller is to hear it.
+        # An engine may also raise SystemExit; the caller gets any kind of error.
         server.say(error_message(number, error))
         server.flush()
         raise
@@ -217,7 +218,7 @@ def main(connection: int, stack_file: int) -> None:
 
 
 def _first_message(connection: socket.socket) -> tuple[int, str, dict[str, Any]]:
-    """``build``: which object to make. The parent sends nothing else before it was answered."""
+    """Read the message ``build``, which names the object to create. The parent sends nothing else before the answer."""
     decoder = Decoder()
     while True:
         data = connection.recv(CHUNK_BYTES)

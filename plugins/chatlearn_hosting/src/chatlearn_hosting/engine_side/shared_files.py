@@ -1,7 +1,7 @@
-"""Files in shared memory that an engine's processes have mapped, and their removal when these processes end.
+"""Finds the files in shared memory that an engine's processes have mapped, and removes them when these processes end.
 
-Semaphores, queues and load tables of an engine are files in ``/dev/shm`` that its processes remove when they end in
-order. A process that is killed removes nothing.
+Semaphores, queues and load tables of an engine are files in ``/dev/shm``, which its processes remove at a regular exit.
+A killed process removes nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
 _INODE_FIELD = 4
-"""Of a line in ``/proc/<pid>/maps``."""
+"""Index of the inode in a line of ``/proc/<pid>/maps``."""
 
 
 def mapped_files(processes: Iterable[int]) -> set[str]:
-    """Files in shared memory that have a name and that these processes map now.
+    """Return the named files in shared memory that these processes currently map.
 
-    Looked up by inode: a POSIX semaphore is mapped under a name that it loses when it gets its own.
+    Looks them up by inode, because a POSIX semaphore is mapped under a temporary name before it gets its own.
     """
     names = _names_by_inode()
     found: set[str] = set()
@@ -26,7 +26,7 @@ def mapped_files(processes: Iterable[int]) -> set[str]:
         try:
             lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
         except OSError:
-            continue  # it has ended, or is not ours to look at
+            continue  # the process has ended, or belongs to another user
         for line in lines:
             if f"{DIRECTORY}/" in line:
                 name = names.get(line.split(maxsplit=_INODE_FIELD + 1)[_INODE_FIELD])
@@ -36,10 +36,10 @@ def mapped_files(processes: Iterable[int]) -> set[str]:
 
 
 def remove(files: set[str], *, spare: Iterable[int] = ()) -> None:
-    """Unlink files, except those that the processes in ``spare`` map. A mapping stays valid without its name."""
+    """Unlink files, except those that the processes in ``spare`` map. Existing mappings stay valid."""
     if files:
         for file in files - mapped_files(spare):
-            with contextlib.suppress(OSError):  # it is gone, or another user's
+            with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
                 Path(file).unlink()
 
 
@@ -47,7 +47,7 @@ def _names_by_inode() -> dict[str, str]:
     names: dict[str, str] = {}
     try:
         for entry in DIRECTORY.iterdir():
-            with contextlib.suppress(OSError):  # it was removed while we looked
+            with contextlib.suppress(OSError):  # the file was removed in the meantime
                 names[str(entry.stat().st_ino)] = str(entry)
     except OSError:
         return {}  # this system has no such directory

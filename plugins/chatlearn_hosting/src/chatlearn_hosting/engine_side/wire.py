@@ -1,8 +1,8 @@
-"""How messages look between a process and the one it hosts: a length, then a pickle of plain builtins.
+"""The message format between a process and its hosted process: a length, then a pickle of plain builtins.
 
-Both ends may be of different Python versions and have nothing but the standard library in common, so a message holds
-None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set and frozenset, and nothing else; either end
-refuses what is not. Pickle protocol 5 is understood by Python 3.8 and later.
+The two ends may run different Python versions and share only the standard library. A message therefore contains only
+None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set and frozenset; both ends refuse anything else.
+Python 3.8 and later read pickle protocol 5. Example: ``("call", 7, "generate", ([1, 2],), {}, False)``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: object) -> NoReturn:
         kind = type(value)
         raise TypeError(
-            f"{kind.__module__}.{kind.__qualname__} cannot travel to or from a hosted process; plain builtins only"
+            f"{kind.__module__}.{kind.__qualname__} cannot be sent to or from a hosted process; use plain builtins"
         )
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"a message holds {module}.{name}; plain builtins only")
+        raise pickle.UnpicklingError(f"a message contains {module}.{name}; only plain builtins are allowed")
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes.
+    """Encode one message.
 
     Raises:
-        TypeError: it holds something that is no plain builtin.
+        TypeError: the message contains an object that is not a plain builtin.
     """
     content = io.BytesIO()
     content.write(bytes(LENGTH.size))
@@ -45,16 +45,16 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Puts messages together from bytes as they arrive."""
+    """Assembles messages from arriving bytes."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now.
+        """Return the messages that are now complete.
 
         Raises:
-            pickle.UnpicklingError: one holds something that is no plain builtin.
+            pickle.UnpicklingError: a message contains an object that is not a plain builtin.
         """
         self._bytes += data
         messages: list[Message] = []
