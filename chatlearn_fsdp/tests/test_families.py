@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(
         assert told == []
     else:
         assert len(told) == 1
-        assert "sequences padded instead of attention varlen, sequences packed, which is not right for it: " in told[0]
+        assert "sequences padded instead of attention varlen, sequences packed, which gives wrong results: " in told[0]
     metrics = trainer.update(batch, policy_loss)
     loss, expected = gradients_alone(path, batch, policy_loss)
     assert metrics["loss"].value == pytest.approx(loss, rel=1e-5)
@@ -107,14 +107,14 @@ def test_what_is_not_right_is_refused_with_what_is(tmp_path, make_trainer) -> No
     assert message.startswith(
         f"roles.trainer ({tmp_path}): model type 'gemma2' is not computed right with attention 'sdpa'"
     )
-    assert "Right for this model: attention varlen, sequences packed; attention eager" in message
+    assert "Correct for this model: attention varlen, sequences packed; attention eager" in message
     for advised in ({"attention": "varlen"}, {"attention": "eager", "sequences": "padded"}):
         make_trainer(path=str(tmp_path), **advised)
 
 
 def test_an_attention_that_the_architecture_does_not_have_is_refused_with_what_it_has(tmp_path, make_trainer) -> None:
     with pytest.raises(
-        ModelError, match=r"GPTJForCausalLM has no attention 'sdpa'.*Right for this model: attention eager"
+        ModelError, match=r"GPTJForCausalLM has no attention 'sdpa'.*Correct for this model: attention eager"
     ):
         make_trainer(path=save("gptj", tmp_path), attention="sdpa")
 

@@ -176,7 +176,7 @@ def test_ulysses_of_a_model_whose_rows_cannot_be_packed_is_refused(run_jobs, sev
         run_jobs({"one": job}, seven_sequences, tmp_path / "answers")
     error = capfd.readouterr().err
     assert "its layers carry a state from one sequence of a row to the next" in error
-    assert "Right for this model: with ulysses 1, attention sdpa, sequences padded" in error
+    assert "Correct for this model: with ulysses 1, attention sdpa, sequences padded" in error
 
 
 def test_tied_weights_stay_one(answers) -> None:

@@ -197,7 +197,7 @@ WORDS = {
     r"its rotary embedding '(\w+)' depends": r"RoPE by length",
     r"computing through its cache failed": "its cache does not fit",
     r"logits differ": "its cache computes something else",
-    r"are not those its config.json": "saved weights do not load again",
+    r"do not match its config.json": "saved weights do not load again",
 }
 
 

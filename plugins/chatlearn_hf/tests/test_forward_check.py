@@ -64,7 +64,7 @@ def test_what_cannot_be_packed_is_padded_and_told(model_type, attention, reason)
     assert note is not None
     assert note.startswith(
         f"model type '{model_type}' is computed with attention {attention}, sequences padded instead of attention"
-        " varlen, sequences packed, which is not right for it: "
+        " varlen, sequences packed, which gives wrong results: "
     )
     assert re.search(reason, note)
 
@@ -89,7 +89,7 @@ def test_a_dropped_soft_cap_is_refused_even_where_it_changes_little() -> None:
     message = str(refused.value)
     assert "model type 'gemma2' is not computed right with attention 'sdpa' and sequences 'auto'" in message
     assert "drops the soft cap on attention scores (config.json: attn_logit_softcapping)" in message
-    advised = message.split("Right for this model: ")[1].removesuffix(".").split("; ")
+    advised = message.split("Correct for this model: ")[1].removesuffix(".").split("; ")
     assert advised == [
         "attention varlen, sequences packed",
         "attention eager, sequences padded",
@@ -98,12 +98,14 @@ def test_a_dropped_soft_cap_is_refused_even_where_it_changes_little() -> None:
 
 
 def test_a_model_that_no_way_computes_is_refused() -> None:
-    with pytest.raises(ModelError, match="None of the other settings of attention and sequences is right either"):
+    with pytest.raises(ModelError, match="No other combination of attention and sequences is correct either"):
         check_of("xlnet", "eager").choose("eager")
 
 
 def test_asking_for_packed_rows_refuses_and_asking_for_padded_ones_pads() -> None:
-    with pytest.raises(ModelError, match=r"sequences 'packed'.*Right for this model: attention sdpa, sequences padded"):
+    with pytest.raises(
+        ModelError, match=r"sequences 'packed'.*Correct for this model: attention sdpa, sequences padded"
+    ):
         check_of("qwen3_next").choose("varlen", "packed")
     assert check_of("llama").choose("varlen", "padded").way == Way("sdpa", "padded")
 
@@ -152,7 +154,7 @@ def test_without_a_stand_in_windows_are_trusted_only_where_layers_ask_for_them(m
     choice = check_of(model_type, **LONG[model_type]).choose("varlen")
     if model_type in ("phimoe", "llama4_text"):
         assert choice.way == Way("sdpa", "padded")
-        assert re.search(r"(window|size) \d+ \(config.json\) is more than can be compared", choice.refused[0][1])
+        assert re.search(r"(window|size) \d+ \(config.json\) is too long for a comparison", choice.refused[0][1])
     else:
         assert choice.way == PACKED
 

@@ -176,13 +176,13 @@ def test_without_peft_it_says_what_to_install(tiny, monkeypatch) -> None:
         ("qwen3", {}, "embed_tokens", "embed_tokens of Qwen3ForCausalLM, which is a Embedding"),
         # The trunk would be sent without what was merged into the head, or with what was not.
         ("qwen3", {"tie": True}, "lm_head", r"shares its weight \(model\.embed_tokens\.weight and lm_head\.weight\)"),
-        ("qwen3_moe", {}, "experts.gate_up_proj", "matches no module .*Experts that a model keeps in one tensor"),
+        ("qwen3_moe", {}, "experts.gate_up_proj", "matches no module .*Experts that a model stores in one tensor"),
         ("qwen3_moe", {}, "mlp.gate", "which is a Qwen3MoeTopKRouter"),
         (
             "llama4_text",
             {"num_local_experts": 2, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 32},
             "router",
-            "is a Llama4Router and no plain linear layer",
+            "is a Llama4Router, not a plain linear layer",
         ),
         ("jamba", {"mamba_dt_rank": 4}, "dt_proj", "is not called: Jamba.* reads its weight"),
     ],

@@ -37,7 +37,7 @@ def test_a_head_comes_with_one_label(tiny) -> None:
 
 
 def test_an_argument_that_is_no_configuration_field_is_refused(tiny) -> None:
-    with pytest.raises(ModelError, match="low_cpu_mem_usage is no field of Qwen3Config"):
+    with pytest.raises(ModelError, match="low_cpu_mem_usage is not a field of Qwen3Config"):
         build_on_meta(tiny(), low_cpu_mem_usage=True)
 
 

@@ -62,7 +62,7 @@ def test_config_that_is_not_json(copy) -> None:
 def test_weights_cut_short(copy, keep) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"model\.safetensors is cut short"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
         load_causal_lm(str(copy))
 
 
@@ -76,7 +76,7 @@ def test_index_that_names_a_missing_file(copy) -> None:
 def test_configuration_that_was_edited(copy) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    with pytest.raises(ModelError, match=r"config\.json describes|mlp"):
+    with pytest.raises(ModelError, match=r"config\.json|mlp"):
         load_causal_lm(str(copy))
 
 
@@ -84,7 +84,7 @@ def test_a_foreign_tokenizer_names_both_numbers(copy) -> None:
     build_tiny_tokenizer(600, extra_tokens=[f"<{n}>" for n in range(300)]).save_pretrained(copy)
     largest = max(load_tokenizer(str(copy)).get_vocab().values())
     size = load_config(str(copy)).vocab_size
-    with pytest.raises(ModelError, match=rf"largest token id is {largest}, the model's vocabulary has {size}"):
+    with pytest.raises(ModelError, match=rf"largest token id is {largest}, but the model's vocabulary has {size}"):
         check_model_directory(str(copy))
     with pytest.raises(ModelError, match="does not belong"):
         check_tokenizer_fits(load_tokenizer(str(copy)), load_config(str(copy)), "here")
@@ -142,7 +142,7 @@ def test_a_description_that_is_nested_deeply(copy, text) -> None:
 
 
 def test_a_billion_layers(copy) -> None:
-    with pytest.raises(ModelError, match=r"num_hidden_layers: 1000000000, and the weights beside it have \d+ tensors"):
+    with pytest.raises(ModelError, match=r"num_hidden_layers: 1000000000, but the weights beside it have \d+ tensors"):
         check_model_directory(edit(copy, num_hidden_layers=10**9))
     with pytest.raises(ModelError, match="num_labels: 1000000000"):
         check_model_directory(edit(copy, num_hidden_layers=2, text_config={"num_labels": 10**9}))
@@ -158,7 +158,7 @@ def test_sizes_that_are_none(copy, value) -> None:
 
 @pytest.mark.parametrize("fields", [{"num_attention_heads": 0}, {"hidden_size": 10**12}, {"rope_parameters": 3}])
 def test_shapes_that_make_no_sense(copy, fields) -> None:
-    with pytest.raises(ModelError, match=r"cannot load the|are not those its config\.json describes"):
+    with pytest.raises(ModelError, match=r"cannot load the|do not match its config\.json"):
         load_causal_lm(edit(copy, **fields))
 
 
@@ -170,7 +170,7 @@ def test_shapes_that_make_no_sense(copy, fields) -> None:
         ({"weight_map": ["model.safetensors"]}, "is not a safetensors index"),
         ({"weight_map": {}}, "is not a safetensors index"),
         ([], "is not a safetensors index"),
-        ({"weight_map": {"a": {"b": 1}}}, "names files that are not there"),
+        ({"weight_map": {"a": {"b": 1}}}, "names missing files"),
     ],
 )
 def test_an_index_that_cannot_be_used(copy, index, problem) -> None:

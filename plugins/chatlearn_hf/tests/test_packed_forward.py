@@ -100,11 +100,15 @@ def test_an_empty_row_has_empty_tables_of_tokens(tiny) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("topk_ids", {}, "k is 0; the vocabulary has"),
-        ("topk_logprobs", {"k": 10**6}, "k is 1000000; the vocabulary has"),
+        ("topk_ids", {}, "k is 0, but must be"),
+        ("topk_logprobs", {"k": 10**6}, "k is 1000000, but must be"),
         ("logprobs_at", {}, "reads the token data 'None', which the batch does not have; it has chosen"),
         ("logprobs_at", {"ids": "teacher_ids"}, "reads the token data 'teacher_ids', which the batch does not have"),
-        ("logprobs_at", {"ids": "chosen"}, "was asked for token 10000000; the vocabulary has .* another vocabulary"),
+        (
+            "logprobs_at",
+            {"ids": "chosen"},
+            "was requested for token 10000000; the vocabulary has .* another vocabulary",
+        ),
     ],
 )
 def test_tokens_outside_the_vocabulary_are_refused(tiny, make_batch, name, arguments, says) -> None:
@@ -194,7 +198,7 @@ def test_shared_rows_change_no_output_and_no_gradient(tiny, make_batch, head, na
 def test_shared_rows_are_refused_by_other_attention(tiny, make_batch) -> None:
     batch, layout = two_that_begin_alike(make_batch)
     packed = PackedModel(load_causal_lm(str(tiny()), attention="sdpa"))
-    with pytest.raises(ModelError, match="shared rows needs attention 'chatlearn_varlen', and the model's is 'sdpa'"):
+    with pytest.raises(ModelError, match="shared rows needs attention 'chatlearn_varlen', but the model has 'sdpa'"):
         packed(batch.token_ids, layout, {"logprobs"})
 
 

@@ -1,10 +1,10 @@
 import pytest
 
-from chatlearn_hosting.engine_side.greeting import ANSWER_BYTES, GREETING_BYTES, MARK, Caller, Listener
+from chatlearn_hosting.engine_side.greeting import ANSWER_BYTES, GREETING_BYTES, MARK, Caller, Doorkeeper
 
 
 def test_both_sides_know_each_other() -> None:
-    caller, door = Caller("secret"), Listener("secret")
+    caller, door = Caller("secret"), Doorkeeper("secret")
     assert len(caller.greeting) == GREETING_BYTES
     answer = door.answer(caller.greeting)
     assert answer is not None
@@ -17,15 +17,15 @@ def test_the_secret_does_not_travel() -> None:
 
 
 def test_a_greeting_counts_once() -> None:
-    caller, door = Caller("secret"), Listener("secret")
+    caller, door = Caller("secret"), Doorkeeper("secret")
     assert door.answer(caller.greeting) is not None
     assert door.answer(caller.greeting) is None
 
 
 def test_another_secret_is_refused_on_both_sides() -> None:
     caller = Caller("secret")
-    assert Listener("other").answer(caller.greeting) is None
-    other = Listener("other").answer(Caller("other").greeting)
+    assert Doorkeeper("other").answer(caller.greeting) is None
+    other = Doorkeeper("other").answer(Caller("other").greeting)
     assert other is not None
     assert not caller.accepts(other)
     assert not caller.accepts(caller.greeting[-ANSWER_BYTES:]), "the caller's own proof sent back"
@@ -33,11 +33,11 @@ def test_another_secret_is_refused_on_both_sides() -> None:
 
 @pytest.mark.parametrize("change", [b"", b"x" * 3, bytes(GREETING_BYTES), b"\xff" * GREETING_BYTES, MARK * 4])
 def test_anything_else_is_no_greeting(change) -> None:
-    assert Listener("secret").answer(change) is None
+    assert Doorkeeper("secret").answer(change) is None
 
 
 def test_every_changed_byte_is_noticed() -> None:
-    caller, door = Caller("secret"), Listener("secret")
+    caller, door = Caller("secret"), Doorkeeper("secret")
     for place in range(GREETING_BYTES):
         changed = bytearray(caller.greeting)
         changed[place] ^= 1
@@ -45,7 +45,7 @@ def test_every_changed_byte_is_noticed() -> None:
 
 
 def test_an_impossible_greeting_is_detected_early() -> None:
-    door = Listener("secret")
+    door = Doorkeeper("secret")
     assert door.may_become_greeting(b"")
     assert door.may_become_greeting(MARK[:3])
     assert door.may_become_greeting(MARK + b"anything")

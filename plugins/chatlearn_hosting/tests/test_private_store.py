@@ -130,7 +130,7 @@ def test_a_caller_rejected_by_a_full_gate_tries_again() -> None:
 
 
 def test_a_wrong_secret_is_reported() -> None:
-    with opened("secret") as mine, pytest.raises(RuntimeError, match="does not know the secret"):
+    with opened("secret") as mine, pytest.raises(RuntimeError, match="rejected every greeting"):
         join_store(LOOPBACK, mine.port, "guessed", timedelta(seconds=0.5))
 
 

@@ -167,9 +167,9 @@ def test_an_exception_there_is_an_error_here(hosted) -> None:
 
 
 def test_what_is_not_plain_is_refused_by_name_on_either_side(hosted) -> None:
-    with pytest.raises(TypeError, match="PosixPath cannot travel"):
+    with pytest.raises(TypeError, match="PosixPath cannot be sent"):
         hosted.call("echo", Path("x"), timeout_s=60)
-    with pytest.raises(HostedCallError, match=r"builtins\.object cannot travel"):
+    with pytest.raises(HostedCallError, match=r"builtins\.object cannot be sent"):
         hosted.call("bad_answer", timeout_s=60)
     assert hosted.call("greet", timeout_s=60)
 
@@ -329,7 +329,7 @@ def test_an_end_reaped_by_other_code_fails_calls_too(make, monkeypatch) -> None:
     hosted.start(timeout_s=60)
     answer = hosted.begin("hang", 60)
     os.kill(hosted.pid, signal.SIGKILL)
-    with pytest.raises(HostedProcessLostError, match="has ended, and something else in this process took its exit"):
+    with pytest.raises(HostedProcessLostError, match="has ended, but other code in this process reaped its exit"):
         answer.result(15)
 
 

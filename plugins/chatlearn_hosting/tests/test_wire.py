@@ -22,7 +22,7 @@ class Sneaky:
 
 
 def test_nothing_that_could_run_code_is_written_or_read() -> None:
-    with pytest.raises(TypeError, match="Sneaky cannot travel"):
+    with pytest.raises(TypeError, match="Sneaky cannot be sent"):
         encode(("event", Sneaky()))
     content = pickle.dumps(("event", Sneaky()))
     with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print; only plain builtins are allowed"):

@@ -91,7 +91,7 @@ def test_kernels_that_know_low_precision_only_are_compared_in_it(make_decoder, m
         return None if mask is None else torch.zeros_like(mask)
 
     monkeypatch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, everything)
-    assert "0.25 is allowed" in decoding_problem(make_decoder(dtype=torch.bfloat16, sliding_window=8), "m", 64)
+    assert "the tolerance is 0.25" in decoding_problem(make_decoder(dtype=torch.bfloat16, sliding_window=8), "m", 64)
 
 
 def test_a_window_too_long_to_look_at_is_refused_with_the_remedy(make_decoder, monkeypatch):

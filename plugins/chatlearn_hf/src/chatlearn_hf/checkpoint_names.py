@@ -1,11 +1,11 @@
-"""Between a model's own tensors and the names and shapes its checkpoint has.
+"""Maps a model's own tensors to the names and shapes of its checkpoint, and back.
 
 A transformers model may hold several checkpoint tensors fused in one parameter (the experts of a mixture), share one
-tensor under two names (a tied head), or rename. Checkpoint names are what ``save_pretrained`` writes. This module
-derives the correspondence from transformers' own conversion mapping and makes both directions of it.
+tensor under two names (a tied head), or rename tensors. Checkpoint names are those that ``save_pretrained`` writes.
+This module derives the mapping from transformers' own conversion mapping.
 
-``transformers.core_model_loading`` is not a public interface; what is used of it is here and nowhere else, for
-transformers >= 5.16.1, < 5.20.
+``transformers.core_model_loading`` is not a public interface; only this module uses it, for transformers >= 5.16.1, <
+5.20.
 """
 
 from __future__ import annotations
@@ -53,15 +53,18 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """Where a checkpoint tensor lies inside a fused parameter: a chunk along one dimension, then one row of another."""
+    """Position of a checkpoint tensor inside a fused parameter: a chunk along one dimension, then one row of another.
+
+    Example: ``Part(chunk=(1, 2, 0), row=(0, 3))`` is the first half of expert 3, in a fused ``gate_up_proj``.
+    """
 
     chunk: tuple[int, int, int] | None = None
-    """(dimension, number of chunks, which)"""
+    """(dimension, number of chunks, index of the chunk)"""
     row: tuple[int, int] | None = None
-    """(dimension, index); the dimension is dropped."""
+    """(dimension, index); the dimension is removed."""
 
     def view(self, fused: Tensor) -> Tensor:
-        """The part of ``fused``, sharing its memory."""
+        """Return this part of ``fused`` as a view."""
         if self.chunk is not None:
             dimension, count, index = self.chunk
             fused = fused.chunk(count, dim=dimension)[index]
@@ -72,7 +75,7 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class StateTensor:
-    """One tensor of a model's state and the checkpoint tensors it holds."""
+    """One tensor of a model's state with the checkpoint tensors that it contains."""
 
     key: str
     shape: tuple[int, ...]
@@ -80,19 +83,19 @@ class StateTensor:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     parts: tuple[Part, ...] | None
-    """Where each name lies; None if they cannot be had as views (a transposition, a permutation)."""
+    """Position of each name; None if there is no view (a transposition, a permutation)."""
 
 
 @dataclass(slots=True, frozen=True)
 class CheckpointLayout:
-    """The correspondence between a model's state and its checkpoint, in the order of the state."""
+    """The mapping between a model's state and its checkpoint, in the order of the state."""
 
     tensors: tuple[StateTensor, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """tied name -> name that is written"""
+    """tied name -> name that is saved"""
 
     def manifest(self, dtype: torch.dtype | None = None) -> WeightManifest:
-        """Every checkpoint tensor, in the model's own dtypes or all floating ones in ``dtype``."""
+        """Return the specs of all checkpoint tensors, with floating dtypes replaced by ``dtype`` if it is given."""
         specs: dict[str, TensorSpec] = {}
         for entry in self.tensors:
             kind = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
@@ -102,14 +105,14 @@ class CheckpointLayout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
-    """Derive the correspondence from the model's state dictionary; touches no values, so ``meta`` models work.
+    """Derive the mapping from the shapes in the model's state dictionary; ``meta`` models work.
 
-    Derive it before parameters are sharded, from whole shapes.
+    Call it before parameters are sharded, because it needs whole shapes.
     """
     state = model.state_dict()
     aliases = _tied_names(model, state)
@@ -130,17 +133,17 @@ def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
 
 
 def expected_manifest(path_or_model: str | Path | PreTrainedModel, dtype: torch.dtype | None = None) -> WeightManifest:
-    """What a weight stream for this model must hold.
+    """Return the manifest of all tensors that a weight stream for this model must contain.
 
-    For a directory it is read from the headers of its safetensors files (no weights are loaded), with tied names taken
-    from the architecture; for a hub id from the architecture alone.
+    For a directory it reads the headers of the safetensors files (no weights), and takes tied names from the
+    architecture; for a hub id it uses only the architecture.
 
     Args:
         path_or_model: a directory, a hub id or a model.
-        dtype: of floating tensors on arrival; None takes those of the files or the model.
+        dtype: dtype of floating tensors on arrival; None keeps the dtypes of the files or the model.
 
     Raises:
-        ModelError: the directory cannot be used.
+        ModelError: the directory is unusable.
     """
     if isinstance(path_or_model, PreTrainedModel):
         return checkpoint_layout(path_or_model).manifest(dtype)
@@ -159,18 +162,18 @@ def expected_manifest(path_or_model: str | Path | PreTrainedModel, dtype: torch.
                         kind = dtype_name(dtype)
                     specs[name] = TensorSpec(name, tuple(header.get_shape()), kind)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is cut short or not a safetensors file: {error}. Export it again.") from error
+            raise ModelError(f"{file} is truncated or not a safetensors file: {error}. Export it again.") from error
     aliases = {
         alias: name for alias, name in checkpoint_layout(_shell(str(directory))).aliases.items() if name in specs
     }
-    # A checkpoint may hold both names of a tied pair; the stream carries the tensor once.
+    # A checkpoint may contain both names of a tied pair; the stream sends the tensor once.
     return WeightManifest({name: spec for name, spec in specs.items() if name not in aliases}, aliases)
 
 
 def checkpoint_tensors(model: PreTrainedModel, layout: CheckpointLayout | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its checkpoint name, as ``save_pretrained`` would write it.
+    """Yield every tensor of the model under its checkpoint name, as ``save_pretrained`` would write it.
 
-    Tensors share the model's memory wherever that is possible and carry no gradient.
+    Tensors share the model's memory where possible, and have no gradient.
     """
     layout = layout if layout is not None else checkpoint_layout(model)
     state = model.state_dict()
@@ -179,7 +182,7 @@ def checkpoint_tensors(model: PreTrainedModel, layout: CheckpointLayout | None =
 
 
 def state_tensor_parts(model: PreTrainedModel, entry: StateTensor, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The checkpoint tensors inside one whole state tensor."""
+    """Return the checkpoint tensors inside one whole state tensor."""
     tensor = tensor.detach()
     if entry.parts is None:
         reverted: dict[str, Tensor] = revert_weight_conversion(model, {entry.key: tensor})
@@ -191,16 +194,16 @@ def state_tensor_parts(model: PreTrainedModel, entry: StateTensor, tensor: Tenso
 
 
 def checkpoint_views(model: PreTrainedModel, layout: CheckpointLayout | None = None) -> dict[str, Tensor]:
-    """Checkpoint name -> view of the model's own memory: writing to it changes the model. Tied names are included.
+    """Return checkpoint name -> writable view of the model's memory, including tied names.
 
     Raises:
-        WeightSyncError: the architecture keeps a tensor in a form that has no such view.
+        WeightSyncError: the architecture stores a tensor in a form that has no such view.
     """
     layout = layout if layout is not None else checkpoint_layout(model)
     without = [entry.key for entry in layout.tensors if entry.parts is None]
     if without:
         raise WeightSyncError(
-            f"{type(model).__name__} keeps {', '.join(without[:4])} in a form that cannot be written in place under"
+            f"{type(model).__name__} stores {', '.join(without[:4])} in a form that cannot be written in place under"
             " checkpoint names; load a saved checkpoint instead (weight_sync.backend: checkpoint)."
         )
     state = model.state_dict()
@@ -217,19 +220,19 @@ def load_checkpoint_tensors(
     strict_names: bool = True,
     views: Mapping[str, Tensor] | None = None,
 ) -> set[str]:
-    """Write checkpoint tensors into the model in place, fusing experts; dtype and device are converted.
+    """Write checkpoint tensors into the model in place, fusing experts and converting dtype and device.
 
     Args:
         model: the model.
         tensors: (checkpoint name, whole tensor), in any order.
-        strict_names: refuse names the model does not have.
-        views: from ``checkpoint_views``, to save deriving them on every call.
+        strict_names: whether to refuse names that the model does not have.
+        views: result of ``checkpoint_views``, to avoid deriving it on every call.
 
     Returns:
-        The names that were loaded.
+        The names of the loaded tensors.
 
     Raises:
-        WeightSyncError: an unknown name or a wrong shape; tensors before it have been written.
+        WeightSyncError: a name is unknown or a shape is wrong; earlier tensors have been written.
     """
     targets = views if views is not None else checkpoint_views(model)
     loaded: set[str] = set()
@@ -253,7 +256,7 @@ def load_checkpoint_tensors(
 
 
 def _tied_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Tied state key -> key of the tensor it shares, as the architecture declares it."""
+    """Return tied state key -> key of the tensor it shares, as declared by the architecture."""
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return {}
     tied: Mapping[str, str] = model.all_tied_weights_keys
@@ -261,7 +264,7 @@ def _tied_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str
 
 
 def _reverse_conversions(model: PreTrainedModel) -> tuple[list[WeightConverter], list[WeightRenaming]]:
-    """The conversions that saving applies, as ``revert_weight_conversion`` chooses them."""
+    """Return the conversions for saving, chosen as in ``revert_weight_conversion``."""
     conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = [
@@ -283,13 +286,15 @@ def _parts(
     converters: list[WeightConverter],
     renamings: list[WeightRenaming],
 ) -> tuple[Part, ...] | None:
-    """Where the reverted tensors of one state tensor lie in it, in the order in which they are reverted."""
+    """Return the positions of checkpoint tensors inside one state tensor, in the order of reversion; None without
+    views.
+    """
     pattern = rename_source_key(key, renamings, converters, reverse=True)[1] if converters else None
     if pattern is None:
         return (Part(),)
     reverse = next(entry for entry in converters if pattern in entry.source_patterns)
     merge = cat = None
-    # The operations that loading applies: first merge the experts of each projection, then join the projections.
+    # Loading first merges the experts of each projection, then concatenates the projections.
     for operation in (entry.reverse_op for entry in reversed(reverse.operations)):
         if isinstance(operation, MergeModulelist) and merge is None and cat is None:
             merge = operation.dim
@@ -313,7 +318,7 @@ def _parts(
 
 
 def _shell(path: str) -> PreTrainedModel:
-    """A model of the directory's architecture without values."""
+    """Return a model of the directory's architecture on the ``meta`` device."""
     config = load_config(path)
     named = set(config.architectures or ())
     chosen: Any = AutoModelForCausalLM

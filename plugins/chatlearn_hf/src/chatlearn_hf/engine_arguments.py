@@ -1,6 +1,6 @@
-"""Engine arguments of backends on transformers models: what they hand to ``from_pretrained``, checked first.
+"""Checks the engine arguments that backends on transformers models pass to ``from_pretrained``.
 
-Imports nothing heavy: a configuration is checked without torch.
+Imports nothing heavy, so that configurations are checked without torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ PASSED: Mapping[str, tuple[type, ...]] = {
     "use_safetensors": (bool,),
     "variant": (str,),
 }
-"""Arguments of ``from_pretrained`` that say where weights come from or which kernels run, and their types."""
+"""Arguments of ``from_pretrained`` that select the source of weights or the kernels, with their types."""
 
 
 def argument_problems(
     arguments: Mapping[str, Any], owned: Mapping[str, str], fields: Collection[str] | None = ()
 ) -> dict[str, str]:
-    """Each argument that cannot be passed on, and why, with what to do.
+    """Return each argument that cannot be passed on, with the reason and the remedy.
 
     Args:
-        arguments: of ``roles.<role>.engine``.
-        owned: those that the backend sets itself, and what to set instead.
-        fields: of the model's configuration, which may be set too; None: they are not known here, so that a name that
-            may be one passes.
+        arguments: content of ``roles.<role>.engine``.
+        owned: arguments that the backend sets itself, with what to set instead.
+        fields: fields of the model's configuration, which may be set too; None if they are unknown here: then any other
+            name is accepted.
     """
     known = [*PASSED, *(fields or ())]
     problems: dict[str, str] = {}
@@ -43,7 +43,7 @@ def argument_problems(
         elif name in PASSED:
             if not isinstance(value, PASSED[name]) and value is not None:
                 types = " or ".join(kind.__name__ for kind in PASSED[name])
-                problems[name] = f"must be of type {types}, and is {value!r}"
+                problems[name] = f"must be of type {types}, but is {value!r}"
         elif fields is not None and name not in fields:
             near = difflib.get_close_matches(name, [*known, *owned], n=1)
             problems[name] = "unknown" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -51,7 +51,7 @@ def argument_problems(
 
 
 def refused(role: str, backend: str, problems: Mapping[str, str]) -> str:
-    """The message about them all."""
+    """Return the error message that lists all problems."""
     return (
         f"roles.{role}.engine holds arguments that {backend} does not pass to from_pretrained:\n"
         + "\n".join(f"  {name}: {problem}" for name, problem in problems.items())

@@ -44,10 +44,10 @@ class TransformersFamily:
         return model_type
 
     def load_tokenizer(self, source: ModelSource) -> PreTrainedTokenizerBase:
-        """The tokenizer, checked against the model's vocabulary.
+        """Load the tokenizer and check it against the model's vocabulary.
 
         Raises:
-            ModelError: none there, or one that does not belong to the model.
+            ModelError: there is no tokenizer, or it does not belong to the model.
         """
         tokenizer = load_tokenizer(source.tokenizer_path, trust_remote_code=source.trust_remote_code)
         config = load_config(source.path, trust_remote_code=source.trust_remote_code)
@@ -63,7 +63,7 @@ class TransformersFamily:
         control_tokens: ControlTokenPolicy = "text",
         max_tokens: int | None = None,
     ) -> ChatTemplateRenderer:
-        """Through the tokenizer's chat template."""
+        """Return a renderer that uses the tokenizer's chat template."""
         return ChatTemplateRenderer(
             tokenizer,  # type: ignore[arg-type]  # its keyword arguments are wider
             apply_chat_template,
@@ -73,22 +73,22 @@ class TransformersFamily:
         )
 
     def facts(self, source: ModelSource) -> ModelFacts:
-        """Type, longest sequence and vocabulary size.
+        """Return model type, longest sequence and vocabulary size.
 
         Raises:
-            ModelError: the directory cannot be used.
+            ModelError: the directory is unusable.
         """
         check_model_directory(source.path, tokenizer_path=source.tokenizer_path)
         config = load_config(source.path, trust_remote_code=source.trust_remote_code)
         length = config_max_length(config)
         if length is None and source.max_length is None:
             raise ModelError(
-                f"the configuration of {source.path} does not say how long sequences may be: set model.max_length"
+                f"the configuration of {source.path} does not state a maximum sequence length: set model.max_length"
             )
         vocab_size = getattr(config.get_text_config(), "vocab_size", None)
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ModelError(
-                f"the configuration of {source.path} ({config.model_type}) says no vocab_size: is it a language model?"
+                f"the configuration of {source.path} ({config.model_type}) has no vocab_size: is it a language model?"
             )
         return ModelFacts(
             model_type=config.model_type, max_length=length or source.max_length or 0, vocab_size=vocab_size

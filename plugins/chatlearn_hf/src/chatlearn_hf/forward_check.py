@@ -1,15 +1,15 @@
-"""How a model's sequences are computed, checked against the model's own forward pass of each sequence alone.
+"""Chooses how to compute a model's sequences, by comparison with the model's own forward pass of each sequence alone.
 
-No configuration says whether sequences may lie end to end in one row: recurrent and convolutional layers carry state
-from one to the next, some architectures drop the positions that keep them apart, others pass no window to their
-attention. So before a run starts, a few short sequences are computed the way that is asked for and compared with what
-the model's own ``forward`` makes of each. A way that differs is not used.
+No configuration says whether sequences may be concatenated in one row: recurrent and convolutional layers carry state
+from one to the next, some architectures drop the positions that separate them, others pass no window to their
+attention. Before a run starts, this module therefore computes a few short sequences in the requested way and compares
+them with the model's own ``forward`` of each. It rejects a way with different results.
 
-Two things a few short sequences do not show: what happens beyond a window of thousands of tokens, or beyond the context
-that length-dependent rotary embeddings were made for; and small differences in a model that computes in bfloat16. There
-the comparison is made once more with a stand-in, a tiny float32 model of the same class and settings whose windows and
-contexts are a few tokens long (``tiny_architectures.build_stand_in``). Where none can be built, rows are only packed if
-the attention layers ask for the configured window by name.
+Two effects do not show with a few short sequences: what happens beyond a window of thousands of tokens, or beyond the
+original context of length-dependent rotary embeddings; and small differences in a model that computes in bfloat16. For
+these the comparison is repeated with a stand-in, a tiny float32 model of the same class and settings whose windows and
+contexts are a few tokens long (``tiny_architectures.build_stand_in``). If no stand-in can be built, rows are packed
+only if the attention layers request the configured window by name.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ Attention = Literal["varlen", "sdpa", "eager"]
 Sequences = Literal["auto", "packed", "padded"]
 
 SHORT = (7, 12, 5)
-"""Lengths of the sequences that are always compared, tokens."""
+"""Lengths of the sequences that are always compared, in tokens."""
 BEYOND = (9, 4)
-"""How far two more sequences reach beyond the largest threshold."""
+"""Number of tokens by which two further sequences exceed the largest threshold."""
 COMPARED = 32
-"""Tokens at the end of each sequence that are compared, which bounds the logits in memory."""
+"""Number of tokens compared at the end of each sequence; bounds the logits in memory."""
 MAX_WORK = {"cpu": 1e11, "cuda": 1e13}
-"""Floating-point operations that the model itself may spend on sequences beyond a threshold, by parameters and tokens:
-about a second on a few CPU cores, less on a GPU."""
+"""Floating-point operations for sequences beyond a threshold, estimated from parameters and tokens: about a second on a
+few CPU cores, less on a GPU."""
 MAX_LENGTH = 2048
-"""Longest such sequence, tokens: its own forward holds [heads, L, L] scores."""
+"""Longest such sequence in tokens: the model's own forward holds [heads, L, L] scores."""
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.25
-"""Difference allowed, as a share of the logits' spread. In float32 of any compared token; in lower precision, where
-rounding may route single tokens to other experts, of the median token."""
+"""Allowed difference as a fraction of the logits' standard deviation. In float32 it bounds every compared token; in
+lower precision, where rounding may route single tokens to other experts, it bounds the median token."""
 
 
 STATEFUL_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
-"""Kinds of layers (config.json: layer_types) whose state goes on from token to token of a row."""
+"""Layer types (config.json: layer_types) that carry state from token to token of a row."""
 FAILURES = (ModelError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
-"""What a model raises that is asked for something its architecture does not do."""
+"""Exceptions that a model raises for a request that its architecture does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a batch's sequences."""
+    """One way to compute the sequences of a batch."""
 
     attention: Attention
     rows: Rows
@@ -77,32 +77,33 @@ WAYS: dict[Attention, tuple[Way, ...]] = {
     "sdpa": (Way("sdpa", "packed"), Way("sdpa", "padded")),
     "eager": (Way("eager", "packed"), Way("eager", "padded")),
 }
-"""What each ``attention`` may stand for, best first."""
+"""The ways that each ``attention`` option allows, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The way that is right, and why those before it are not."""
+    """The first correct way, and why the ways before it were rejected."""
 
     way: Way
     refused: tuple[tuple[Way, str], ...]
 
     def note(self, model_type: str) -> str | None:
-        """A sentence for the user where another way was taken than the first."""
+        """Return a sentence for the user if the first way was rejected; otherwise None."""
         if not self.refused:
             return None
         way, reason = self.refused[0]
         return (
-            f"model type {model_type!r} is computed with {self.way} instead of {way}, which is not right for it:"
-            f" {reason}. Results are those of each sequence alone; padding costs time where lengths differ."
+            f"model type {model_type!r} is computed with {self.way} instead of {way}, which gives wrong results:"
+            f" {reason}. Results equal those of each sequence alone; padding costs time where lengths differ."
         )
 
 
 def with_attention(attention: Attention, load: Callable[[Attention], PreTrainedModel]) -> PreTrainedModel:
-    """Load a model with ``attention``, or with one that its architecture has; ``ForwardCheck.choose`` judges it then.
+    """Load a model with ``attention`` or, if its architecture lacks that, with another one; call
+    ``ForwardCheck.choose`` next.
 
     Raises:
-        ModelError: of ``load``, for any other reason than the attention.
+        ModelError: ``load`` failed for a reason other than the attention.
     """
     refusal: ModelError | None = None
     for name in dict.fromkeys((attention, *get_args(Attention)[1:])):
@@ -113,7 +114,7 @@ def with_attention(attention: Attention, load: Callable[[Attention], PreTrainedM
                 raise
             refusal = refusal or error
             continue
-        # An architecture with attention code of its own takes any name, and ignores it.
+        # An architecture with its own attention code accepts any name and ignores it.
         if name != "varlen" or model._can_set_attn_implementation():
             return model
     assert refusal is not None, "eager attention is refused only with an error"
@@ -121,7 +122,7 @@ def with_attention(attention: Attention, load: Callable[[Attention], PreTrainedM
 
 
 def loaded_attention(model: PreTrainedModel) -> Attention:
-    """Which attention a model has now, as the option names it."""
+    """Return the model's current attention as an option value."""
     name = model.config._attn_implementation
     options: tuple[Attention, ...] = get_args(Attention)
     found = next((option for option in options if attention_implementation(option) == name), None)
@@ -136,18 +137,18 @@ def _is_about_attention(error: ModelError) -> bool:
 
 
 class ForwardCheck:
-    """Compares ways of computing sequences with the model's own forward passes. Collective where the model is sharded.
+    """Compares ways to compute sequences with the model's own forward passes. Collective if the model is sharded.
 
-    Random numbers, modes and settings are left as they were.
+    Random states, modes and settings are restored.
 
     Args:
-        model: with weights, in the state in which it will be trained.
-        device: where it computes.
-        dtype: that it computes in.
-        autocast: a context that every forward pass runs in.
+        model: the model with weights, in its state for training.
+        device: device of the computation.
+        dtype: dtype of the computation.
+        autocast: returns a context for every forward pass.
         ulysses: ranks that share a row's tokens.
-        max_length: longest sequence that will be computed, tokens; None: any.
-        agree: takes this rank's finding and returns the largest of all ranks.
+        max_length: longest sequence that the run computes, in tokens; None means no limit.
+        agree: reduces a difference over all ranks by maximum.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class ForwardCheck:
         self._tiny: list[ForwardCheck] | None = None
         self._references: dict[tuple[int, int], Tensor] = {}
 
-    # What may be asked
+    # Public methods
 
     def choose(self, attention: Attention, sequences: Sequences = "auto") -> Choice:
-        """Set the model to the first way of ``attention`` that is right.
+        """Set the model to the first correct way of ``attention``.
 
         Raises:
-            ModelError: none is; says how far each is off, and which other settings are right.
+            ModelError: no way is correct; the message has the difference of each, and settings that are correct.
         """
         asked = self._asked(attention, sequences)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -198,7 +199,7 @@ class ForwardCheck:
             raise self._error(attention, sequences, refused)
 
     def reason_against(self, way: Way) -> str | None:
-        """Why a way is not right for the model; None: it is."""
+        """Return why a way is wrong for the model; None if it is correct."""
         training = self.model.training
         self.model.eval()
         try:
@@ -207,7 +208,7 @@ class ForwardCheck:
         finally:
             self.model.train(training)
 
-    # Inside
+    # Internal methods
 
     def _asked(self, attention: Attention, sequences: Sequences) -> list[Way]:
         return [way for way in WAYS[attention] if sequences in ("auto", way.rows)]
@@ -215,9 +216,9 @@ class ForwardCheck:
     def _structural_reason(self, way: Way) -> str | None:
         model = self.model.model
         if self.ulysses is not None and way != Way("varlen", "packed"):
-            return "the ranks of ulysses share the tokens of packed rows under attention varlen"
+            return "ulysses needs packed rows and attention varlen"
         if self.ulysses is not None and self.model.has_sequence_rope:
-            return "its rotary embedding depends on a sequence's length, and a rank of ulysses sees a part of it"
+            return "its rotary embedding depends on a sequence's length, but a ulysses rank sees only part of it"
         if not self._can_set(way.attention):
             return f"{type(model).__name__} has no attention {way.attention!r}"
         if way.attention == "sdpa" and getattr(self.config, "attn_logit_softcapping", None) is not None:
@@ -227,7 +228,7 @@ class ForwardCheck:
             return "its layers carry a state from one sequence of a row to the next"
         selections = [threshold for threshold in self.thresholds if threshold.kind == "selection"]
         if way.rows == "packed" and selections:
-            # Which tokens are kept depends on their values, so a few sequences that agree would show nothing.
+            # The selection depends on token values, so equal results for a few sequences prove nothing.
             return f"its sparse attention selects among the tokens of a whole row (config.json: {selections[0].name})"
         return None
 
@@ -252,8 +253,8 @@ class ForwardCheck:
             if not difference <= self.tolerance:
                 beyond = " (beyond its window or original context)" if case is not SHORT else ""
                 return error or (
-                    f"logits differ from those of each sequence alone by {difference:.2g} of their spread{beyond},"
-                    f" {self.tolerance} is allowed"
+                    f"logits differ from those of each sequence alone by {difference:.2g} standard deviations{beyond};"
+                    f" the tolerance is {self.tolerance}"
                 )
         if not far and self.tolerance == TOLERANCE:
             return None
@@ -266,7 +267,7 @@ class ForwardCheck:
         return self._unchecked_reason(way, far, windows) if way.rows == "packed" else None
 
     def _stand_in(self) -> ForwardCheck | None:
-        """The check of a tiny model with the same settings; None if there can be none."""
+        """Return the check of a tiny model with the same settings; None if it cannot be built."""
         if self._tiny is None:
             self._tiny = []
             try:
@@ -279,19 +280,21 @@ class ForwardCheck:
         return self._tiny[0] if self._tiny else None
 
     def _unchecked_reason(self, way: Way, far: Sequence[Threshold], seen: set[int]) -> str | None:
-        """Whether the layers at least ask for windows that no sequence was long enough for."""
+        """Return a threshold that was not compared and that the layers do not request as a window; None if there is
+        none.
+        """
         for threshold in far:
             told = way.attention != "varlen" or threshold.tokens in seen
             if threshold.kind == "rope" or (threshold.kind == "window" and told):
                 continue
             return (
-                f"{threshold.name} {threshold.tokens} (config.json) is more than can be compared, and its attention"
-                " layers do not ask for it as a sliding window"
+                f"{threshold.name} {threshold.tokens} (config.json) is too long for a comparison, and its attention"
+                " layers do not request it as a sliding window"
             )
         return None
 
     def _split_thresholds(self) -> tuple[list[Threshold], list[Threshold]]:
-        """Those that sequences can be computed beyond at a bounded cost, and the others."""
+        """Split thresholds into those that can be exceeded at a bounded cost, and the others."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         budget = MAX_WORK.get(self.device.type, MAX_WORK["cpu"])
         longest = min(MAX_LENGTH, budget / (2 * parameters) / 4)  # two such sequences, computed twice
@@ -302,7 +305,9 @@ class ForwardCheck:
         return near, far
 
     def _difference(self, way: Way, lengths: tuple[int, ...]) -> tuple[float, set[int]]:
-        """The largest difference, as a share of the logits' spread, and the windows that layers asked for."""
+        """Return the largest difference, in standard deviations of the logits, and the windows that layers
+        requested.
+        """
         sequences = [self._tokens(length, place) for place, length in enumerate(lengths)]
         expected = [self._alone(tokens, place) for place, tokens in enumerate(sequences)]
         self._set(way)
@@ -316,15 +321,15 @@ class ForwardCheck:
             stop = sum(lengths[: place + 1])
             rows = slice(place, place + 1) if self.model.head == "reward" else slice(stop - len(reference) + 1, stop)
             found = [outputs[name][rows] for name in names]
-            for ours, theirs in zip(found, self._scored(reference, tokens), strict=True):
+            for ours, theirs in zip(found, self._expected_outputs(reference, tokens), strict=True):
                 gaps = (ours.float() - theirs).abs()
                 gap = gaps.max() if self.tolerance == TOLERANCE else gaps.median()
                 gap = gap if bool(torch.isfinite(gaps).all()) else torch.tensor(torch.inf)
                 worst = max(worst, float(gap) / max(spread, 1e-3))
         return worst, layout.windows
 
-    def _scored(self, reference: Tensor, tokens: Tensor) -> list[Tensor]:
-        """What the model should return for a sequence, from its own logits after its last tokens."""
+    def _expected_outputs(self, reference: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Return the expected outputs for a sequence, from its own logits after its last tokens."""
         if self.model.head == "reward":
             return [reference[-1:].float()]
         if self.model.head == "value":
@@ -334,7 +339,7 @@ class ForwardCheck:
         return [distribution.gather(-1, labels[:, None]).squeeze(-1), -(distribution.exp() * distribution).sum(-1)]
 
     def _alone(self, tokens: Tensor, place: int) -> Tensor:
-        """[C, V] logits (or [C] scores) after the last tokens of a sequence, by the model's own forward."""
+        """Return the logits [C, V] (or scores [C]) after the last tokens of a sequence, by the model's own forward."""
         key = (len(tokens), place)
         if key not in self._references:
             self._set(Way("eager" if self._can_set("eager") else self._loaded, "padded"))
@@ -346,7 +351,7 @@ class ForwardCheck:
         return self._references[key]
 
     def _tokens(self, length: int, place: int) -> Tensor:
-        """[L] arbitrary fixed tokens that mean nothing special to the model."""
+        """Return arbitrary fixed tokens [L] that are not special to the model."""
         vocabulary = int(self.config.vocab_size)
         ids = ((torch.arange(length) * 7919 + 104729 * (place + 1)) % vocabulary).tolist()
         ordinary = next((i for i in range(vocabulary) if i not in self._special), 0)
@@ -354,7 +359,7 @@ class ForwardCheck:
 
     def _can_set(self, attention: Attention) -> bool:
         model = self.model.model
-        if not model._can_set_attn_implementation():  # attention code of its own, chosen when it was loaded
+        if not model._can_set_attn_implementation():  # has its own attention code, chosen at load time
             return attention == self._loaded != "varlen"
         return attention != "sdpa" or bool(model._supports_sdpa)
 
@@ -371,9 +376,9 @@ class ForwardCheck:
         others = dict.fromkeys(way for ways in WAYS.values() for way in ways if way not in tried)
         right = [str(way) for way in others if self.reason_against(way) is None]
         advice = (
-            f"Right for this model: {condition}{'; '.join(right)}"
+            f"Correct for this model: {condition}{'; '.join(right)}"
             if right
-            else "None of the other settings of attention and sequences is right either, so it cannot be trained here"
+            else "No other combination of attention and sequences is correct either, so it cannot be trained here"
         )
         reasons = "; ".join(f"with {way}: {reason}" for way, reason in refused)
         return ModelError(

@@ -1,4 +1,4 @@
-"""At which tokens an exported model stops: ``eos_token_id`` of ``generation_config.json``."""
+"""Sets the stop tokens of an exported model: ``eos_token_id`` of ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _FILE = "generation_config.json"
 
 
 def stop_at_end_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the token by which the tokenizer's chat template ends a turn to those at which the model in ``directory``
-    stops. A base model that has learned the template would otherwise go on after its answer wherever it is served.
+    """Add the end-of-turn token of the tokenizer's chat template to the stop tokens of the model in ``directory``.
+
+    Without it, a base model that has learned the template would continue after its answer when it is served.
     """
     file = directory / _FILE
     end = ChatTemplateRenderer(tokenizer).end_of_turn_id  # type: ignore[arg-type]  # its keyword arguments are wider

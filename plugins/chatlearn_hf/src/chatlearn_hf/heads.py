@@ -44,21 +44,21 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model with ``head``, in evaluation mode.
 
-    A head that the directory does not hold is drawn from N(0, 1 / (H + 1)) [2009.01325], keyed by ``seed`` alone; its
+    A head that is missing in the directory is drawn from N(0, 1 / (H + 1)) [2009.01325], keyed only by ``seed``; its
     bias is 0.
 
     Args:
-        path: model directory or hub id; of a language model, or of a model with such a head.
+        path: model directory or hub id of a language model, or of a model with such a head.
         head: ``lm``, ``value`` or ``reward``.
-        dtype: of the parameters.
-        device: where they go.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
         attention: ``varlen``, ``sdpa``, ``eager``.
-        seed: of a new head.
+        seed: seed of a new head.
         trust_remote_code: run modelling code from the model directory.
         **extra: further arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: the directory cannot be used, or its architecture has no class with that head.
+        ModelError: the directory is unusable, or its architecture has no class with that head.
     """
     model, new = load_pretrained(
         HEAD_CLASSES[head],
@@ -76,7 +76,7 @@ def load_model(
 
 
 def drawn_head(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Values of a new head by parameter name: N(0, 1 / (H + 1)) [2009.01325] and bias 0, keyed by ``seed`` alone."""
+    """Draw a new head by parameter name: N(0, 1 / (H + 1)) [2009.01325] and bias 0, keyed only by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
     for name, values in drawn.items():

@@ -1,11 +1,11 @@
 """Low-rank adapters [2106.09685] on a transformers model, through peft.
 
-Adapters are injected into the model in place, so the model stays a transformers model. Its tensors keep two sets of
-names: the live ones (``q_proj.base_layer.weight``, ``q_proj.lora_A.default.weight``) and those it had before, under
-which weights leave it with the adapters merged: W + (alpha / rank) B A.
+Adapters are injected into the model in place, so the model stays a transformers model. Its tensors have two sets of
+names: the live ones (``q_proj.base_layer.weight``, ``q_proj.lora_A.default.weight``) and the original ones, under which
+weights are exported with the adapters merged: W + (alpha / rank) B A.
 
-Adapters are for weights that a layer multiplies by and for nothing else: ``nn.Linear``, and GPT-2's ``Conv1D``, which
-keeps its weight transposed. Others are refused by name, because what leaves the model would not be what was trained.
+Adapters are supported only for weights that a layer multiplies by: ``nn.Linear``, and GPT-2's ``Conv1D``, which stores
+its weight transposed. Other targets are refused by name, because the exported model would differ from the trained one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BASE_LAYER = ".base_layer"
 
 @dataclass(slots=True, frozen=True)
 class LoraSettings:
-    """Which adapters."""
+    """Settings of the adapters."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
-    """Endings of module names; ``all-linear``: every plain linear layer but the heads."""
+    """Endings of module names; ``all-linear`` selects every plain linear layer except the heads."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,26 +56,26 @@ class Adapter:
     scale: float
     """alpha / rank"""
     transposed: bool = False
-    """Whether the weight is [in, out]."""
+    """Whether the weight is stored as [in, out]."""
 
     def merge(self, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """``weight`` + scale ``up`` ``down``, a new tensor.
+        """Return ``weight`` + scale ``up`` ``down`` as a new tensor.
 
-        ``weight`` may be some rows of the whole: then the same rows of ``up``, or of a transposed weight the same
-        columns of ``down``, are given.
+        ``weight`` may be a slice of rows. Then pass the same rows of ``up`` or, for a transposed weight, the same
+        columns of ``down``.
         """
         left, right = (down.T, up.T) if self.transposed else (up, down)
         return torch.addmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scale)
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Inject adapters and leave only them trainable, and a value or reward head. ``meta`` models work.
+    """Inject adapters and make only them, and a value or reward head, trainable. ``meta`` models work.
 
-    The adapters' values are not set here: call ``draw_adapters`` once they have memory.
+    Adapter values are not set here: call ``draw_adapters`` once they have memory.
 
     Raises:
         BackendError: peft is not installed.
-        ModelError: a target matches no module, or one that an adapter cannot be merged into.
+        ModelError: a target matches no module, or a module into which an adapter cannot be merged.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -84,32 +84,32 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
             "adapters need peft, which is not installed here; install it with `pip install 'chatlearn-fsdp[lora]'`,"
             " or remove options.lora"
         ) from error
-    # peft would read "gate_proj" of a mixture as its fused experts; of a plain holder it adapts what is named.
+    # In a mixture peft would treat "gate_proj" as the fused experts; under a plain holder it adapts the named modules.
     holder = nn.Module()
     holder.model = model
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft says int; it only divides it
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # annotated as int, but only divided
         lora_dropout=settings.dropout,
         target_modules=[f"model.{name}" for name in _target_names(model, settings.target_modules)],
     )
-    with warnings.catch_warnings():  # of layers with a transposed weight, which peft recognises by itself
+    with warnings.catch_warnings():  # about transposed weights, which peft detects itself
         warnings.filterwarnings("ignore", "fan_in_fan_out", UserWarning)
         inject_adapter_in_model(config, holder, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         if name.startswith("score."):
             parameter.requires_grad_(True)
-        # peft may keep adapters in float32; a unit that is sharded has one dtype.
+        # peft may keep adapters in float32, but a sharded unit needs one dtype.
         parameter.data = parameter.data.to(model.dtype)
 
 
 def draw_adapters(model: PreTrainedModel, seed: int, copy: Callable[[Tensor, Tensor], None]) -> None:
-    """Set A to U(-1/sqrt(in), 1/sqrt(in)) and B to 0, keyed by ``seed`` and the order of the layers alone.
+    """Draw A from U(-1/sqrt(in), 1/sqrt(in)) and set B to 0, keyed only by ``seed`` and the order of the layers.
 
     Args:
-        model: with adapters.
-        seed: of A.
-        copy: writes a whole tensor (first) into a live, perhaps sharded one.
+        model: model with adapters.
+        seed: seed of A.
+        copy: ``copy(values, target)`` writes a whole tensor into a live, perhaps sharded one.
     """
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters(model).values():
@@ -119,7 +119,7 @@ def draw_adapters(model: PreTrainedModel, seed: int, copy: Callable[[Tensor, Ten
 
 
 def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
-    """The adapters by the state name that their weight had before they were injected; none without adapters."""
+    """Return the adapters by the original state name of their weight; empty without adapters."""
     found: dict[str, Adapter] = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -131,7 +131,7 @@ def adapters(model: PreTrainedModel) -> dict[str, Adapter]:
 
 
 def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
-    """By the state name of each adapted weight, the names under which peft saves its A and its B."""
+    """Return original weight name -> names under which peft saves its A and B."""
     names: dict[str, tuple[str, str]] = {}
     for weight in adapters(model):
         module = f"base_model.model.{weight.removesuffix('.weight')}"
@@ -140,8 +140,9 @@ def adapter_names(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
 
 
 def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
-    """What peft's ``adapter_config.json`` says of these adapters. Modules are named by their endings, or in full where
-    other modules end so, too.
+    """Return the content of peft's ``adapter_config.json`` for these adapters.
+
+    Modules are named by their endings, or in full if other modules share the ending.
     """
     found = adapters(model)
     adapted = {weight.removesuffix(".weight") for weight in found}
@@ -166,7 +167,7 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings) -> dict[str, 
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state without adapters, under the names it had before they were injected; live tensors."""
+    """Return the live state without adapters, under the original names."""
     return {
         name.replace(BASE_LAYER, ""): tensor
         for name, tensor in model.state_dict().items()
@@ -175,7 +176,7 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """What training with adapters changes, by live names: adapters, and a value or reward head."""
+    """Return the live state that training with adapters changes: adapters, and a value or reward head."""
     return {
         name: tensor
         for name, tensor in model.state_dict().items()
@@ -184,10 +185,10 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _target_names(model: PreTrainedModel, target: tuple[str, ...] | str) -> list[str]:
-    """Names of the modules to adapt.
+    """Return the names of the modules to adapt.
 
     Raises:
-        ModelError: an ending matches no module, or one that an adapter cannot be merged into.
+        ModelError: an ending matches no module, or a module into which an adapter cannot be merged.
     """
     modules = dict(model.named_modules())
     names_of = _names_by_parameter(model)
@@ -202,7 +203,7 @@ def _target_names(model: PreTrainedModel, target: tuple[str, ...] | str) -> list
         left_out |= {name.rsplit(".", 1)[-1] for name, weight in model.named_parameters() if weight.dim() == 3}
         if left_out:
             logger.warning(
-                "%s gets no adapters for %s: they are no plain linear layers, so that merging would not be exact",
+                "%s gets no adapters for %s: these are not plain linear layers, so merging would not be exact",
                 type(model).__name__,
                 ", ".join(sorted(left_out)),
             )
@@ -217,7 +218,7 @@ def _target_names(model: PreTrainedModel, target: tuple[str, ...] | str) -> list
             linear_ends = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
             raise ModelError(
                 f"target_modules {end!r} matches no module of {type(model).__name__}; its linear layers are"
-                f" {', '.join(sorted(linear_ends))}. (Experts that a model keeps in one tensor are no modules and"
+                f" {', '.join(sorted(linear_ends))}. (Experts that a model stores in one tensor are not modules and"
                 " cannot have adapters.)"
             )
         for name in matching:
@@ -232,23 +233,23 @@ def _target_names(model: PreTrainedModel, target: tuple[str, ...] | str) -> list
 
 
 def _problem(modules: Mapping[str, nn.Module], name: str, names_of: Mapping[int, list[str]]) -> str | None:
-    """Why merging an adapter into this module's weight would give another model than the one that is trained."""
+    """Return why merging an adapter into this module's weight would change the model; None if merging is exact."""
     module = modules[name]
     if not isinstance(module, nn.Linear | Conv1D):
         return f"is a {type(module).__name__}; adapters are for linear layers only"
     if type(module).forward not in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "parametrizations"):
-        return f"is a {type(module).__name__} and no plain linear layer: merged into its weight an adapter is another"
+        return f"is a {type(module).__name__} , not a plain linear layer, so merging would change the adapter"
     names = names_of[id(module.weight)]
     if len(names) > 1:
-        return f"shares its weight ({' and '.join(names)}): merged into it an adapter changes the others, too"
+        return f"shares its weight ({' and '.join(names)}), so merging an adapter would also change the other uses"
     parent, _, attribute = name.rpartition(".")
     if _reads_weight(modules[parent], attribute):
-        return f"is not called: {type(modules[parent]).__name__} reads its weight, past an adapter"
+        return f"is not called: {type(modules[parent]).__name__} reads its weight directly and would bypass an adapter"
     return None
 
 
 def _reads_weight(parent: nn.Module, attribute: str) -> bool:
-    """Whether a module computes with the weight of its child instead of calling it, as its source shows."""
+    """Whether a module's source code reads the weight of its child instead of calling the child."""
     try:
         source = _source(type(parent).__module__, type(parent).__qualname__)
     except (OSError, TypeError, AttributeError):
@@ -263,7 +264,7 @@ def _source(module: str, name: str) -> str:
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """Names of every parameter by its identity; tied ones have several."""
+    """Return parameter identity -> its names; tied parameters have several."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

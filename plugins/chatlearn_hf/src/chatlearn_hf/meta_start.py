@@ -1,7 +1,8 @@
-"""Starting a model without ever holding it whole: structure on the ``meta`` device, then each tensor by slices.
+"""Starts a model without ever holding it whole: structure on the ``meta`` device, then each tensor by slices.
 
-``build_on_meta`` makes the structure, a trainer shards it and gives it memory, ``restore_buffers`` computes what no
-checkpoint holds (rotary frequencies), and ``CheckpointFiles`` reads rows of tensors by their checkpoint names.
+``build_on_meta`` creates the structure, a trainer shards it and allocates memory, ``restore_buffers`` computes the
+buffers that no checkpoint contains (rotary frequencies), and ``CheckpointFiles`` reads rows of tensors by their
+checkpoint names.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from chatlearn_hf.model_directory import attention_implementation, check_model_d
 
 
 def local_directory(path: str) -> Path:
-    """The model directory itself, or the one a hub id is downloaded to.
+    """Return the model directory itself, or the directory to which a hub id is downloaded.
 
     Raises:
-        ModelError: it cannot be used.
+        ModelError: the directory is unusable.
     """
     directory = check_model_directory(path)
     if directory is not None:
@@ -49,18 +50,18 @@ def build_on_meta(
     trust_remote_code: bool = False,
     **extra: Any,
 ) -> PreTrainedModel:
-    """A model whose parameters and buffers have shapes and no memory, in evaluation mode.
+    """Build a model in evaluation mode whose parameters and buffers have shapes but no memory.
 
     Args:
         directory: model directory.
         head: ``lm``, ``value`` or ``reward``.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         attention: ``varlen``, ``sdpa``, ``eager``.
         trust_remote_code: run modelling code from the model directory.
         **extra: configuration fields to override, and ``experts_implementation``.
 
     Raises:
-        ModelError: the architecture has no class with that head, or an argument is not one of its configuration.
+        ModelError: the architecture has no class with that head, or an argument is not a field of its configuration.
     """
     how = {"experts_implementation": extra.pop("experts_implementation")} if "experts_implementation" in extra else {}
     if head != "lm":
@@ -72,8 +73,9 @@ def build_on_meta(
         unused = {name: value for name, value in unused.items() if name in extra}
         if unused:
             raise ModelError(
-                f"{', '.join(sorted(unused))} is no field of {type(config).__name__}. A sharded model is built from its"
-                " configuration, so its engine arguments can only be configuration fields and experts_implementation."
+                f"{', '.join(sorted(unused))} is not a field of {type(config).__name__}. A sharded model is built from"
+                " its configuration, so its engine arguments can only be configuration fields and"
+                " experts_implementation."
             )
         with torch.device("meta"):
             model: PreTrainedModel = HEAD_CLASSES[head].from_config(
@@ -85,7 +87,7 @@ def build_on_meta(
             )
     except ModelError:
         raise
-    except Exception as error:  # a shape or a size that makes no sense is met by whatever computes with it first
+    except Exception as error:  # an invalid shape or size may raise anything, wherever it is first used
         raise not_loadable("model", str(directory), error) from error
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -94,9 +96,9 @@ def build_on_meta(
 
 
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are not part of a checkpoint, as transformers does for a model it loads.
+    """Compute the buffers that a checkpoint does not contain, as transformers does for a loaded model.
 
-    A module that owns one is initialised again, its parameters too: read the checkpoint afterwards.
+    Modules with such buffers are initialised again, including their parameters: read the checkpoint afterwards.
     """
     for module in model.modules():
         if module._non_persistent_buffers_set:
@@ -105,7 +107,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 
 class CheckpointFiles:
-    """The tensors of a model directory by checkpoint name, read by rows. A context: files stay open inside.
+    """The tensors of a model directory by checkpoint name, read by rows. A context manager: files stay open inside.
 
     Args:
         directory: model directory.
@@ -127,7 +129,7 @@ class CheckpointFiles:
             except (SafetensorError, OSError) as error:
                 self._files.close()
                 raise ModelError(
-                    f"{file} is cut short or not a safetensors file: {error}. Copy or export it again."
+                    f"{file} is truncated or not a safetensors file: {error}. Copy or export it again."
                 ) from error
         return self
 
@@ -138,7 +140,7 @@ class CheckpointFiles:
         self._files.close()
 
     def differences(self, layout: CheckpointLayout, head: Head) -> tuple[list[str], list[str]]:
-        """Tensors of the layout that the files do not hold (a new head excepted), and those of another shape."""
+        """Return the layout's tensors that the files lack (except a new head), and those with another shape."""
         optional = () if head == "lm" else HEAD_PARAMETERS
         missing: list[str] = []
         misshapen: list[str] = []
@@ -152,11 +154,11 @@ class CheckpointFiles:
         return missing, misshapen
 
     def source(self, name: str, layout: CheckpointLayout) -> str | None:
-        """The name under which the files hold this tensor: its own or a tied one; None if they do not."""
+        """Return the name under which the files contain this tensor, its own or a tied one; None if they lack it."""
         names = [name, *(alias for alias, written in layout.aliases.items() if written == name)]
         return next((found for found in names if found in self._handle_of), None)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a tensor's first dimension, on the host, in the file's dtype; nothing else is read."""
+        """Read only rows [first, last) of a tensor's first dimension, to the host, in the file's dtype."""
         rows: Tensor = self._handle_of[name].get_slice(name)[first:last]
         return rows

@@ -1,4 +1,4 @@
-"""Model directories: checked with words a user understands, then loaded."""
+"""Checks model directories, with clear error messages, and loads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MAX_JSON_BYTES = 64 << 20
-"""Of a configuration or an index; the largest published ones have a few MiB."""
+"""Largest accepted configuration or index file; the largest published ones have a few MiB."""
 LAYER_FIELDS = (
     "num_hidden_layers",
     "num_layers",
@@ -31,14 +31,14 @@ LAYER_FIELDS = (
     "decoder_layers",
     "num_labels",
 )
-"""Fields of configurations that make lists of so many items."""
+"""Configuration fields that determine the length of lists."""
 MANY_LAYERS = 10_000
-"""More layers than this need as many tensors."""
+"""A configuration with more layers than this must have at least as many tensors."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def attention_implementation(attention: str) -> str:
-    """transformers' name of an ``attention`` option: ``varlen`` is ours, others pass through."""
+    """Return transformers' name for an ``attention`` option: ``varlen`` is ChatLearn's, others are unchanged."""
     if attention != "varlen":
         return attention
     register_varlen_attention()
@@ -46,11 +46,11 @@ def attention_implementation(attention: str) -> str:
 
 
 def check_model_directory(path: str, *, tokenizer_path: str | None = None) -> Path | None:
-    """Check that ``path`` holds configuration, readable safetensors and a tokenizer that fits, without loading them.
+    """Check, without loading, that ``path`` has a configuration, readable safetensors and a matching tokenizer.
 
     Args:
         path: a directory, or a hub id.
-        tokenizer_path: where the tokenizer is; None checks the one in ``path`` if there is one.
+        tokenizer_path: location of the tokenizer; None checks the one in ``path``, if any.
 
     Returns:
         The directory, or None for a hub id, which only loading can check.
@@ -76,14 +76,14 @@ def check_model_directory(path: str, *, tokenizer_path: str | None = None) -> Pa
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """Return the content of ``config.json``.
 
     Raises:
-        ModelError: missing or not JSON.
+        ModelError: the file is missing or not JSON.
     """
     file = directory / CONFIG_FILE
     if not file.is_file():
-        raise ModelError(f"model directory {directory} has no {CONFIG_FILE}; save_pretrained writes one.")
+        raise ModelError(f"model directory {directory} has no {CONFIG_FILE}; write one with save_pretrained.")
     content = _read_json(file)
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, not {type(content).__name__}")
@@ -91,10 +91,10 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
-        ModelError: unreadable, too large, nested too deeply, or not JSON.
+        ModelError: the file is unreadable, too large, nested too deeply, or not JSON.
     """
     try:
         size = file.stat().st_size
@@ -110,7 +110,7 @@ def _read_json(file: Path) -> Any:
 
 
 def check_layers(config: Mapping[str, Any], num_tensors: int, file: Path) -> None:
-    """Refuse a configuration with far more layers than its weights have tensors, before lists as long are made.
+    """Refuse a configuration with far more layers than the weights have tensors, before it allocates long lists.
 
     Raises:
         ModelError: names the field.
@@ -121,16 +121,16 @@ def check_layers(config: Mapping[str, Any], num_tensors: int, file: Path) -> Non
             value = section.get(name)
             if isinstance(value, int) and value > max(MANY_LAYERS, num_tensors):
                 raise ModelError(
-                    f"{file} says {name}: {value}, and the weights beside it have {num_tensors} tensors. Was it edited?"
-                    " Take the configuration that was saved with the weights"
+                    f"{file} says {name}: {value}, but the weights beside it have {num_tensors} tensors. Was it edited?"
+                    " Use the configuration that was saved with the weights"
                 )
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory, by its index where it has one.
+    """Return the safetensors files of a model directory, from its index if it has one.
 
     Raises:
-        ModelError: there are none, or the index names one that is missing.
+        ModelError: there are none, or the index names a missing file.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -144,33 +144,31 @@ def weight_files(directory: Path) -> list[Path]:
             raise ModelError(f"{index} names files outside its directory: {', '.join(map(repr, outside[:4]))}")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
-            raise ModelError(
-                f"{index} names files that are not there: {', '.join(missing)}. Copy them, or export again."
-            )
+            raise ModelError(f"{index} names missing files: {', '.join(missing)}. Copy them, or export again.")
         return [directory / name for name in names]
     if (directory / WEIGHTS_FILE).is_file():
         return [directory / WEIGHTS_FILE]
     found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:12]) or "nothing"
     raise ModelError(
-        f"model directory {directory} has no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}; it holds {found}."
+        f"model directory {directory} has no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}; found {found}."
         " (Pickled .bin weights are not read: convert them with save_pretrained.)"
     )
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """transformers' configuration object of a model directory or hub id.
+    """Return transformers' configuration object of a model directory or hub id.
 
     Raises:
         ModelError: it cannot be read.
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each architecture's configuration checks its fields in its own way
+    except Exception as error:  # each architecture's configuration validates its fields differently
         raise not_loadable("configuration", path, error) from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id.
+    """Load the tokenizer of a directory or hub id.
 
     Raises:
         ModelError: there is none, or it cannot be read.
@@ -199,18 +197,18 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     **extra: Any,
 ) -> PreTrainedModel:
-    """Load a causal language model, every tensor from the checkpoint, in evaluation mode.
+    """Load a causal language model in evaluation mode, every tensor from the checkpoint.
 
     Args:
         path: model directory or hub id.
-        dtype: of the parameters.
-        device: where they go.
-        attention: ``varlen`` (packed rows), or a name transformers knows (``sdpa``, ``eager``).
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        attention: ``varlen`` (packed rows), or a name that transformers knows (``sdpa``, ``eager``).
         trust_remote_code: run modelling code from the model directory.
         **extra: further arguments of ``from_pretrained``.
 
     Raises:
-        ModelError: the directory cannot be used, or its tensors are not those of its configuration.
+        ModelError: the directory is unusable, or its tensors do not match its configuration.
     """
     model, _ = load_pretrained(
         AutoModelForCausalLM,
@@ -234,19 +232,19 @@ def load_pretrained(
     may_be_missing: tuple[str, ...] = (),
     **extra: Any,
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """``auto_class.from_pretrained``, refusing what transformers only warns of: missing or misshapen tensors.
+    """Call ``auto_class.from_pretrained``; refuse missing or misshapen tensors, of which transformers only warns.
 
     Args:
         auto_class: an ``AutoModelFor...`` class.
         path: model directory or hub id.
-        dtype: of the parameters.
-        device: where they go.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
         attention: see ``load_causal_lm``.
-        may_be_missing: names that the checkpoint need not hold (a new head).
+        may_be_missing: names that the checkpoint may lack (a new head).
         **extra: further arguments of ``from_pretrained``.
 
     Returns:
-        The model in evaluation mode, and which of ``may_be_missing`` the checkpoint did not hold.
+        The model in evaluation mode, and the names of ``may_be_missing`` that the checkpoint lacks.
 
     Raises:
         ModelError: see ``load_causal_lm``.
@@ -263,12 +261,12 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,  # refused below, with names
                 **extra,
             )
-    except pickle.UnpicklingError as error:  # whose text advises to run what the file says
+    except pickle.UnpicklingError as error:  # its own text advises to execute the file
         raise ModelError(
-            f"cannot load the model in {path}: its weights are no safetensors, and a file is damaged or holds more than"
-            " tensors; nothing of it was executed. Use a model that is saved as safetensors."
+            f"cannot load the model in {path}: its weights are not safetensors, and a file is damaged or contains more"
+            " than tensors; nothing in it was executed. Use a model that is saved as safetensors."
         ) from error
-    except Exception as error:  # a shape or a size that makes no sense is met by whatever computes with it first
+    except Exception as error:  # an invalid shape or size may raise anything, wherever it is first used
         raise not_loadable("model", path, error) from error
     missing = sorted(set(report["missing_keys"]) - set(may_be_missing))
     misshapen = sorted(str(entry) for entry in report["mismatched_keys"])
@@ -278,29 +276,31 @@ def load_pretrained(
 
 
 def wrong_weights(path: str, missing: list[str], misshapen: list[str]) -> ModelError:
-    """The error for weights that are not those of the configuration."""
+    """Return the error for weights that do not match the configuration."""
     parts = [f"missing {_first(missing)}"] if missing else []
-    parts += [f"of another shape {_first(misshapen)}"] if misshapen else []
+    parts += [f"with a wrong shape {_first(misshapen)}"] if misshapen else []
     return ModelError(
-        f"the weights of {path} are not those its {CONFIG_FILE} describes: {'; '.join(parts)}."
-        " Was the configuration edited, or the model saved by halves? Export it again."
+        f"the weights of {path} do not match its {CONFIG_FILE}: {'; '.join(parts)}."
+        " Was the configuration edited, or the model saved incompletely? Export it again."
     )
 
 
 def max_length(config: Any) -> int | None:
-    """Longest sequence a model was built for, tokens; None if its configuration does not say.
+    """Return the longest sequence of the model in tokens; None if its configuration does not state it.
 
     Raises:
-        ModelError: it says nonsense.
+        ModelError: the value is not a length.
     """
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and (not isinstance(length, int) or length < 1):
-        raise ModelError(f"the model's configuration says max_position_embeddings: {length!r}, which is no length")
+        raise ModelError(
+            f"the model's configuration has max_position_embeddings {length!r}, which is not a positive integer"
+        )
     return length
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model: str) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for.
+    """Refuse a tokenizer that can produce ids for which the model has no embedding.
 
     Args:
         tokenizer: the tokenizer.
@@ -318,32 +318,34 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, model:
     else:
         vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
-        raise ModelError(f"the configuration of the model {model!r} says vocab_size: {vocab_size!r}, which is no size")
+        raise ModelError(
+            f"the configuration of the model {model!r} has vocab_size {vocab_size!r}, not a positive integer"
+        )
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and largest >= vocab_size:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} does not belong to the model {model!r}: its largest token id is"
-            f" {largest}, the model's vocabulary has {vocab_size} entries. Use the tokenizer saved with the model."
+            f" {largest}, but the model's vocabulary has {vocab_size} entries. Use the tokenizer saved with the model."
         )
 
 
 def _could_be_hub_id(path: str) -> bool:
-    """Whether loading may still find ``path`` on the hub or in its cache: ``owner/name``, nothing like a file path."""
+    """Whether ``path`` may be a hub id: ``owner/name``, unlike any file path."""
     parts = path.split("/")
     return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and os.sep + os.sep not in path
 
 
 def _num_tensors(file: Path) -> int:
-    """How many tensors a file holds, by its header."""
+    """Return the number of tensors in a file, from its header."""
     try:
         with safe_open(file, framework="pt") as handle:
             return len(handle.keys())
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is cut short or not a safetensors file: {error}. Copy or export it again.") from error
+        raise ModelError(f"{file} is truncated or not a safetensors file: {error}. Copy or export it again.") from error
 
 
 def not_loadable(what: str, path: str, error: Exception) -> ModelError:
-    """The error for a directory or hub id that transformers or the hub refused."""
+    """Return the error for a directory or hub id that transformers or the hub refused."""
     first_line = (str(error).splitlines() or ["no details"])[0].rstrip(".")
     reason = f"{type(error).__name__}: {first_line}."
     if Path(path).expanduser().is_dir():

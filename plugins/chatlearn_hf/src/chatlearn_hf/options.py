@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class TransformersFamilyOptions(BaseModel):
-    """There are none: a model directory says everything about itself."""
+    """No options: a model directory fully describes itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

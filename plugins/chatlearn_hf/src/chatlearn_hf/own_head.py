@@ -1,8 +1,8 @@
-"""Logits from hidden states by the model's own code: scales, soft caps and biases as its architecture has them.
+"""Computes logits from hidden states with the model's own code, including its scales, soft caps and biases.
 
-What stands between the last hidden state and the logits differs: Gemma caps the logits, Granite and Cohere scale them,
-MiniCPM scales the hidden states before. Instead of a list of architectures, the ``forward`` of the model's own class
-runs with a trunk that answers with the hidden states it is given.
+Architectures differ in the last step: Gemma caps the logits, Granite and Cohere scale them, MiniCPM scales the hidden
+states first. Instead of listing architectures, this module runs the ``forward`` of the model's own class with a trunk
+that returns the given hidden states.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from chatlearn_core.exceptions import ModelError
 
 
 def own_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """A function from last hidden states [N, H] to the model's logits [N, V], with gradients for the head's parameters.
+    """Return a function from last hidden states [N, H] to logits [N, V]; gradients reach the head's parameters.
 
     Raises:
-        ModelError: the class does not keep trunk and head apart.
+        ModelError: the class does not separate trunk and head.
     """
     trunk_name(model)
     if not isinstance(model.get_output_embeddings(), nn.Module):  # type: ignore[no-untyped-call]  # transformers does not annotate it
@@ -31,30 +31,31 @@ def own_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def trunk_name(model: PreTrainedModel) -> str:
-    """The name of the submodule that computes hidden states from tokens.
+    """Return the name of the submodule that computes hidden states from tokens.
 
     Raises:
-        ModelError: no submodule does, or it cannot be told which.
+        ModelError: no submodule does, or several might.
     """
     if model.base_model_prefix in model._modules:
         return model.base_model_prefix
     trunks = [name for name, module in model.named_children() if isinstance(module, PreTrainedModel)]
     if len(trunks) != 1:
         raise ModelError(
-            f"{type(model).__name__} does not keep its head apart from its trunk: of its submodules"
-            f" {', '.join(trunks) or 'none'} could be the trunk, and there must be one"
+            f"{type(model).__name__} does not separate its head from its trunk: exactly one submodule must be the"
+            " trunk,"
+            f" but the candidates are {', '.join(trunks) or 'none'}"
         )
     return trunks[0]
 
 
 def trunk_of(model: PreTrainedModel) -> nn.Module:
-    """The submodule that computes hidden states from tokens; raises as ``trunk_name`` does."""
+    """Return the submodule that computes hidden states from tokens; raises like ``trunk_name``."""
     return model.get_submodule(trunk_name(model))
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    # A second object with the same state, so that the model itself is never without its trunk. Made at each call: what
-    # wraps or replaces the head's modules in between is seen.
+    # A second object with the same state, so that the model itself always keeps its trunk. It is created for each call,
+    # so that it sees modules of the head that were wrapped or replaced in the meantime.
     name = trunk_name(model)
     twin = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
@@ -66,16 +67,16 @@ def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _GivenStates(nn.Module):
-    """A trunk that has already computed. What else a class reads from its trunk is the real one's."""
+    """A trunk that returns given hidden states; other attributes come from the real trunk."""
 
     def __init__(self, hidden: Tensor, trunk: nn.Module) -> None:
         super().__init__()
-        # Neither is a submodule of this one.
+        # Bypass nn.Module: neither may become a submodule.
         object.__setattr__(self, "_hidden", hidden)
         object.__setattr__(self, "_trunk", trunk)
 
     def __getattr__(self, name: str) -> Any:
-        # A decoder taken from an encoder-decoder is called inside a wrapper.
+        # A decoder of an encoder-decoder is called through a wrapper.
         return self if name == "decoder" else getattr(self._trunk, name)
 
     def forward(self, *_: Any, **__: Any) -> _TrunkOutput:
@@ -83,7 +84,7 @@ class _GivenStates(nn.Module):
 
 
 class _TrunkOutput:
-    """Hidden states, and None for whatever else a class asks of its trunk's output."""
+    """Hidden states, and None for every other field of a trunk's output."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

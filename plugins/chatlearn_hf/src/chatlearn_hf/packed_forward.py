@@ -1,4 +1,4 @@
-"""Packed sequences through a transformers model: the outputs that losses and flows ask for."""
+"""Runs packed sequences through a transformers model and computes the outputs that losses and flows request."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
     "value": frozenset({"values", "hidden_states"}),
     "reward": frozenset({"scores", "hidden_states"}),
 }
-"""Which outputs a model with that head provides."""
+"""Outputs that a model with each head provides."""
 
 Rows = Literal["packed", "padded"]
-"""How sequences pass through the trunk: end to end in one row, or each in a row of its own with padding behind it."""
+"""How sequences pass through the trunk: concatenated in one row, or each in its own right-padded row."""
 
 MAX_LOGITS_ELEMENTS = 1 << 25
-"""Logits (tokens x vocabulary) held at once unless told otherwise, 128 MiB in float32. What fits into one chunk is kept
-for the backward pass; more is recomputed there."""
+"""Default number of logits (tokens x vocabulary) held at once, 128 MiB in float32. Logits that fit into one chunk are
+kept for the backward pass; otherwise they are recomputed there."""
 
 
 class PackedModel(nn.Module):
     """A transformers model with a head whose forward pass takes packed tokens and returns aligned outputs.
 
-    It is the unit that a trainer wraps (FSDP, compile): trunk, head and token outputs run inside one ``forward``. The
-    parameters' checkpoint names are those of ``self.model``.
+    A trainer wraps this unit (FSDP, compile): trunk, head and token outputs run inside one ``forward``. Checkpoint
+    names are those of ``self.model``.
 
     Args:
         model: from ``load_model``; its attention must be ``chatlearn_varlen``, ``sdpa``, ``eager`` or a flash
             attention of transformers.
-        head: which head it carries.
-        logits_chunk_tokens: tokens whose logits are held at once; None keeps them under ``MAX_LOGITS_ELEMENTS``.
+        head: the model's head.
+        logits_chunk_tokens: number of tokens whose logits are held at once; None derives it from
+            ``MAX_LOGITS_ELEMENTS``.
 
     Attributes:
-        rows: ``packed``, or ``padded`` for trunks that would let the sequences of one row see each other; not together
-            with ``chatlearn_varlen``. See ``forward_check.choose_forward``.
+        rows: ``packed``, or ``padded`` for trunks that would mix the sequences of one row; ``padded`` does not work
+            with ``chatlearn_varlen``. See ``forward_check.ForwardCheck.choose``.
     """
 
     def __init__(self, model: PreTrainedModel, head: Head = "lm", logits_chunk_tokens: int | None = None) -> None:
@@ -58,25 +59,25 @@ class PackedModel(nn.Module):
 
     @property
     def takes_shared_rows(self) -> bool:
-        """Whether one computed row may stand for equal beginnings of several sequences."""
+        """Whether several sequences with equal beginnings may share computed rows."""
         is_varlen = self.model.config._attn_implementation == VARLEN_ATTENTION
-        # A rotary embedding by length differs between sequences that begin alike.
+        # A length-dependent rotary embedding differs between sequences with equal beginnings.
         return self.rows == "packed" and is_varlen and not self.has_sequence_rope
 
     def hidden_states(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """[T, H] last hidden states (after the final norm) of packed ``token_ids`` [T].
+        """Return the last hidden states (after the final norm) [T, H] of packed ``token_ids`` [T].
 
-        Under Ulysses (``layout.ulysses``) every rank passes the whole row and gets the states of its part of it.
+        Under Ulysses (``layout.ulysses``) every rank passes the whole row and gets the states of its part.
         """
         return layout.expand(self._trunk(token_ids, layout))
 
     def _trunk(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """[R, H] last hidden states of the computed rows."""
+        """Return the last hidden states of the computed rows, [R, H]."""
         attention = self.model.config._attn_implementation
         if layout.row_of_token is not None and attention != VARLEN_ATTENTION:
             raise ModelError(
-                f"a layout with shared rows needs attention {VARLEN_ATTENTION!r}, and the model's is {attention!r},"
-                " which would read the rows as if they lay end to end; load the model with the former, or make the"
+                f"a layout with shared rows needs attention {VARLEN_ATTENTION!r}, but the model has {attention!r},"
+                " which would read the rows as concatenated; load the model with the former, or create the"
                 " layout without rows"
             )
         if self.rows == "padded":
@@ -95,9 +96,9 @@ class PackedModel(nn.Module):
         return hidden
 
     def _padded_trunk(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """[T, H] last hidden states of sequences that pass side by side, right-padded, as the model alone runs a batch.
+        """Return the last hidden states [T, H] of right-padded sequences, computed as the model itself runs a batch.
 
-        No mask hides the padding: causal trunks, recurrent ones too, compute nothing from what comes later.
+        No mask hides the padding: causal trunks, including recurrent ones, do not depend on later tokens.
         """
         assert layout.ulysses is None, "ranks share the tokens of a packed row only"
         source, real = layout.padded_rows()
@@ -119,25 +120,24 @@ class PackedModel(nn.Module):
         top_k: int = 0,
         selected_ids: Tensor | None = None,
     ) -> Outputs:
-        """Outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
+        """Return outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
         An empty row (T = 0) runs dummy tokens through the model and returns empty outputs that stay connected to every
         parameter's graph, so that a rank without work takes part in the collectives of sharded models. Under Ulysses
         every rank of the group gets the whole outputs; see ``UlyssesGroup.gather`` for their gradient.
 
         Args:
-            token_ids: [T] int64, S sequences end to end.
-            layout: of the same S sequences; outputs are [T] also where it shares rows.
+            token_ids: [T] int64, S concatenated sequences.
+            layout: layout of the same S sequences; outputs are [T] even if it shares rows.
             names: outputs to compute.
             temperature: divides the logits.
-            loss_mask: [T] bool; per-token outputs of other tokens are 0, and the head is spared them. None: of every
-                token but a sequence's first.
+            loss_mask: [T] bool; per-token outputs of other tokens are 0, and the head skips them. None selects every
+                token but the first of each sequence.
             top_k: k of ``topk_ids`` and ``topk_logprobs``.
             selected_ids: [T, k] int64, the ids of ``logprobs_at``.
 
         Raises:
-            BackendError: the head does not provide an output, ``top_k`` is more than the vocabulary, or an id is
-                outside it.
+            BackendError: the head does not provide an output, ``top_k`` exceeds the vocabulary, or an id is outside it.
         """
         unknown = set(names) - HEAD_OUTPUTS[self.head]
         if unknown:
@@ -157,29 +157,31 @@ class PackedModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head."""
+        """Number of rows of the head."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def _check_ids(
         self, names: Collection[str], top_k: int, selected_ids: Tensor | None, loss_mask: Tensor | None
     ) -> None:
-        """What ``forward`` raises on tokens of the vocabulary."""
+        """Check ``top_k`` and ``selected_ids`` against the vocabulary, for ``forward``."""
         if not {"topk_ids", "topk_logprobs"}.isdisjoint(names) and not 1 <= top_k <= self.vocab_size:
-            raise BackendError(f"k is {top_k}; the vocabulary has {self.vocab_size} tokens, so k is 1 to that many")
+            raise BackendError(f"k is {top_k}, but must be between 1 and the vocabulary size {self.vocab_size}")
         if "logprobs_at" in names:
             if selected_ids is None:
-                raise BackendError("logprobs_at was asked for without the ids whose logprobs are meant")
+                raise BackendError("logprobs_at was requested without the token ids")
             ids = selected_ids if loss_mask is None else selected_ids[loss_mask]
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
                 wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
                 raise BackendError(
-                    f"logprobs_at was asked for token {int(wrong[0])}; the vocabulary has {self.vocab_size} tokens. "
-                    "Ids of a teacher with another vocabulary mean other tokens"
+                    f"logprobs_at was requested for token {int(wrong[0])}; the vocabulary has {self.vocab_size} tokens."
+                    " Token ids of a teacher with another vocabulary have another meaning"
                 )
 
     def alone(self, token_ids: Tensor, last: int) -> Tensor:
-        """What the model's own forward makes of one sequence [L]: [last, V] logits after its last tokens, or [last]
-        scores of a value head, or [1] of a reward head.
+        """Compute one sequence [L] by the model's own forward.
+
+        Returns:
+            [last, V] logits after the last tokens, [last] scores of a value head, or [1] of a reward head.
         """
         tokens = token_ids[None]
         if self.head == "lm" and last < len(token_ids):
@@ -189,7 +191,7 @@ class PackedModel(nn.Module):
         return logits[-last:] if self.head == "lm" else logits.reshape(-1)[-last:]
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """[N] float32 from [N, H] through the value or reward head."""
+        """Return [N] float32 scores of hidden states [N, H], from the value or reward head."""
         score = self.model.get_submodule("score")
         values: Tensor = score(hidden).squeeze(-1).float()
         return values
@@ -217,7 +219,7 @@ class PackedModel(nn.Module):
                 outputs["scores"] = ulysses.gather(self._score(hidden), num_tokens)[last]
         if not set(names) - {"hidden_states", "scores"}:
             return outputs
-        # Shifted before any split: the label of a rank's last row may be another rank's first token.
+        # Shift before any split: the label of a rank's last row may be another rank's first token.
         rows, targets = prediction_rows(layout.cu_seqlens, loss_mask)
         own_rows, own_targets = layout.rows_of(rows), targets
         if ulysses is not None:
@@ -226,7 +228,7 @@ class PackedModel(nn.Module):
             own_rows, own_targets = rows[held] - first, targets[held]
 
         def aligned(values: Tensor) -> Tensor:
-            """[T, ...] from the values of this rank's rows."""
+            """Scatter the values of this rank's rows into [T, ...]."""
             if ulysses is not None:
                 part = values.new_zeros(hidden.shape[0], *values.shape[1:]).index_copy(0, own_rows, values)
                 values = ulysses.gather(part, num_tokens).index_select(0, rows)
@@ -265,10 +267,10 @@ class PackedModel(nn.Module):
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of the trunk, first to last: the units of sharding and recomputation.
+    """Return the layers of the trunk, first to last; these are the units of sharding and recomputation.
 
     Raises:
-        ModelError: the architecture keeps them in no list.
+        ModelError: the architecture has no list of its layers.
     """
     trunk, count = trunk_of(model), int(model.config.get_text_config().num_hidden_layers)
     layers = getattr(trunk, "layers", None)
@@ -281,17 +283,17 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayout, request: OutputRequest) -> Outputs:
-    """What is asked of a batch, with its arguments and the token data that they name.
+    """Return the requested outputs of a batch; passes on the request's arguments and the token data that they name.
 
     Raises:
-        BackendError: as ``PackedModel.forward``, or the batch lacks the token data.
+        BackendError: see ``PackedModel.forward``; or the batch lacks the token data.
     """
     selected_ids: Tensor | None = None
     if "logprobs_at" in request.names:
         name = str(request.arguments.get("ids"))
         if name not in batch.token_data:
             raise BackendError(
-                f"logprobs_at reads the token data {name!r}, which the batch does not have; it has "
+                f"logprobs_at reads the token data {name!r}, which the batch lacks; it has "
                 f"{', '.join(sorted(batch.token_data)) or 'none'}"
             )
         selected_ids = batch.token_data[name]
@@ -308,17 +310,19 @@ def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayou
 
 
 def packed_outputs(model: PackedModel, batch: TrainBatch, request: OutputRequest) -> Outputs:
-    """The requested outputs of a whole batch in one forward pass, on the batch's device."""
+    """Return the requested outputs of a whole batch in one forward pass, on the batch's device."""
     layout = PackedLayout(batch.lengths, batch.token_ids.device)
     return requested_outputs(model, batch, layout, request)
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """[T, H] last hidden states of a batch."""
+    """Return the last hidden states of a batch, [T, H]."""
     layout = PackedLayout(batch.lengths, batch.token_ids.device)
     return PackedModel(model).hidden_states(batch.token_ids, layout)
 
 
 def packed_logits(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
-    """[T, V] logits after each token. For inspection and small vocabularies; training never holds them whole."""
+    """Return the logits after each token, [T, V]. For inspection and small vocabularies; training never holds them
+    whole.
+    """
     return own_head(model)(packed_hidden_states(model, batch))

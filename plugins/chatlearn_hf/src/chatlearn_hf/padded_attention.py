@@ -1,4 +1,4 @@
-"""Causal attention of equally long rows, with what architectures do to their scores: windows, soft caps, sinks."""
+"""Causal attention for rows of equal length, with the score rules of architectures: windows, soft caps, sinks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CAPPED_ROWS = 256
-"""Queries whose capped scores are held at once; the backward pass computes them again."""
+"""Number of queries whose capped scores are held at once; the backward pass recomputes them."""
 SINK_DIMENSIONS = 8
-"""How much wider a head becomes to carry its sink: one dimension would do, kernels want multiples of eight."""
+"""Number of dimensions added to a head for its sink: one would do, but kernels need multiples of eight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How scores become probabilities in one attention layer."""
+    """How one attention layer turns scores into probabilities."""
 
     scaling: float | None = None
-    """Factor on the scores; None is 1 / sqrt(D)."""
+    """Factor on the scores; None means 1 / sqrt(D)."""
     window: int | None = None
-    """A token sees itself and the ``window - 1`` tokens before it; None: all before it."""
+    """A token attends to itself and the ``window - 1`` tokens before it; None: to all before it."""
     softcap: float | None = None
     """Scores s become ``softcap * tanh(s / softcap)`` before the mask [2408.00118, 2.2]."""
     sinks: Tensor | None = None
-    """[Hq] a score for each head that takes part in the softmax and adds nothing to the output [2508.10925, 2.1.2]."""
+    """[Hq] one score per head that takes part in the softmax but adds nothing to the output [2508.10925, 2.1.2]."""
     dropout: float = 0.0
-    """On the probabilities."""
+    """Dropout rate on the probabilities."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
-    """[n, Hq, L, Dv] from queries [n, Hq, L, D], keys [n, Hkv, L, D] and values [n, Hkv, L, Dv], Hkv divides Hq."""
+    """Return the attention output [n, Hq, L, Dv] for query [n, Hq, L, D], key [n, Hkv, L, D] and value [n, Hkv, L, Dv].
+
+    Hkv must divide Hq.
+    """
     if rule.softcap is not None:
         return _capped(query, key, value, rule, rule.softcap)
     if rule.sinks is not None:
@@ -52,17 +55,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor
 
 
 def band(width: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: causal, at most ``window`` tokens back (the token itself counted)."""
+    """Return the mask [L, L] bool: causal, each token sees at most ``window`` tokens including itself."""
     position = torch.arange(width, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, sinks: Tensor) -> Tensor:
-    """A token before each row stands for the sink: its value is 0, and the score of its key is the head's sink.
+    """Add a token before each row as the sink: its value is 0, and the score of its key is the head's sink.
 
-    Heads get dimensions in which only the queries (by ``sink / scaling``) and the sink's key (by 1) are not 0, so that
-    plain causal attention kernels compute it, and its gradient.
+    Heads get extra dimensions in which only the queries (``sink / scaling``) and the sink's key (1) are nonzero, so
+    that plain causal attention kernels compute the sink and its gradient.
     """
     count, num_heads, width, size = query.shape
     scaling = rule.scaling if rule.scaling is not None else size**-0.5

@@ -1,4 +1,4 @@
-"""A model directory as transformers alone computes it: what backends are compared with."""
+"""A model directory as transformers itself computes it: the reference for backends."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class PlainModel(torch.nn.Module):
 
 
 def load_plain_model(directory: Path) -> PlainModel:
-    """Load a float32 causal language model in evaluation mode, by transformers' code alone."""
+    """Load a float32 causal language model in evaluation mode, using only transformers' code."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return PlainModel(model).eval()

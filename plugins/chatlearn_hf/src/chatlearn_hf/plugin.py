@@ -1,4 +1,4 @@
-"""What chatlearn-hf registers: how Hugging Face model directories are read."""
+"""Registers the model family ``transformers``, which reads Hugging Face model directories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import ModelFamilySpec
 
 @hookimpl
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """The family of every model directory that transformers can read."""
+    """Register the family of all model directories that transformers can read."""
     return [
         ModelFamilySpec(
             name="transformers",

@@ -1,4 +1,4 @@
-"""Loading and saving without transformers' progress bars, which would tear up a run's own display."""
+"""Disables transformers' progress bars, which would disturb a run's own display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars; afterwards they are as they were. Logging is not touched."""
+    """Disable transformers' progress bars inside the context, and restore them afterwards. Logging is unaffected."""
     if not logging.is_progress_bar_enabled():
         yield
         return

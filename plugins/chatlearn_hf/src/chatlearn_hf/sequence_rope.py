@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on a sequence's length, computed for each sequence of its own length.
+"""Rotary embeddings with length-dependent frequencies, computed for each sequence from its own length.
 
-transformers takes the frequencies of ``dynamic`` and ``longrope`` embeddings from the longest sequence of a forward
-pass, and keeps those of ``dynamic`` for the passes after it. A token's state would then depend on which sequences it is
-computed with.
+transformers derives the frequencies of ``dynamic`` and ``longrope`` embeddings from the longest sequence of a forward
+pass, and keeps those of ``dynamic`` for later passes. A token's state would then depend on the other sequences of its
+batch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def give_each_sequence_its_rope(model: nn.Module) -> bool:
-    """Let the model's length-dependent rotary embeddings compute each sequence alone; says whether it has any.
+    """Make the model's length-dependent rotary embeddings compute each sequence separately. Returns whether it has any.
 
-    Positions separate the sequences: one begins where positions begin again. Padding behind a sequence
-    repeats its last position. Calling it again changes nothing.
+    Positions separate the sequences: a new one starts where positions restart. Padding after a sequence repeats its
+    last position. A repeated call changes nothing.
     """
     found = False
     for module in model.modules():
         if _kinds(module):
             found = True
             if "forward" not in module.__dict__:
-                # An attribute of the instance, not a wrapper module: the names of buffers stay as they are.
-                module.forward = partial(_each_sequence, module, module.forward)
+                # Set an instance attribute instead of wrapping the module, which would rename its buffers.
+                module.forward = partial(_forward_each_sequence, module, module.forward)
     return found
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """The length-dependent types of a rotary embedding, which may have one for each type of layer."""
+    """Return the length-dependent types of a rotary embedding, which may have a type for each type of layer."""
     if not any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
         return []
     kind = getattr(module, "rope_type", None)
@@ -42,8 +42,10 @@ def _kinds(module: nn.Module) -> list[str]:
     return [name for name in kinds if isinstance(name, str) and any(part in name for part in LENGTH_DEPENDENT)]
 
 
-def _each_sequence(module: nn.Module, forward: Any, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> Any:
-    if position_ids.dim() != 2:  # positions in several dimensions, of images
+def _forward_each_sequence(
+    module: nn.Module, forward: Any, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any
+) -> Any:
+    if position_ids.dim() != 2:  # multi-dimensional positions, for images
         return forward(x, position_ids, *rest, **named)
     rows: list[Any] = []
     for row in position_ids:
@@ -51,10 +53,10 @@ def _each_sequence(module: nn.Module, forward: Any, x: Tensor, position_ids: Ten
         bounds = [0, *(torch.nonzero(begins).squeeze(-1) + 1).tolist(), row.shape[0]]
         parts: list[Any] = []
         for start, stop in itertools.pairwise(bounds):
-            _forget_length(module)
+            _reset_length(module)
             parts.append(forward(x, row[None, start:stop], *rest, **named))
         rows.append(_joined(parts, dim=1))
-    _forget_length(module)
+    _reset_length(module)
     return _joined(rows, dim=0)
 
 
@@ -66,8 +68,10 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
 
 
-def _forget_length(module: Any) -> None:
-    """Back to the frequencies of the original length, which ``dynamic`` embeddings leave when they see a longer one."""
+def _reset_length(module: Any) -> None:
+    """Restore the frequencies of the original length, which ``dynamic`` embeddings replace when they see a longer
+    sequence.
+    """
     original = getattr(module, "original_max_seq_len", None)
     for name in list(vars(module)):
         if not name.endswith("max_seq_len_cached") or original is None or vars(module)[name] == original:

@@ -1,4 +1,4 @@
-"""Lengths from which a model computes a sequence differently, as its configuration tells them."""
+"""Sequence lengths at which a model's computation changes, from its configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from chatlearn_hf.sequence_rope import LENGTH_DEPENDENT
 WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
 CHUNKS = ("attention_chunk_size",)
 SELECTIONS = ("index_topk", "keep_window_size", "indexer_budget", "index_topk_blocks")
-"""How many tokens, or blocks of them, a sparse attention keeps of a row."""
+"""Fields with the number of tokens, or blocks of them, that a sparse attention keeps of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """One such length."""
+    """One such length. Example: ``Threshold("sliding_window", 4096, "window")``."""
 
     name: str
     tokens: int
@@ -24,12 +24,12 @@ class Threshold:
 
     @property
     def counts_row(self) -> bool:
-        """Whether the tokens of a whole row count, from its first one on: short sequences reach it together."""
+        """Whether the threshold counts tokens of a whole row, so that several short sequences can reach it together."""
         return self.kind == "chunk"
 
 
 def thresholds(config: Any) -> list[Threshold]:
-    """Of a text model's configuration."""
+    """Return the thresholds in a text model's configuration."""
     kinds: dict[Literal["window", "chunk", "selection"], tuple[str, ...]] = {
         "window": WINDOWS,
         "chunk": CHUNKS,
@@ -44,7 +44,7 @@ def thresholds(config: Any) -> list[Threshold]:
     rope = getattr(config, "rope_parameters", None)
     for entry in _ropes(rope) if isinstance(rope, dict) else ():
         if any(kind in str(entry.get("rope_type")) for kind in LENGTH_DEPENDENT):
-            # The scaling of ``dynamic`` begins where the configured positions end.
+            # ``dynamic`` starts scaling at the end of the configured positions.
             name = ("original_" if "longrope" in entry["rope_type"] else "") + "max_position_embeddings"
             value = entry.get(name) or getattr(config, name, None)
             if isinstance(value, int):
@@ -58,7 +58,7 @@ def _is_used(config: Any, name: str) -> bool:
 
 
 def _ropes(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rotary settings, of which there may be one for each type of layer."""
+    """Yield the rotary settings, of which there may be one for each type of layer."""
     if "rope_type" in parameters:
         yield parameters
     for value in parameters.values():

@@ -26,13 +26,13 @@ SPECIAL_TOKENS = [PAD_TOKEN, START_TOKEN, END_TOKEN]
 def build_tiny_tokenizer(
     vocab_size: int = 512, corpus: Sequence[str] | None = None, *, extra_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ChatML template, end-of-sequence ``<|im_end|>`` and padding ``<|endoftext|>``.
+    """Build a byte-level BPE tokenizer with ChatML template, end token ``<|im_end|>`` and padding ``<|endoftext|>``.
 
     Every byte has a token, so any text round-trips.
 
     Args:
-        vocab_size: upper bound on the vocabulary, special tokens included; at least 259 + ``extra_tokens``.
-        corpus: texts the merges are learned from; None takes sums in words and digits.
+        vocab_size: upper bound on the vocabulary, including special tokens; at least 259 + ``extra_tokens``.
+        corpus: texts from which the merges are learned; None uses sums in words and digits.
         extra_tokens: strings that become single tokens (numbers, for example), whatever the merges.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -75,23 +75,22 @@ def build_tiny_model(
 ) -> Path:
     """Write a random float32 causal language model and its tokenizer to ``directory``.
 
-    The weights are drawn so that layers matter: norms vary around 1 and biases around 0, so that a mistake in either
-    shows.
+    Norms are drawn around 1 and biases around 0, so that a mistake in either changes the results.
 
     Args:
-        directory: made if missing.
+        directory: created if missing.
         family: architecture.
         hidden: width; ``hidden / heads`` is the size of an attention head.
         layers: number of decoder layers.
-        heads: query heads.
-        kv_heads: key and value heads.
-        intermediate: width of the MLP; of each expert half of it.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        intermediate: width of the MLP; each expert has half of it.
         experts: number of experts of ``qwen3_moe``, two of them active.
         max_length: ``max_position_embeddings``, tokens.
         tie: whether the head shares the embedding's weight.
         tokenizer: None builds ``build_tiny_tokenizer()``.
         initializer_range: standard deviation of the matrices.
-        seed: of the weights; the global random state is left as it was.
+        seed: seed of the weights; the global random state is unchanged.
         **config: further configuration fields of the architecture.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A tiny random model of any causal model type that transformers knows, made by shrinking its default configuration."""
+"""Builds a tiny random model of any causal model type of transformers, by shrinking its default configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chatlearn_core.protocols import Head
 from chatlearn_hf.heads import HEAD_CLASSES
 
 WINDOW = 6
-"""Tokens of every sliding window, and of the context that length-dependent rotary embeddings were made for."""
+"""Tokens of every sliding window; the original context of length-dependent rotary embeddings is twice as long."""
 VOCAB_SIZE = 97
 LAYERS = 4
 HALF_HEAD = 4
-"""Rotary frequencies of a head."""
+"""Number of rotary frequencies of a head."""
 MAX_PARAMETERS = 20_000_000
 
 SMALL: dict[str, Any] = {
@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
         " moe_k linear_num_key_heads index_topk_blocks",
         1: "encoder_layers num_encoder_layers n_group topk_group n_groups mamba_n_groups mamba_ngroups"
         " first_k_dense_replace num_expert_group num_dense_layers o_groups moe_layer_start_index",
-        # Few heads leave many tokens at exactly 0, and which of equals a sparse attention takes is not defined.
+        # With few heads many tokens score exactly 0, and the choice of a sparse attention among equals is undefined.
         16: "index_n_heads indexer_n_heads",
         128: "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length"
         " max_target_positions max_source_positions max_inference_chunksize",
@@ -63,10 +63,10 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": HALF_HEAD,
     "rotary_dim": HALF_HEAD,
 }
-"""Fields of configurations by name, where they have them."""
+"""Small values of configuration fields, for configurations that have them."""
 
 DECODER = {"is_decoder": True, "use_sliding_window": True, "sliding_window": WINDOW, "pad_token_id": 0}
-"""What ``tiny_config`` sets beside sizes."""
+"""Fields other than sizes that ``tiny_config`` sets."""
 
 NOT_SETTINGS = frozenset(
     [
@@ -83,10 +83,10 @@ NOT_SETTINGS = frozenset(
         "hybrid_layer_ids",
     ]
 )
-"""What a configuration holds beside the settings of its architecture: its origin, and what follows from settings."""
+"""Configuration fields that are not settings of the architecture: origin, and values derived from settings."""
 
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
-"""Fields with the kind of each layer; every kind of the default configuration stays."""
+"""Fields with the type of each layer; every type of the default configuration is kept."""
 
 GEMMA4: dict[str, Any] = {
     "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
@@ -153,7 +153,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"num_key_value_heads": 4, "attention_head_dim": 16, "attention_hidden_size": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What single model types need beside or instead; scales and soft caps are such that losing one shows."""
+"""Additional or replacing fields of single model types; scales and soft caps are such that losing one
+changes results."""
 
 
 DYNAMIC_ROPE: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -167,48 +168,47 @@ LONG_ROPE: dict[str, Any] = {
     "short_mscale": 1.0,
     "long_mscale": 1.3,
 }
-"""Rotary embeddings by length, for heads of eight dimensions."""
+"""Length-dependent rotary embeddings, for heads with eight dimensions."""
 
 
 def causal_model_types() -> list[str]:
-    """The types of ``AutoModelForCausalLM``."""
+    """Return the model types of ``AutoModelForCausalLM``."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_config(model_type: str, **fields: Any) -> Any:
-    """The type's default configuration with every size shrunk, as a decoder, with windows where it can have some."""
+    """Return the type's default configuration with every size shrunk, as a decoder, with windows where possible."""
     config = AutoConfig.for_model(model_type)
     small = _small(config) | {name: value for name, value in DECODER.items() if name in config.to_dict()}
     return AutoConfig.for_model(model_type, **(small | OWN.get(model_type, {}) | fields))
 
 
 def build_tiny(model_type: str, attention: str = "eager", head: Head = "lm", **fields: Any) -> PreTrainedModel:
-    """A random float32 model in evaluation mode; the global random state is left as it was.
+    """Build a random float32 model in evaluation mode; the global random state is unchanged.
 
-    The weights are drawn so that layers matter: norms vary around 1 and biases around 0, so that a mistake in either
-    shows.
+    Norms are drawn around 1 and biases around 0, so that a mistake in either changes the results.
 
     Args:
         model_type: see ``causal_model_types``.
         attention: transformers' name of an attention implementation.
-        head: which class of the type.
-        **fields: of the configuration, instead of the shrunk ones.
+        head: head of the model.
+        **fields: configuration fields that replace the shrunk ones.
 
     Raises:
-        ValueError: even shrunk the model has more than ``MAX_PARAMETERS``. Configurations that do not fit together
-            raise what transformers raises.
+        ValueError: even the shrunk model has more than ``MAX_PARAMETERS``. transformers raises its own errors for
+            inconsistent configurations.
     """
     config = tiny_config(model_type, **fields)
     if head != "lm":
         config.num_labels = 1
-    return _drawn(HEAD_CLASSES[head].from_config, config, attention)
+    return _build_random(HEAD_CLASSES[head].from_config, config, attention)
 
 
 def build_stand_in(model: PreTrainedModel) -> PreTrainedModel:
-    """A tiny random model of another one's class and settings, in float32 on the CPU: what depends on them alone shows.
+    """Build a tiny random float32 CPU model of another model's class and settings, to show effects of these settings.
 
-    Its windows are ``WINDOW`` tokens, and the context that its rotary embeddings were made for ``2 * WINDOW``. Raises
-    what ``build_tiny`` raises.
+    Its windows have ``WINDOW`` tokens, and its rotary embeddings an original context of ``2 * WINDOW``. Raises the
+    errors of ``build_tiny``.
     """
     config = model.config
     small = _small(config)
@@ -219,10 +219,10 @@ def build_stand_in(model: PreTrainedModel) -> PreTrainedModel:
     shrunk: Any = type(config)(**(kept | small | OWN.get(config.model_type, {})))
     if hasattr(config, "num_labels"):
         shrunk.num_labels = config.num_labels
-    return _drawn(type(model)._from_config, shrunk, config._attn_implementation)
+    return _build_random(type(model)._from_config, shrunk, config._attn_implementation)
 
 
-def _drawn(of_config: Callable[..., PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
+def _build_random(of_config: Callable[..., PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
     with torch.device("meta"):
         size = sum(int(parameter.numel()) for parameter in of_config(config).parameters())
     if size > MAX_PARAMETERS:

@@ -1,8 +1,8 @@
-"""What makes a model compute otherwise while it trains than while it evaluates: dropout, dropped layers, router noise.
+"""Sources of randomness that a model has only in training: dropout, dropped layers, router noise.
 
-Reinforcement learning compares logprobs of an update with logprobs that were computed before it. With dropout they
-differ for the same weights, so importance ratios of an on-policy update are not 1 and clipping drops tokens for
-nothing. Training therefore computes as evaluating does, unless noise is asked for.
+Reinforcement learning compares logprobs of an update with logprobs computed before it. With dropout they differ for the
+same weights, so importance ratios of an on-policy update are not 1, and clipping drops tokens needlessly. Training
+therefore computes as in evaluation, unless noise is requested.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-_WORDS = ("drop", "jitter")
-"""Parts of the names of configuration fields and settings of modules that are such noise."""
-_OF_OTHER_HEADS = ("classifier", "summary", "qa_")
-"""Parts of the names of those that belong to heads which are not trained here."""
+_NOISE_NAMES = ("drop", "jitter")
+"""Parts of names of noise settings, in configurations and modules."""
+_OTHER_HEAD_NAMES = ("classifier", "summary", "qa_")
+"""Parts of names of settings that belong to heads which are not trained here."""
 
 
 def configured_noise(config: Any) -> dict[str, float]:
-    """The fields of a model's configuration that ask for noise, and how much."""
+    """Return the noise settings of a model's configuration with their values."""
     return {
         name: float(value)
         for name, value in sorted(config.get_text_config().to_dict().items())
@@ -32,10 +32,11 @@ def start_training(model: nn.Module, *, noise: bool) -> None:
     """Put a model into the mode for forward and backward passes.
 
     Args:
-        model: the model, with adapters or without.
-        noise: everything its configuration asks for. Otherwise it computes exactly what it does while evaluating,
-            but for the dropout of adapters, which is a setting of its own, and still recomputes layers in the backward
-            pass where that is on.
+        model: the model, with or without adapters.
+        noise: whether to apply all noise that its configuration requests. Otherwise it computes exactly as in
+            evaluation,
+            except for the dropout of adapters, which is a separate setting, and still recomputes layers in the backward
+            pass if that is enabled.
     """
     if noise:
         model.train()
@@ -50,7 +51,7 @@ def start_training(model: nn.Module, *, noise: bool) -> None:
             for setting, value in list(vars(module).items()):
                 if _is_noise(setting) and isinstance(value, float):
                     setattr(module, setting, 0.0)
-                elif setting == "config" and (noisy := configured_noise(value)):  # Falcon reads it as it computes
+                elif setting == "config" and (noisy := configured_noise(value)):  # Falcon reads it in its forward pass
                     quiet = copy.copy(value)
                     for name in noisy:
                         asked: Any = getattr(quiet, name, 0.0)
@@ -59,4 +60,4 @@ def start_training(model: nn.Module, *, noise: bool) -> None:
 
 
 def _is_noise(name: str) -> bool:
-    return any(word in name for word in _WORDS) and not any(word in name for word in _OF_OTHER_HEADS)
+    return any(word in name for word in _NOISE_NAMES) and not any(word in name for word in _OTHER_HEAD_NAMES)

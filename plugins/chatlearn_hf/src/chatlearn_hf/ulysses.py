@@ -1,10 +1,11 @@
-"""Ulysses sequence parallelism [2309.14509]: ranks share a packed row by tokens, and swap to heads inside attention.
+"""Ulysses sequence parallelism [2309.14509]: ranks split a packed row by tokens, and exchange tokens for heads in
+attention.
 
-Each rank of a group holds 1/n of the row's tokens through the whole model. Around attention one all-to-all trades
-tokens for heads, so that a rank sees the whole row for 1/n of the heads, and another trades them back. Both are their
-own transposes, so gradients travel the same way. What leaves the model is gathered into canonical order; since every
-rank of the group then computes the same loss from it, a rank's gradient is its own slice of what arrives, unscaled, and
-the *sum* over the group is the gradient of that loss.
+Each rank of a group holds 1/n of the row's tokens through the whole model. Before attention one all-to-all exchanges
+tokens for heads, so that a rank sees the whole row for 1/n of the heads; another one reverses it afterwards. Both are
+their own transposes, so gradients take the same way. Outputs are gathered in canonical order. Every rank of the group
+then computes the same loss from them, so a rank's gradient is its own slice of the incoming gradient, unscaled, and the
+*sum* over the group is the gradient of that loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class UlyssesGroup:
     """The ranks that share each packed row.
 
     Args:
-        group: their process group, in the order in which they take the row's tokens.
+        group: process group of the ranks, in the order in which they hold the row's tokens.
     """
 
     __slots__ = ("group", "rank", "size")
@@ -34,19 +35,19 @@ class UlyssesGroup:
         self.rank = dist.get_rank(group)
 
     def tokens_per_rank(self, num_tokens: int) -> int:
-        """Tokens that every rank holds of a row of ``num_tokens``, padding at the row's end included."""
+        """Number of tokens that every rank holds of a row of ``num_tokens``, including padding at the row's end."""
         return -(-num_tokens // self.size)
 
     def split(self, values: Tensor) -> Tensor:
-        """[ceil(T / n), ...] this rank's part of [T, ...]; zeros where the row has ended."""
+        """Return this rank's part [ceil(T / n), ...] of [T, ...], with zeros beyond the row's end."""
         share = self.tokens_per_rank(values.shape[0])
         part = values[self.rank * share : (self.rank + 1) * share]
         return _padded(part, share)
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:
-        """[T, ...] from every rank's [ceil(T / n), ...]; the gradient of a part is its slice of the whole's gradient.
+        """Gather [T, ...] from every rank's [ceil(T / n), ...]; a part's gradient is its slice of the whole gradient.
 
-        The whole must be used alike on all ranks: gradients are not added up here.
+        All ranks must use the result in the same way, because gradients are not summed here.
         """
         whole: Tensor = _GatherRows.apply(part, self)  # type: ignore[no-untyped-call]  # torch does not annotate it
         return whole[:num_tokens]
@@ -54,10 +55,10 @@ class UlyssesGroup:
     def tokens_to_heads(
         self, query: Tensor, key: Tensor, value: Tensor, num_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Trade tokens for heads before attention, in one all-to-all.
+        """Exchange tokens for heads before attention, in one all-to-all.
 
-        With fewer key-value heads than ranks, or a number that does not divide, each rank gets copies of those that its
-        query heads attend to; their gradients add up.
+        If the number of key-value heads is smaller than n, or not divisible by it, each rank gets copies of the heads
+        that its query heads attend to; their gradients are summed.
 
         Args:
             query: [ceil(T / n), Hq, D]
@@ -66,7 +67,7 @@ class UlyssesGroup:
             num_tokens: T
 
         Returns:
-            [T, Hq / n, D] and twice [T, heads, D], where ``heads`` divides Hq / n.
+            [T, Hq / n, D], and twice [T, heads, D], where ``heads`` divides Hq / n.
 
         Raises:
             ModelError: n does not divide Hq, or key and value heads differ in size.
@@ -89,7 +90,7 @@ class UlyssesGroup:
         return swapped_query, swapped_key, swapped_value
 
     def heads_to_tokens(self, attended: Tensor) -> Tensor:
-        """[ceil(T / n), Hq, D] from [T, Hq / n, D]: back after attention."""
+        """Exchange heads for tokens after attention: [ceil(T / n), Hq, D] from [T, Hq / n, D]."""
         num_tokens, own, size = attended.shape
         share = self.tokens_per_rank(num_tokens)
         blocks = _padded(attended, share * self.size).view(self.size, share, own, size)
@@ -101,24 +102,25 @@ class UlyssesGroup:
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """Refuse a group that cannot share the query heads evenly.
+    """Refuse a group that cannot split the query heads evenly.
 
     Raises:
         ModelError: ``size`` does not divide ``num_heads``.
     """
     if num_heads % size:
         raise ModelError(
-            f"Ulysses shares the {num_heads} query heads over {size} ranks, and {size} does not divide {num_heads};"
+            f"Ulysses splits {num_heads} query heads over {size} ranks, but {size} does not divide {num_heads};"
             f" set ulysses to a divisor of {num_heads}."
         )
 
 
 def key_heads_of_ranks(num_heads: int, num_key_heads: int, size: int) -> list[int]:
-    """Which key-value heads go to each rank, rank by rank and the same number for all.
+    """Return the key-value heads of each rank, rank by rank, the same number for all.
 
-    Rank j attends with query heads [j h, (j + 1) h), h = ``num_heads / size``; query head i uses key-value head
-    i // (``num_heads / num_key_heads``). Copies are made only where ranks need the same one; where a rank's query heads
-    would share key-value heads unevenly, it gets one for each query head.
+    Rank j attends with query heads [j h, (j + 1) h), h = ``num_heads / size``; query head i uses key-value head i //
+    (``num_heads / num_key_heads``). Heads are copied only if several ranks need the same one; if a rank's query heads
+    would share key-value heads unevenly, it gets one for each query head. Example: 4 query heads, 2 key-value heads and
+    4 ranks give ``[0, 0, 1, 1]``.
     """
     per_rank, per_key = num_heads // size, num_heads // num_key_heads
     used = [[i // per_key for i in range(rank * per_rank, (rank + 1) * per_rank)] for rank in range(size)]
@@ -131,13 +133,13 @@ def key_heads_of_ranks(num_heads: int, num_key_heads: int, size: int) -> list[in
 
 
 def _padded(values: Tensor, rows: int) -> Tensor:
-    """``values`` with zeros behind it, [rows, ...]."""
+    """Return ``values`` with zeros appended, [rows, ...]."""
     missing = rows - values.shape[0]
     return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
 class _AllToAll(torch.autograd.Function):
-    """[n, ...]: block j goes to rank j; block i of the result came from rank i."""
+    """All-to-all of [n, ...]: block j goes to rank j; block i of the result comes from rank i."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, ulysses: UlyssesGroup) -> Tensor:
@@ -155,7 +157,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """[n * rows, ...] from [rows, ...]; see ``UlyssesGroup.gather``."""
+    """All-gather of [n * rows, ...] from [rows, ...]; see ``UlyssesGroup.gather``."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ulysses: UlyssesGroup) -> Tensor:

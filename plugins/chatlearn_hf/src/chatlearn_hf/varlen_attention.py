@@ -1,9 +1,8 @@
-"""Attention over packed sequences that computes nothing across their borders and builds no [T, T] mask.
+"""Attention over packed sequences that computes nothing across sequence borders and builds no [T, T] mask.
 
-It is registered with transformers' ``AttentionInterface`` under ``chatlearn_varlen``; a ``PackedLayout`` travels to it
-through the model's keyword arguments. No mask function is registered for the name on purpose: transformers then
-prepares no mask at all. (A mask of ones, or ``is_causal`` over the packed row, would let sequences see each other
-without any error.)
+It is registered with transformers' ``AttentionInterface`` as ``chatlearn_varlen``; the model's keyword arguments pass a
+``PackedLayout`` to it. Deliberately, no mask function is registered for the name: transformers then prepares no mask.
+(A mask of ones, or ``is_causal`` over the packed row, would silently let sequences see each other.)
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ from chatlearn_hf.padded_attention import ScoreRule, attend
 from chatlearn_hf.ulysses import UlyssesGroup
 
 VARLEN_ATTENTION = "chatlearn_varlen"
-"""What to pass as ``attn_implementation``."""
+"""Value for ``attn_implementation``."""
 
 BUCKET_FILL = 0.75
-"""A sequence joins a bucket if it is at least this share of the bucket's longest: bounds the padding inside attention
-to a quarter of a row, and keeps the number of kernel calls logarithmic in the spread of lengths."""
+"""A sequence joins a bucket if it has at least this fraction of the bucket's longest length. This bounds padding inside
+attention to a quarter of a row, and keeps the number of kernel calls logarithmic in the spread of lengths."""
 
 _UNSUPPORTED = ("position_bias", "indices", "alibi", "score_mod")
-"""Arguments of attention variants that change the scores, which this implementation does not compute."""
+"""Arguments of attention variants that change the scores, which this implementation does not support."""
 
 
 class PackedLayout:
-    """Where the S sequences of a packed row lie, with the index tensors that attention needs, made once a micro-batch.
+    """Positions of the S sequences of a packed row, with the index tensors that attention needs, built once per
+    micro-batch.
 
-    The trunk computes a row for each of the T tokens, or fewer: tokens with the same state (equal beginnings of
-    sequences) may share a computed row. Attention still runs over every sequence whole.
+    The trunk computes one row for each of the T tokens, or fewer: tokens with the same state (equal beginnings of
+    sequences) may share a computed row. Attention still runs over every whole sequence.
 
-    A plain class, not a dataclass: FSDP's hooks copy dataclasses among a module's arguments field by field.
+    This is a plain class, not a dataclass, because FSDP's hooks copy dataclass arguments of a module field by field.
 
     Args:
-        lengths: tokens of each sequence.
-        device: where the index tensors live.
-        ulysses: the ranks that share the row's tokens; None: this rank holds them all.
-        rows: [T] int64, the computed row of each token, of R rows all used (``SharedPrompts.rows``); tokens of one row
-            must be equal and follow equal tokens. None: each token has its own. Not together with ``ulysses``.
+        lengths: number of tokens of each sequence.
+        device: device of the index tensors.
+        ulysses: the ranks that share the row's tokens; None if this rank holds them all.
+        rows: [T] int64, the computed row of each token, all R rows used (``SharedPrompts.rows``); tokens of one row
+            must be equal and follow equal tokens. None: each token has its own row. Not allowed with ``ulysses``.
     """
 
     __slots__ = (
@@ -66,10 +66,10 @@ class PackedLayout:
         ulysses: UlyssesGroup | None = None,
         rows: Tensor | None = None,
     ) -> None:
-        assert rows is None or ulysses is None, "ranks that share a row's tokens need a computed row for each"
+        assert rows is None or ulysses is None, "ulysses needs a computed row for each token"
         self.lengths = list(lengths)
         self.ulysses = ulysses
-        """The ranks that share the row's tokens; None: this rank holds them all."""
+        """The ranks that share the row's tokens; None if this rank holds them all."""
         self.max_length = max(self.lengths, default=0)
         sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
         bounds = torch.zeros(len(self.lengths) + 1, dtype=torch.int64)
@@ -81,9 +81,9 @@ class PackedLayout:
         self.cu_seqlens = bounds.to(torch.int32).to(device)
         """[S + 1] int32"""
         self.row_of_token: Tensor | None = None
-        """[T] int64; None: each token has its own row."""
+        """[T] int64; None if each token has its own row."""
         self.token_of_row: Tensor | None = None
-        """[R] int64, the first token of each row; None as above."""
+        """[R] int64, the first token of each row; None if each token has its own row."""
         if rows is not None:
             assert rows.shape == (total,), f"{tuple(rows.shape)} rows for {total} tokens"
             token_of_row = torch.full((int(rows.max()) + 1,), total, dtype=torch.int64)
@@ -92,30 +92,30 @@ class PackedLayout:
         self._buckets: list[tuple[int, int, Tensor]] | None = None
         self._restore: Tensor | None = None
         self.windows: set[int] = set()
-        """Sliding windows that attention layers asked for."""
+        """Sliding windows that attention layers have requested."""
 
     @property
     def num_tokens(self) -> int:
         return int(self.position_ids.shape[0])
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """[N] computed rows of the tokens at [N] int64 places."""
+        """Return the computed rows [N] of the tokens at positions [N] int64."""
         return tokens if self.row_of_token is None else self.row_of_token.index_select(0, tokens)
 
     def expand(self, rows: Tensor) -> Tensor:
-        """[T, ...] a row for each token, from the computed rows [R, ...]."""
+        """Expand computed rows [R, ...] to one row per token, [T, ...]."""
         return rows if self.row_of_token is None else rows.index_select(0, self.row_of_token)
 
     def reduce(self, tokens: Tensor) -> Tensor:
-        """[R, ...] the computed rows, from [T, ...] where tokens of the same row are equal."""
+        """Reduce tokens [T, ...], equal within each row, to the computed rows [R, ...]."""
         return tokens if self.token_of_row is None else tokens.index_select(0, self.token_of_row)
 
     def padded_rows(self) -> tuple[Tensor, Tensor]:
-        """Each sequence in a row of its own, as long as the longest; empty sequences have none.
+        """Put each nonempty sequence in its own row, padded to the longest.
 
         Returns:
-            [n, L] int64 the token at each place (padding repeats the sequence's last token), and [n, L] bool which
-            places are real.
+            [n, L] int64 token at each position (padding repeats the sequence's last token), and [n, L] bool mask of the
+            real positions.
         """
         sizes = torch.as_tensor(self.lengths, dtype=torch.int64)
         starts = (sizes.cumsum(0) - sizes)[sizes > 0]
@@ -125,12 +125,12 @@ class PackedLayout:
         return source.to(self.position_ids.device), (column < sizes[:, None]).to(self.position_ids.device)
 
     def buckets(self) -> tuple[list[tuple[int, int, Tensor]], Tensor]:
-        """Groups of sequences of similar length, padded to the longest of their group.
+        """Group sequences of similar length, padded to the longest of their group.
 
         Returns:
             (n, L, index [n * L]) for each group: ``rows[index]`` gathers its padded rows from the computed ones
-            (padding repeats the sequence's last token, which no real token can see); and ``restore`` [R], which picks
-            the computed rows out of the groups' concatenated outputs.
+            (padding repeats the sequence's last token, which no real token can see); and ``restore`` [R], which selects
+            the computed rows from the groups' concatenated outputs.
         """
         if self._buckets is None or self._restore is None:
             self._buckets, self._restore = self._make_buckets()
@@ -162,7 +162,7 @@ class PackedLayout:
 
 
 def register_varlen_attention() -> None:
-    """Make ``attn_implementation="chatlearn_varlen"`` known to transformers. Calling it again changes nothing."""
+    """Register ``attn_implementation="chatlearn_varlen"`` with transformers. A repeated call changes nothing."""
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
 
 
@@ -181,29 +181,28 @@ def varlen_attention_forward(
     s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a packed row, by the contract of transformers' attention functions.
+    """Causal attention inside each sequence of a packed row, with the interface of transformers' attention functions.
 
     Args:
-        module: the attention layer; only asked whether it trains (dropout).
+        module: the attention layer; used only for its training mode (dropout).
         query: [1, Hq, R, D], the computed rows (R = T unless the layout shares rows); under Ulysses this rank's part of
             the tokens.
         key: [1, Hkv, R, D], Hkv divides Hq.
         value: [1, Hkv, R, Dv].
         attention_mask: must be None.
-        packed_layout: where the sequences lie.
-        scaling: factor on the scores; None is 1 / sqrt(D).
-        dropout: on the attention probabilities, while training.
+        packed_layout: positions of the sequences.
+        scaling: factor on the scores; None means 1 / sqrt(D).
+        dropout: dropout rate on the attention probabilities, in training.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all before it.
-        softcap: scores s become ``softcap * tanh(s / softcap)``; None leaves them.
-        s_aux: [Hq] scores of attention sinks; None: there are none.
-        **arguments: what else the layer passes; score-changing ones are refused.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; None leaves them unchanged.
+        s_aux: [Hq] scores of attention sinks; None if there are none.
+        **arguments: other arguments of the layer; those that change scores are refused.
 
     Returns:
         [1, R, Hq, Dv], and None for the probabilities.
 
     Raises:
-        ModelError: no layout came through, a mask was given, or the layer needs a kind of attention that is not
-            computed here.
+        ModelError: the layout is missing, a mask was given, or the layer needs an unsupported kind of attention.
     """
     if packed_layout is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(
@@ -219,7 +218,7 @@ def varlen_attention_forward(
     if sliding_window is not None:
         packed_layout.windows.add(sliding_window)
     ulysses, width = packed_layout.ulysses, value.shape[-1]
-    if ulysses is not None and query.shape[-1] != width:  # they are exchanged together
+    if ulysses is not None and query.shape[-1] != width:  # Ulysses exchanges query, key and value together
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         query, key, value = _equally_wide(query, key, value)
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -244,7 +243,7 @@ def varlen_attention_forward(
 
 
 def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads with zeros behind them, which change neither scores nor the first dimensions of the output."""
+    """Pad heads with zeros to equal width, which changes neither scores nor the first dimensions of the output."""
     width = max(query.shape[-1], value.shape[-1])
     wide_query, wide_key, wide_value = (
         part if part.shape[-1] == width else nn.functional.pad(part, (0, width - part.shape[-1]))
@@ -254,8 +253,8 @@ def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _flash_fits(query: Tensor, value: Tensor, rule: ScoreRule) -> bool:
-    """Flash attention's kernel takes half precision on CUDA, heads up to 256, and neither dropout nor changed scores
-    through this interface.
+    """Whether flash attention's kernel applies: CUDA, half precision, heads up to 256, no dropout and no
+    score changes.
     """
     return (
         query.device.type == "cuda"
@@ -270,7 +269,7 @@ def _flash_fits(query: Tensor, value: Tensor, rule: ScoreRule) -> bool:
 def _flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
 ) -> Tensor:
-    # Imported here: the module probes for CUDA kernels, which a CPU run has no use for.
+    # Imported here because the module probes for CUDA kernels, which a CPU run does not need.
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest, width = layout.cu_seqlens, layout.max_length, value.shape[-1]
@@ -294,7 +293,7 @@ def _flash_varlen(
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, rule: ScoreRule) -> Tensor:
-    """[R, H, Dv] from [R, H, D] rows, one call for each bucket of similar lengths."""
+    """Return [R, H, Dv] from rows [R, H, D], with one call for each bucket of similar lengths."""
     buckets, restore = layout.buckets()
     heads, size = query.shape[1], value.shape[2]
     outputs: list[Tensor] = []

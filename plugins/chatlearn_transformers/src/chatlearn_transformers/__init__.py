@@ -1,3 +1,3 @@
-"""Generator "transformers" of ChatLearn: continuous batching on a Hugging Face model, the embedded default."""
+"""The generator "transformers" of ChatLearn: continuous batching on a Hugging Face model; the default generator."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Which models can be generated from with one cache row a sequence, as far as their configuration says."""
+"""Checks from a model's configuration whether it works with one cache row per sequence."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 from chatlearn_core.exceptions import ModelError
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Rotary frequencies that depend on the longest sequence of a batch, so a token would depend on its neighbours and on
-tokens that come after it; and the configuration field up to which they are constant."""
-_SPAN_WORDS = ("window", "chunk", "local", "index_topk")
-"""Parts of the names of configuration fields that may hold how far attention reaches, tokens..."""
-_NOT_SPANS = ("num_", "layers", "pattern")
-"""...and of those that do not (``num_local_experts``)."""
+"""Types of rotary embedding whose frequencies depend on the longest sequence of a batch, so that a token would depend
+on its neighbours and on later tokens. The value is the configuration field up to whose length they are constant."""
+_SPAN_NAMES = ("window", "chunk", "local", "index_topk")
+"""A configuration field may hold the reach of attention in tokens if its name contains one of these words..."""
+_NON_SPAN_NAMES = ("num_", "layers", "pattern")
+"""...and none of these (``num_local_experts``)."""
 
 
 def check_architecture(model: Any, path: str, max_length: int) -> None:
-    """Refuse what no cache of rows at positions of their own can serve.
+    """Refuse models that a cache with separate positions per row cannot serve.
 
     Args:
         model: the loaded model.
         path: for the message.
-        max_length: longest sequence that will be asked for, tokens.
+        max_length: longest sequence that may be requested, tokens.
 
     Raises:
-        ModelError: names the model type and what it has that is not supported.
+        ModelError: names the model type and its unsupported properties.
     """
     config = model.config.get_text_config()
     reasons: list[str] = []
     if model.get_output_embeddings() is None:
-        reasons.append("it has no head that gives logits")
+        reasons.append("it has no language-model head")
     for rope_type, original in sorted(_length_dependent_rope(config), key=str):
         if original is None or max_length > original:
-            remedy = "" if original is None else f"; it does not up to {original} tokens: set model.max_length to that"
+            remedy = "" if original is None else f"; set model.max_length to {original} or less, where it is constant"
             reasons.append(f"its rotary embedding {rope_type!r} depends on the longest sequence of a batch{remedy}")
     if reasons:
         raise ModelError(
@@ -43,22 +43,22 @@ def check_architecture(model: Any, path: str, max_length: int) -> None:
 
 
 def attention_spans(config: Any, max_length: int) -> list[int]:
-    """Every number of tokens at which an attention may stop to reach further back, in ascending order.
+    """Return every number of tokens that may limit the reach of an attention, in ascending order.
 
     Args:
-        config: of the model.
-        max_length: longest sequence; what reaches as far never stops.
+        config: the model's configuration.
+        max_length: longest sequence; larger limits have no effect and are left out.
     """
     found: set[int] = set()
     for name, value in config.get_text_config().to_dict().items():
-        if any(word in name for word in _SPAN_WORDS) and not any(word in name for word in _NOT_SPANS):
+        if any(word in name for word in _SPAN_NAMES) and not any(word in name for word in _NON_SPAN_NAMES):
             values = value if isinstance(value, list | tuple) else [value]
             found |= {entry for entry in values if type(entry) is int}
     return sorted(span for span in found if 1 <= span < max_length)
 
 
 def _length_dependent_rope(config: Any) -> Iterator[tuple[str, int | None]]:
-    """(type, length up to which it is constant) of each; transformers nests them by layer type in some models."""
+    """Yield (type, length up to which it is constant) of each such embedding; some models nest them by layer type."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping):
         return

@@ -1,12 +1,12 @@
-"""The attention and the masks used while generating, where every row of a batch is at a position of its own.
+"""Attention and masks for generation, where every row of a batch has its own position.
 
-transformers builds masks from the position of a whole batch. Here a model's own mask functions (causal, sliding window,
-chunks) are evaluated at each row's position instead, so a window is the model's, not a copy of its rule.
+transformers builds masks from one position for the whole batch. Here the model's own mask functions (causal, sliding
+window, chunks) are evaluated at each row's position, so a window is always the model's own.
 
-``chatlearn_slots`` attends by torch's fused kernel. transformers repeats the whole KV cache once per query head of a
-group before every decoding step of every layer; here the query heads that share a KV head become the query positions of
-one attention call: the same numbers, and the cache is only read. ``chatlearn_slots_eager`` is each model's own eager
-attention under the same masks.
+``chatlearn_slots`` uses torch's fused kernel. transformers copies the whole KV cache for each query head of a group, in
+every layer and decoding step. Here the query heads that share a KV head become the query positions of one attention
+call, which gives the same numbers and only reads the cache. ``chatlearn_slots_eager`` is the model's own eager
+attention with the same masks.
 
 Both are registered through transformers' public ``AttentionInterface`` and ``AttentionMaskInterface``.
 """
@@ -26,9 +26,9 @@ NAME = "chatlearn_slots"
 EAGER_NAME = "chatlearn_slots_eager"
 
 _UNSUPPORTED = ("position_bias", "cache")
-"""Arguments by which a model asks for another attention than these compute."""
+"""Arguments that request an attention variant which these functions do not compute."""
 _BLOCK_SCORES = 1 << 26
-"""Attention scores held at once where no fused kernel computes them: 256 MiB in float32."""
+"""Number of attention scores held at once without a fused kernel: 256 MiB in float32."""
 
 Mask = Tensor | None
 
@@ -45,7 +45,7 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend.
+    """Compute attention.
 
     Args:
         module: for messages.
@@ -53,21 +53,21 @@ def slot_attention(
         key: [N, G, S, D], where G divides H.
         value: [N, G, S, D]
         attention_mask: additive, [N, 1, L, S]; None: causal over L = S tokens.
-        dropout: generating has none.
+        dropout: ignored, because generation has none.
         scaling: factor on the scores; None is 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        s_aux: [H] a score beside the others in the softmax that attends to nothing (sinks of gpt-oss).
-        **kwargs: what else the layer passes. A window is in the mask.
+        s_aux: [H] additional scores in the softmax that attend to nothing (sinks of gpt-oss).
+        **kwargs: other arguments of the layer. A window is already in the mask.
 
     Returns:
         [N, L, H, D]
 
     Raises:
-        NotImplementedError: the model asks for an attention that this one would compute wrongly.
+        NotImplementedError: the model requests an attention variant that this function would compute wrongly.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} asks for {name}={kwargs[name]!r}")
+            raise NotImplementedError(f"{type(module).__name__} requests unsupported {name}={kwargs[name]!r}")
     if softcap is not None or s_aux is not None:
         return _explicit_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     num_rows, num_heads, num_queries, _ = query.shape
@@ -93,10 +93,10 @@ def slot_attention(
 def own_eager_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The eager attention of the file that defines ``module``.
+    """Call the eager attention function of the module's source file.
 
     Raises:
-        NotImplementedError: that file has none.
+        NotImplementedError: the file has none.
     """
     attend: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(
         sys.modules[type(module).__module__], "eager_attention_forward", None
@@ -117,21 +117,21 @@ def slot_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Mask:
-    """The additive mask that a model asks for: of whole prompts, or of one token a row.
+    """Build the additive mask that a model requests, for whole prompts or for one token per row.
 
     Args:
         batch_size: N
         q_length: L
         kv_length: S
-        q_offset: 0 while prompts are computed; else [N] the position of each row's token.
-        mask_function: the model's own, of broadcast (row, head, query, key) indices.
-        attention_mask: ignored: prompts are padded on the right, and a row's position says what it holds.
-        dtype: of the mask.
-        device: of the mask.
-        **kwargs: of ``sdpa_mask``.
+        q_offset: 0 for prompts; in decoding [N] the position of each row's token.
+        mask_function: the model's own function of broadcast (row, head, query, key) indices.
+        attention_mask: ignored, because prompts are right-padded and a row's position gives its length.
+        dtype: dtype of the mask.
+        device: device of the mask.
+        **kwargs: further arguments of ``sdpa_mask``.
 
     Returns:
-        [N, 1, L, S], 0 where visible and minus infinity elsewhere; None: plain causal.
+        [N, 1, L, S], 0 where visible and minus infinity elsewhere; None means plain causal.
     """
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
@@ -147,7 +147,7 @@ def slot_mask(
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> Mask:
-    """``slot_mask``, never None: eager attention is not causal by itself."""
+    """Call ``slot_mask`` so that it never returns None, because eager attention is not causal by itself."""
     return slot_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
 
@@ -164,7 +164,7 @@ def _explicit_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[N, L, H, D] by the definition, some queries at a time."""
+    """Compute attention by its definition, [N, L, H, D], a block of queries at a time."""
     num_rows, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
     group = num_heads // num_kv_heads
@@ -175,7 +175,7 @@ def _explicit_attention(
     step = max(1, _BLOCK_SCORES // (num_rows * num_heads * num_keys))
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
-        # In place from here on: these are the largest tensors of a prompt's forward.
+        # Compute in place: these are the largest tensors of a prompt's forward.
         scores = torch.matmul(queries[:, :, :, start:stop], keys).float().mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)

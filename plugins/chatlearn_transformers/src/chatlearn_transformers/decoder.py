@@ -1,4 +1,4 @@
-"""One model with one KV cache for all rows: prompts by batches, and one token of every row by one forward."""
+"""One model with one KV cache for all rows: computes prompts in batches, and one token of every row in one forward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chatlearn_transformers.row_decoder import Ids, RowDecoder
 
 
 class Decoder(RowDecoder):
-    """Computes all rows together, each at a position of its own.
+    """Computes all rows together, each at its own position.
 
-    A model whose attention follows transformers' interface makes its own masks, of windows and chunks too
-    (``attention.slot_mask``); others get a causal one.
+    A model that uses transformers' attention interface makes its own masks, including windows and chunks
+    (``attention.slot_mask``); other models get a causal mask.
     """
 
     cache: SlotCache
@@ -31,13 +31,13 @@ class Decoder(RowDecoder):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Memory of one token of one sequence in the cache: measured, or estimated before the first forward."""
+        """Cache memory of one token of one sequence, bytes: measured, or estimated before the first forward."""
         measured = self.cache.bytes_per_token
         return measured or _kv_bytes_per_token(self._text_config, self._head.weight.element_size())
 
     @torch.inference_mode()
     def prefill(self, contexts: Sequence[Ids], sources: Ids, row_start: int) -> Tensor:
-        """See ``RowDecoder``: one right-padded batch."""
+        """See ``RowDecoder``. Runs one right-padded batch."""
         lengths = [len(context) for context in contexts]
         longest = max(lengths)
         padded = np.zeros((len(contexts), longest), dtype=np.int64)
@@ -50,7 +50,7 @@ class Decoder(RowDecoder):
         self.cache.expect_prefill(row_start, source_index if shared else None, len(sources))
         last = torch.tensor(lengths, device=device) - 1
         self._selected = (torch.arange(len(lengths), device=device), last)
-        # Right padding needs no mask of its own under causal attention: no real token looks at a later one.
+        # Right padding needs no mask under causal attention: no real token attends to a later one.
         try:
             logits = self._forward(
                 torch.from_numpy(padded).to(device),
@@ -82,7 +82,7 @@ class Decoder(RowDecoder):
             self.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), longest)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """[N, V] logits of the tokens that the head sees, one a row."""
+        """Return logits [N, V] of the selected token of each row."""
         output = self.run(
             input_ids=token_ids,
             attention_mask=mask,
@@ -103,7 +103,7 @@ class Decoder(RowDecoder):
         return self._additive(visible)[None, None]
 
     def _additive(self, visible: Tensor) -> Tensor:
-        """0 where visible, minus infinity elsewhere, in the model's type (eager attention adds its mask)."""
+        """Return an additive mask in the model's dtype: 0 where visible, minus infinity elsewhere."""
         mask = torch.zeros(visible.shape, dtype=self._head.weight.dtype, device=visible.device)
         return mask.masked_fill_(~visible, -torch.inf)
 

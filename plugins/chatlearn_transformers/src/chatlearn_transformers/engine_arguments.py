@@ -1,4 +1,4 @@
-"""Engine-native arguments: what a configuration hands to ``from_pretrained`` verbatim, checked first."""
+"""Checks the engine arguments that are passed unchanged to ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OWNED: Mapping[str, str] = {
     "dtype": "set options.dtype",
     "max_memory": "the runtime places the role; set roles.<role>.device",
     "offload_folder": "the executor offloads and onloads roles",
-    "output_loading_info": "this backend reads it itself",
+    "output_loading_info": "this backend sets it",
     "quantization_config": "weight syncs need unquantised weights; use a generator backend that quantises",
     "torch_dtype": "set options.dtype",
     "tp_plan": "this backend runs on one device; use a generator backend with tensor parallelism",
     "trust_remote_code": "set model.trust_remote_code",
 }
-"""Arguments that this backend sets itself, and what to set instead."""
+"""Arguments that this backend sets itself, each with the setting to use instead."""
 
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -29,10 +29,10 @@ def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_engine_arguments(role: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to pass on.
+    """Check the engine arguments and return them.
 
     Raises:
-        ConfigError: names every argument that is unknown, of a wrong type or owned by this backend, with what to do.
+        ConfigError: names every argument that is unknown, has a wrong type or is set by this backend, with the remedy.
     """
     problems = engine_problems(arguments)
     if problems:

@@ -1,4 +1,4 @@
-"""The generator ``transformers``: the asynchronous face of the decode loop."""
+"""The generator ``transformers``: an asynchronous interface to the decode loop."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ T = TypeVar("T")
 class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     """One replica on one device.
 
-    Forwards run in one worker thread, so the event loop stays free; what a step works on is decided on the event loop
-    between steps. A step begins one turn of the loop after work appears: requests that are submitted in one turn start
-    together, in the order of their submission.
+    Forwards run in one worker thread, so the event loop stays free; the composition of a step is decided on the event
+    loop between steps. A step starts one event-loop iteration after work appears, so requests submitted in one
+    iteration start together, in submission order.
     """
 
     scores = True
 
     def __init__(self, options: TransformersGeneratorOptions, context: RoleContext) -> None:
-        """Raises: ConfigError: an engine argument is unknown or the backend's own."""
+        """Check the engine arguments. Raises: ConfigError: an argument is unknown or set by the backend."""
         super().__init__("transformers", context)
         self._options = options
         self._engine_arguments = check_engine_arguments(context.role, context.engine_arguments)
         self._dropped: set[SequenceRequest] = set()
-        """Given up while the scheduler had them."""
+        """Requests that were dropped while the scheduler had them."""
         self._to_score: list[SequenceRequest] = []
-        """Taken from the inbox, with tokens whose logprobs are asked for."""
+        """Requests from the inbox with given tokens to score."""
         self._kv_offloaded = False
         self._turn = asyncio.Lock()
-        """Held while a step runs and while the scheduler is changed."""
+        """Held during a step and while the scheduler is changed."""
         self._steps = False
-        """Whether a step runs: read by ``offload``, which comes from another thread than the event loop's."""
+        """Whether a step is running; ``offload`` reads it from another thread than the event loop's."""
         self._driver: asyncio.Task[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
 
@@ -68,7 +68,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
             source.path,
             dtype=dtype,
             device=device,
-            attention="eager",  # all have it; the decoder puts its own in place
+            attention="eager",  # all models support it; the decoder replaces it
             trust_remote_code=source.trust_remote_code,
             **self._engine_arguments,
         )
@@ -119,10 +119,10 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
         if "weights" in parts:
             self._store.offload()
         if self._context.device.startswith("cuda"):
-            torch.cuda.empty_cache()  # what torch keeps for itself, other processes on the device cannot have
+            torch.cuda.empty_cache()  # free torch's cached memory for other processes on the device
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        """See ``Lifecycle``. Sequences kept by a pause compute their KV cache again when they go on."""
+        """See ``Lifecycle``. Sequences kept by a pause recompute their KV cache when they continue."""
         if "weights" in parts:
             self._store.onload()
         if "kv_cache" in parts:
@@ -137,7 +137,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
         return self._decoder.cache.num_bytes if part == "kv_cache" else 0
 
     def close(self) -> None:
-        """See ``Lifecycle``: requests that wait for an answer get a ``BackendError``."""
+        """See ``Lifecycle``. Pending requests fail with a ``BackendError``."""
         self._set_dead(CLOSED)
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
@@ -180,7 +180,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
 
     async def _pause(self) -> None:
         async with self._turn:
-            pass  # no step begins any more, and the last one is over
+            pass  # no step is running, and none will start
 
     async def _resume(self) -> None:
         self._submit_inbox()
@@ -195,7 +195,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
 
     @property
     def weights_are_offloaded(self) -> bool:
-        """Whether the model's tensors have size zero."""
+        """Whether the weights are offloaded; the model's tensors then have size zero."""
         return self._store.holds_weights
 
     async def stop_serving(self) -> None:
@@ -217,7 +217,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
             await super().die(reason, cause)
 
     async def in_worker(self, work: Callable[[], T]) -> T:
-        """Run blocking work off the event loop, never beside a forward."""
+        """Run blocking work in the worker thread, never during a forward."""
         if self._worker is None:
             raise BackendError(f"{self.name} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
@@ -225,10 +225,10 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     # The loop
 
     async def _drive(self) -> None:
-        """Step while there is work."""
+        """Run steps while there is work."""
         while True:
-            # One turn of the event loop: all that is submitted in it starts together, and a call that was just answered
-            # can submit what follows before the next step is composed.
+            # Wait one event-loop iteration: all requests submitted in it start together, and a caller that was just
+            # answered can submit its next request before the next step is composed.
             await asyncio.sleep(0)
             async with self._turn:
                 if self._paused or self._state != "serving" or not self._collect():
@@ -237,7 +237,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
                 try:
                     report = await self.in_worker(self._step)
                 except BaseException as error:
-                    # A cancelled driver leaves a step half observed: no result may be served from it.
+                    # A cancelled driver leaves a step incomplete, so none of its results may be used.
                     self._set_dead(f"generating failed: {type(error).__name__}: {error}", error)
                     if not isinstance(error, Exception):
                         raise
@@ -247,7 +247,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
                 self._deliver(report)
 
     def _collect(self) -> bool:
-        """Bring the scheduler up to date with what was asked for; whether there is work."""
+        """Pass new and dropped requests to the scheduler. Returns whether there is work."""
         inbox = self._take_inbox()
         self._to_score += [pending for pending in inbox if pending.request.forced_ids is not None]
         self._scheduler.submit(pending for pending in inbox if pending.request.forced_ids is None)
@@ -257,15 +257,15 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
         return self._scheduler.has_work or bool(self._to_score)
 
     def _step(self) -> StepReport:
-        """Score one request, if any asks for it; otherwise a step of the scheduler."""
+        """Score one request if any is waiting; otherwise run a step of the scheduler."""
         if not self._to_score:
             return self._scheduler.step()
         pending = self._to_score.pop(0)
-        return StepReport(finished=[] if pending.future.done() else [(pending, self._scored(pending))])
+        return StepReport(finished=[] if pending.future.done() else [(pending, self._score_given_tokens(pending))])
 
     @torch.inference_mode()
-    def _scored(self, pending: SequenceRequest) -> Completion:
-        """The tokens that were given, with their logprobs, by a forward of the whole sequence."""
+    def _score_given_tokens(self, pending: SequenceRequest) -> Completion:
+        """Return the given tokens with their logprobs, computed by one forward of the whole sequence."""
         request, forced_ids = pending.request, pending.request.forced_ids
         assert forced_ids is not None, "only such requests are scored"
         tokens = np.concatenate([request.prompt_ids, forced_ids])

@@ -1,4 +1,4 @@
-"""The KV cache of all running sequences: one row a sequence, rows 0..n-1 in use, each with its own length."""
+"""The KV cache of all running sequences: one row per sequence, rows 0..n-1 in use, each with its own length."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from torch import Tensor
 from transformers import Cache
 
 LENGTH_STEP = 32
-"""Columns are allocated in multiples of this."""
+"""Columns are allocated in multiples of this number."""
 READ_STEP = 8
-"""Columns are read in multiples of this: decoding small models is bound by reading the cache, and shapes repeat."""
+"""Columns are read in multiples of this number: decoding small models is bound by cache reads, and shapes repeat."""
 
 
 def round_up(value: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is at least ``value``."""
+    """Return the smallest multiple of ``step`` that is at least ``value``."""
     return -(-value // step) * step
 
 
 class SlotCache(Cache):
-    """Keys and values, [rows, heads, columns, head dimension] a layer, preallocated and grown by doubling.
+    """Keys and values, [rows, heads, columns, head dimension] per layer, preallocated and grown by doubling.
 
-    A forward is announced first (``expect_prefill`` or ``expect_decode``); the model then calls ``update`` once a
-    layer. Prefill starts sequences in fresh rows, several of them from one computed prompt where prompts are equal.
-    Decoding writes one token a row at that row's length and reads all rows up to a common width, so the caller masks
-    what lies beyond a row's length. Buffers are zeroed when made: what a mask hides must still be finite.
+    Each forward is announced by ``expect_prefill`` or ``expect_decode``; the model then calls ``update`` once per
+    layer. Prefill starts sequences in fresh rows; equal prompts share one computation. Decoding writes one token per
+    row at that row's length and reads all rows up to a common width, so the caller must mask columns beyond a row's
+    length. New buffers are zeroed, because masked values must still be finite.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class SlotCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated."""
+        """Allocated memory in bytes."""
         return sum(t.numel() * t.element_size() for t in self._buffers())
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Memory of one token of one sequence, measured, also after ``clear``; None before the first forward."""
+        """Memory of one token of one sequence, measured, also known after ``clear``; None before the first forward."""
         rows, columns = self._capacity
         if self._keys and rows and columns:
             self._bytes_per_token = self.num_bytes // (rows * columns)
         return self._bytes_per_token
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make room for ``num_rows`` sequences of ``num_columns`` tokens; what is there stays."""
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content."""
         rows, columns = self._capacity
         if num_rows <= rows and num_columns <= columns:
             return
@@ -68,35 +68,37 @@ class SlotCache(Cache):
                 tensors[layer] = new
 
     def clear(self) -> None:
-        """Release the memory and forget every sequence."""
+        """Free the memory and remove all sequences."""
         _ = self.bytes_per_token
         self._keys.clear()
         self._values.clear()
         self._capacity = (0, 0)
 
     def expect_prefill(self, row_start: int, sources: Tensor | None, num_rows: int) -> None:
-        """The next forward computes whole prompts, to be kept in rows [row_start, row_start + num_rows).
+        """Announce a forward that computes whole prompts, to be stored in rows [row_start, row_start + num_rows).
 
         Args:
-            sources: [num_rows] which computed prompt each row takes; None: one each, in order.
+            row_start: first row.
+            sources: [num_rows] index of the computed prompt for each row; None: one each, in order.
+            num_rows: number of rows.
         """
         self._row_start, self._sources, self._num_copies = row_start, sources, num_rows
         self._columns = None
 
     def expect_decode(self, columns: Tensor, row_index: Tensor, width: int) -> None:
-        """The next forward computes one token of each of the first N rows.
+        """Announce a forward that computes one token of each of the first N rows.
 
         Args:
-            columns: [N] column each row writes, which is its length before this token.
+            columns: [N] column that each row writes: its length before this token.
             row_index: [N] 0..N-1
-            width: columns read, above every entry of ``columns``.
+            width: number of columns to read, above every entry of ``columns``.
         """
         self._columns, self._row_index, self._width = columns, row_index, width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: take the new tokens, return what they attend to."""
+        """Store the new tokens and return the keys and values to attend to; the model's attention calls this."""
         if layer_idx not in self._keys:
             rows, columns = self._capacity
             for tensors, states in ((self._keys, key_states), (self._values, value_states)):
@@ -114,20 +116,20 @@ class SlotCache(Cache):
         return keys[:num_rows, :, : self._width], values[:num_rows, :, : self._width]
 
     def move(self, sources: Tensor, targets: Tensor, width: int) -> None:
-        """Copy rows ``sources`` [M] over rows ``targets`` [M], the first ``width`` columns."""
+        """Copy the first ``width`` columns of rows ``sources`` [M] over rows ``targets`` [M]."""
         for buffer in self._buffers():
             buffer[targets, :, :width] = buffer[sources, :, :width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Always 0: positions and masks are the caller's, no model may derive them from here."""
+        """Always return 0: the caller gives positions and masks, and no model may derive them from the cache."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of what ``update`` returns."""
+        """Return length and offset of the result of ``update``."""
         return (query_length if self._columns is None else self._width), 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]  # a batch has one there
-        """Where a forward's queries begin: 0 for prompts; while decoding [N], for ``attention.slot_mask``."""
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]  # scalar there
+        """Return where a forward's queries begin: 0 for prompts; in decoding [N], for ``attention.slot_mask``."""
         return 0 if self._columns is None else self._columns
 
     def _buffers(self) -> tuple[Tensor, ...]:

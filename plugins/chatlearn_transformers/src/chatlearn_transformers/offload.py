@@ -1,4 +1,4 @@
-"""Moving a model's weights out of device memory and back."""
+"""Moves a model's weights out of device memory and back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class WeightStore:
-    """Holds the weights of an offloaded model in host memory, apart from the model.
+    """Holds the weights of an offloaded model in host memory.
 
-    While they are held, every parameter and buffer of the model has size zero. On a CPU nothing is copied, the storage
-    changes hands. Tied parameters are one object and stay tied.
+    Meanwhile every parameter and buffer of the model has size zero. On a CPU nothing is copied: the storage changes its
+    owner. Tied parameters are one object and stay tied.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,7 +26,7 @@ class WeightStore:
 
     @property
     def live_bytes(self) -> int:
-        """Memory that the model's tensors occupy where the model is, bytes; storages they share count once."""
+        """Bytes that the model's tensors occupy on the model's device; shared storages count once."""
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage()
             for tensor in (*self._model.parameters(), *self._model.buffers())
@@ -34,7 +34,7 @@ class WeightStore:
         return sum(storage.nbytes() for storage in storages.values())
 
     def offload(self) -> None:
-        """Take the weights; twice is fine."""
+        """Take the weights out of the model. A repeated call does nothing."""
         if self._held:
             return
         for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -43,7 +43,7 @@ class WeightStore:
             tensor.data = torch.empty(0, dtype=data.dtype, device=device)
 
     def onload(self) -> None:
-        """Give the weights back, values unchanged; twice is fine."""
+        """Return the weights to the model, values unchanged. A repeated call does nothing."""
         for tensor, data, device in self._held.values():
             tensor.data = data.to(device)
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Registers the generator ``transformers``. Imports nothing heavy: listing plugins never imports torch."""
+"""Registers the generator ``transformers``. Imports nothing heavy, so that listing plugins never imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import GeneratorSpec
 
 @hookimpl
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """The embedded default generator."""
+    """Register the default generator."""
     return [
         GeneratorSpec(
             name="transformers",

@@ -1,9 +1,9 @@
-"""Computing some tokens as a model does by itself and through the cache, and comparing: before a run starts.
+"""Compares a model's own computation with that through the cache, on some tokens, before a run starts.
 
-It catches what no list of architectures can: attention that ignores its mask, positions that are not rotary, windows
-kept in buffers. The tokens reach beyond every number of tokens at which attention may stop to look further back; a
-model with a long one is compared at the depth at which every kind of layer has come, so that the cost is that of a few
-layers and no more than ``_MOST_TOKENS`` tokens.
+This catches what no list of architectures can: attention that ignores its mask, positions that are not rotary, windows
+kept in buffers. The tokens exceed every limit on the reach of attention. For a long limit, only the first layers are
+compared, deep enough to include every kind of layer, so that the comparison costs a few layers and at most
+``_MOST_TOKENS`` tokens.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from chatlearn_transformers.sequential_decoder import SequentialDecoder
 logger = logging.getLogger(__name__)
 
 _SHORT_SPAN = 64
-"""Up to here a span costs little, so the whole model is compared."""
+"""Up to this span the whole model is compared, because that costs little."""
 _MOST_TOKENS = 20_000
 _NUM_STEPS = 3
 _TOLERANCE = 1e-4
 _LOW_PRECISION_TOLERANCE = 0.25
-"""Root mean square difference allowed, as a share of the logits' spread. Low precision rounds, and may route a token
-to other experts, so in low precision some layers are compared in float32 as well."""
+"""Allowed root mean square difference as a fraction of the logits' standard deviation. Low precision rounds, and may
+route a token to other experts, so then some layers are also compared in float32."""
 
 
 def start_decoder(model: Any, path: str, *, fused_attention: bool, max_length: int) -> RowDecoder:
-    """The decoder that computes what ``model`` does: all sequences together, or else one at a time.
+    """Return a decoder that computes the same as ``model``: all sequences together, or else one at a time.
 
     Args:
         model: freshly loaded with ``eager`` attention.
-        path: of the model, for messages.
-        fused_attention: instead of the model's own loops.
-        max_length: longest sequence that will be asked for, tokens.
+        path: path of the model, for messages.
+        fused_attention: whether to replace the model's own attention code.
+        max_length: longest sequence that may be requested, tokens.
 
     Raises:
-        ModelError: neither does, or how far its attention reaches cannot be looked at.
+        ModelError: both decoders differ from the model, or its attention span is too long to check.
     """
     check_architecture(model, path, max_length)
     together: RowDecoder = Decoder(model, fused_attention=fused_attention)
@@ -77,29 +77,30 @@ def decoding_problem(decoder: RowDecoder, path: str, max_length: int) -> str | N
     """Compare a decoder's logits with the model's own.
 
     Args:
-        decoder: of a freshly loaded model; its cache is empty afterwards.
-        path: of the model, for messages.
-        max_length: longest sequence that will be asked for, tokens.
+        decoder: decoder of a freshly loaded model; its cache is empty afterwards.
+        path: path of the model, for messages.
+        max_length: longest sequence that may be requested, tokens.
 
     Returns:
-        What is wrong with it, if they differ by more than rounding.
+        The problem, if they differ by more than rounding; otherwise None.
 
     Raises:
-        ModelError: a span of attention is too long to be looked at, or the model's own logits are not finite.
+        ModelError: an attention span is too long to check, or the model's own logits are not finite.
     """
     spans = attention_spans(decoder.model.config, max_length)
     if spans and spans[-1] + _overshoot(spans[-1]) > _MOST_TOKENS:
         raise ModelError(
             f"the generator 'transformers' cannot serve {path} (model type {decoder.model.config.model_type!r}): its"
-            f" attention reaches {spans[-1]} tokens, and sequences of up to {max_length} may be asked for; beyond"
-            f" {_MOST_TOKENS * 8 // 9} tokens that is not checked. Set model.max_length to {spans[-1]}, or use another"
+            f" attention reaches {spans[-1]} tokens, and sequences of up to {max_length} may be requested, but spans"
+            " beyond"
+            f" {_MOST_TOKENS * 8 // 9} tokens are not checked. Set model.max_length to {spans[-1]}, or use another"
             " generator backend (vllm, sglang)."
         )
     try:
         return _check_spans(decoder, spans, path, max_length) or _check_rows(decoder, path, max_length)
     except ModelError:
         raise
-    # A model that the cache does not fit may raise anything.
+    # A model that does not work with the cache may raise anything.
     except Exception as error:
         return f"computing failed with {type(error).__name__}: {error}"
     finally:
@@ -107,17 +108,17 @@ def decoding_problem(decoder: RowDecoder, path: str, max_length: int) -> str | N
 
 
 def logits_problem(expected: Tensor, found: Tensor) -> str | None:
-    """How far logits [T, V] are from those expected, if by more than rounding."""
+    """Return by how much logits [T, V] differ from the expected ones; None if only by rounding."""
     allowed = _TOLERANCE if expected.dtype in (torch.float32, torch.float64) else _LOW_PRECISION_TOLERANCE
     spread = float(expected.float().std()) or 1.0
     difference = float((expected.float() - found.float()).square().mean().sqrt()) / spread
     if difference <= allowed:
         return None
-    return f"logits differ from the model's own by {difference:.3g} of their spread, {allowed} is allowed"
+    return f"logits differ from the model's own by {difference:.3g} standard deviations; the tolerance is {allowed}"
 
 
 def _check_rows(decoder: RowDecoder, path: str, max_length: int) -> str | None:
-    """Sequences of unequal lengths, one of them twice, at the model's full depth and in its own precision."""
+    """Compare sequences of unequal lengths, one of them twice, with all layers and in the model's own precision."""
     longest = min(7, max_length - 1)
     if longest < 2:
         return None
@@ -128,7 +129,7 @@ def _check_rows(decoder: RowDecoder, path: str, max_length: int) -> str | None:
 
 
 def _check_spans(decoder: RowDecoder, spans: Sequence[int], path: str, max_length: int) -> str | None:
-    """Every span, in float32 if the model computes in it."""
+    """Compare every span, in float32 if possible."""
     is_float32 = decoder.model.dtype == torch.float32
     shallow = not is_float32 or (bool(spans) and spans[-1] > _SHORT_SPAN)
     lengths = spans if spans or is_float32 else [1]
@@ -137,7 +138,7 @@ def _check_spans(decoder: RowDecoder, spans: Sequence[int], path: str, max_lengt
             return _first_problem(_check_span(decoder, span, path, max_length) for span in lengths)
     except ModelError:
         raise
-    # Kernels of experts may know low precision only, and memory may be short of what float32 takes.
+    # Expert kernels may support only low precision, and float32 may not fit into memory.
     except Exception:
         if is_float32:
             raise
@@ -151,7 +152,7 @@ def _first_problem(problems: Iterable[str | None]) -> str | None:
 
 
 def _check_span(decoder: RowDecoder, span: int, path: str, max_length: int) -> str | None:
-    """A prompt longer than ``span``, and one that passes it while decoding."""
+    """Compare a prompt longer than ``span``, and a sequence that exceeds it in decoding."""
     inside = max(1, min(span, max_length - _NUM_STEPS) - 1)
     beyond = max(inside, min(span + _overshoot(span), max_length - _NUM_STEPS))
     tokens = _tokens(decoder, beyond + _NUM_STEPS, 11)
@@ -191,13 +192,13 @@ def _tokens(decoder: RowDecoder, count: int, seed: int) -> Ids:
 
 
 def _overshoot(span: int) -> int:
-    """Tokens to go beyond a span by: so many that attending to them as well would show."""
+    """Return how many tokens to go beyond a span: enough that attending to them too would change the logits."""
     return max(24, span // 8)
 
 
 @contextmanager
 def _first_layers(decoder: RowDecoder, *, shallow: bool, upcast: bool) -> Iterator[None]:
-    """``shallow``: only the layers up to which each kind of layer has come; ``upcast``: computed in float32."""
+    """Use only the first layers that include every kind of layer (``shallow``), and compute in float32 (``upcast``)."""
     model = decoder.model
     place = _layers(model) if shallow else None
     if place is not None:
@@ -220,7 +221,7 @@ def _first_layers(decoder: RowDecoder, *, shallow: bool, upcast: bool) -> Iterat
 
 
 def _layers(model: Any) -> tuple[nn.Module, str] | None:
-    """Where the model keeps its decoder layers: the one list of as many modules as it has layers."""
+    """Find the model's decoder layers: the only list with as many modules as the model has layers."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
         (parent, name)
@@ -232,13 +233,13 @@ def _layers(model: Any) -> tuple[nn.Module, str] | None:
 
 
 def _depth(layers: nn.ModuleList) -> int:
-    """The number of layers, from the first, up to which each kind has come."""
+    """Return the number of first layers that include every kind of layer."""
     kinds = [_kind(layer) for layer in layers]
     return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for layers that compute the same function of their weights: settings and buffers, but no layer numbers."""
+    """Return a key that is equal for layers with equal settings and buffers, without layer numbers."""
     settings = []
     for name, module in layer.named_modules():
         plain = {

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a model: prompts into rows, and one more token of every row."""
+"""The scheduler's interface to a model: computes prompts into rows, and one more token of every row."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from torch import Tensor
 
 Ids = npt.NDArray[np.int64]
 
-_FEW_TOKENS = 256
-"""So many tokens are compared by eager attention and with all logits, more by what costs less."""
+_FULL_CHECK_TOKENS = 256
+"""Up to this number of tokens, compare with eager attention and all logits; above it, use cheaper ways."""
 
 
 class RowCache(Protocol):
-    """What a decoder keeps of the sequences in its rows."""
+    """The content of a decoder's rows."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated."""
+        """Allocated memory in bytes."""
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make room for ``num_rows`` sequences of ``num_columns`` tokens; what is there stays."""
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping the content."""
 
     def clear(self) -> None:
-        """Release the memory and forget every sequence."""
+        """Free the memory and remove all sequences."""
 
 
 class RowDecoder(ABC):
-    """Runs forwards; knows rows and lengths, nothing of requests. All methods run under ``torch.inference_mode``.
+    """Runs forwards; knows rows and lengths, but no requests. All methods run under ``torch.inference_mode``.
 
-    Forwards are the model's own, so whatever it does to its logits (a scale, a cap) is done; its head sees only the
-    last token of each prompt.
+    Forwards are the model's own, so they include any scale or cap of the logits; the head sees only the last token of
+    each prompt.
     """
 
     cache: RowCache
 
     def __init__(self, model: Any, implementation: str) -> None:
-        """Let ``model``, loaded with ``eager`` attention, attend by ``implementation``, if it can be told to."""
+        """Switch ``model``, loaded with ``eager`` attention, to ``implementation``, if it supports that."""
         self.model = model
         self.run: Callable[..., Any] = model
-        """What computes a forward: the model."""
+        """Function that computes a forward; by default the model."""
         self._text_config = model.config.get_text_config()
         self._head = model.get_output_embeddings()
         self._hook = self._head.register_forward_pre_hook(self._select_tokens)
@@ -55,11 +55,11 @@ class RowDecoder(ABC):
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """Memory of one token of one sequence in the cache."""
+        """Cache memory of one token of one sequence, bytes."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         device: torch.device = self._head.weight.device
         return device
 
@@ -74,8 +74,8 @@ class RowDecoder(ABC):
 
         Args:
             contexts: U token sequences.
-            sources: [R] which context each of the rows ``row_start + i`` takes.
-            row_start: first row; rows before it stay.
+            sources: [R] index of the context for each row ``row_start + i``.
+            row_start: first row; earlier rows are unchanged.
 
         Returns:
             [R, V] logits after the last token of each row.
@@ -86,8 +86,8 @@ class RowDecoder(ABC):
         """Compute one token of each of the first N rows.
 
         Args:
-            token_ids: [N] the token that follows what a row holds.
-            lengths: [N] tokens each row holds; the new one takes this position.
+            token_ids: [N] next token of each row.
+            lengths: [N] number of tokens in each row, which is the position of the new token.
 
         Returns:
             [N, V] logits after that token.
@@ -95,17 +95,18 @@ class RowDecoder(ABC):
 
     @abstractmethod
     def move_rows(self, sources: Ids, targets: Ids, longest: int) -> None:
-        """Put what rows ``sources`` hold into rows ``targets``; no row holds more than ``longest`` tokens."""
+        """Move the content of rows ``sources`` to rows ``targets``; no row has more than ``longest`` tokens."""
 
     @torch.inference_mode()
     def own_logits(self, token_ids: Ids, first: int) -> Tensor:
-        """[T - first, V] logits after tokens ``first``.. of [T], by one forward of the model alone: no cache, its own
-        attention, no mask of ours, and its head over all tokens where they are few.
+        """Return logits [T - first, V] after tokens ``first``.. of [T], by one forward of the model alone.
+
+        It uses no cache, the model's own attention and masks, and for few tokens the head over all of them.
         """
-        few = len(token_ids) <= _FEW_TOKENS
+        few = len(token_ids) <= _FULL_CHECK_TOKENS
         positions = torch.arange(first, len(token_ids), device=self.device)
         if self._follows_interface:
-            # Eager attention is what a model means, but holds all scores of a layer at once.
+            # Eager attention defines the model, but holds all scores of a layer at once.
             self._attend_by("eager" if few else self._cheap_attention())
         self._selected = None if few else (torch.zeros_like(positions), positions)
         try:
@@ -118,25 +119,25 @@ class RowDecoder(ABC):
         return logits[0, first:] if few else logits[:, 0]
 
     def release(self) -> None:
-        """Leave the model as it was loaded."""
+        """Restore the model as it was loaded."""
         self.cache.clear()
         self._hook.remove()
         if self._follows_interface:
             self._attend_by("eager")
 
     def _cheap_attention(self) -> str:
-        """``sdpa`` where that computes the same: it drops a cap of the scores."""
+        """Return ``sdpa`` if it computes the same; it ignores a soft cap of the scores."""
         capped = getattr(self._text_config, "attn_logit_softcapping", None) is not None
         return "sdpa" if self.model._supports_sdpa and not capped else "eager"
 
     def _select_tokens(self, head: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the head: keep the hidden states [N, 1, H] of the selected (rows, columns) only."""
+        """Keep only the hidden states [N, 1, H] of the selected (rows, columns); runs before the head."""
         if self._selected is None:
             return None
         hidden, *others = inputs
         return (hidden[self._selected][:, None], *others)
 
     def _attend_by(self, implementation: str) -> bool:
-        """Switch the model's attention; whether it can be."""
+        """Switch the model's attention. Returns whether the model supports it."""
         self.model.set_attn_implementation(implementation)
         return bool(self._text_config._attn_implementation == implementation)

@@ -1,8 +1,8 @@
-"""Sampling one token for each sequence of a batch, vectorised, from random numbers that a batch cannot influence.
+"""Vectorised sampling of one token per sequence, with random numbers that do not depend on the batch.
 
-Every draw takes one uniform number that depends on (request seed, token index) and nothing else, and inverts the
-distribution function of the processed distribution in vocabulary order. The same request therefore gives the same
-tokens whatever it is batched with, up to floating-point noise in its logits.
+Every draw takes one uniform number that depends only on (request seed, token index), and inverts the cumulative
+processed distribution in vocabulary order. The same request therefore gives the same tokens in any batch, up to
+floating-point noise in its logits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _UNIFORM_BITS = 48
-"""Few enough that ``u * total`` is below ``total`` in float64 for every u drawn, so a draw never falls off the end."""
+"""Few enough that ``u * total`` is below ``total`` in float64 for every u, so that a draw never exceeds the
+vocabulary."""
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits that are worked on at once: bounds the float64 distribution function to 128 MiB."""
+"""Number of logits processed at once: bounds the float64 cumulative distribution to 128 MiB."""
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -31,12 +32,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def seed_word(seed: int) -> int:
-    """A request's seed as an unsigned 64-bit word; any integer is allowed."""
+    """Return a request's seed as an unsigned 64-bit word; any integer is allowed."""
     return seed & _MASK
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position) pair.
+    """Return one number in [0, 1) for each (seed, position) pair.
 
     Args:
         seeds: [N]
@@ -48,24 +49,24 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingPlan:
-    """How each of N sequences is sampled, on the device, remade only when the batch's composition changes.
+    """Sampling parameters of N sequences, on the device; rebuilt only when the batch's composition changes.
 
-    Fields that no sequence needs are None, so that the usual case (temperature 1, no cut) costs nothing extra.
+    Fields that no sequence needs are None, so that the usual case (temperature 1, no cut) has no extra cost.
     """
 
     all_greedy: bool
     greedy: Tensor | None
     """[N] bool"""
     temperature: Tensor | None
-    """[N, 1] float32; 1 where greedy"""
+    """[N, 1] float32; 1 for greedy sequences"""
     cut_rows: Tensor | None
-    """[M] int64: the sequences with a top-k or top-p"""
+    """[M] int64: indices of the sequences with a top-k or top-p"""
     top_k: Tensor | None
-    """[M] int64: ranks kept; the vocabulary's size where off"""
+    """[M] int64: number of tokens kept; the vocabulary's size if off"""
     top_p: Tensor | None
     """[M, 1] float32"""
     max_top_k: int = 0
-    """Largest ``top_k`` where all M have one, else 0: then a partial sort is enough."""
+    """Largest ``top_k`` if all M sequences have one, else 0. A partial sort is then enough."""
 
     @classmethod
     def build(
@@ -76,7 +77,9 @@ class SamplingPlan:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingPlan:
-        """Args are [N] each, as in ``SamplingParams`` (temperature 0 is greedy, top_k 0 is off)."""
+        """Build a plan from arrays [N], with values as in ``SamplingParams`` (temperature 0 is greedy,
+        top_k 0 is off).
+        """
         greedy = temperature == 0.0
         cut = np.flatnonzero(~greedy & ((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size))))
         ranks = np.where((top_k[cut] > 0) & (top_k[cut] < vocab_size), top_k[cut], vocab_size)
@@ -93,7 +96,7 @@ class SamplingPlan:
         )
 
     def rows(self, start: int, stop: int) -> SamplingPlan:
-        """The plan of sequences [start, stop)."""
+        """Return the plan of sequences [start, stop)."""
         part = slice(start, stop)
         inside = None if self.cut_rows is None else (self.cut_rows >= start) & (self.cut_rows < stop)
         return SamplingPlan(
@@ -114,17 +117,17 @@ class Sampled:
     token_ids: Tensor
     """[N] int64"""
     logprobs: Tensor
-    """[N] float32, of the distribution that was sampled from (raw where greedy)"""
+    """[N] float32, of the sampling distribution (raw for greedy sequences)"""
     raw_logprobs: Tensor
-    """[N] float32, of the model's logits at temperature 1; not finite where the logits are not"""
+    """[N] float32, of the model's logits at temperature 1; not finite if the logits are not"""
 
 
 def sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
-    """Draw one token a row.
+    """Draw one token per row.
 
     Args:
-        logits: [N, V], any floating type; worked on in float32.
-        plan: of the same N sequences.
+        logits: [N, V], any floating type; processed in float32.
+        plan: plan of the same N sequences.
         numbers: [N] float64 uniform numbers.
     """
     num_rows, vocab_size = logits.shape
@@ -162,7 +165,7 @@ def _sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
     distribution = (scaled - normaliser).exp_().cumsum(-1, dtype=torch.float64)
     # The first token whose cumulative probability exceeds the target: its own probability is above zero.
     token = torch.searchsorted(distribution, numbers[:, None] * distribution[:, -1:], right=True)
-    token.clamp_(max=raw.shape[-1] - 1)  # only logits that are not finite reach beyond; their logprob shows it
+    token.clamp_(max=raw.shape[-1] - 1)  # only non-finite logits exceed it; their logprob is then not finite either
     if plan.greedy is not None:
         token = torch.where(plan.greedy[:, None], raw.argmax(-1, keepdim=True), token)
     raw_logprob = (raw.gather(-1, token) - raw_normaliser).squeeze(-1)
@@ -173,15 +176,15 @@ def _sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:
-    """Set logits outside top-k, then outside top-p of what is left, to minus infinity.
+    """Set logits outside top-k, then outside top-p of the rest, to minus infinity.
 
-    Both cuts are thresholds on the logit, so tokens that tie with the last one kept are kept too: the result does not
-    depend on the order in which a sort leaves equal values. At least the most likely token stays.
+    Both cuts are thresholds on the logit, so tokens tied with the last kept token are kept too, and the result does not
+    depend on how a sort orders equal values. At least the most likely token is kept.
 
     Args:
         scaled: [M, V] logits after temperature.
-        top_k: [M] ranks to keep.
-        top_p: [M, 1] keep the smallest set of most likely tokens whose probability reaches this.
+        top_k: [M] number of tokens to keep.
+        top_p: [M, 1] keep the smallest set of most likely tokens whose probability reaches this value.
         max_top_k: largest of ``top_k`` if all are below V, else 0.
     """
     if max_top_k:

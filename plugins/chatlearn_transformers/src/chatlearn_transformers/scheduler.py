@@ -1,8 +1,8 @@
 """The decode loop, one step at a time: admit, prefill or decode, sample, retire.
 
-A step is a deterministic function of what was submitted before it, in the order of submission. It either starts waiting
-sequences (prefill) or gives every running one a token (decode). Per token, nothing is done for each sequence apart in
-Python except where it ends, streams, or watches for stop strings.
+A step is a deterministic function of the requests submitted before it, in submission order. It either starts waiting
+sequences (prefill) or gives every running one a token (decode). Python handles single sequences only when they end,
+stream or watch for stop strings.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from chatlearn_transformers.slots import SlotTable
 from chatlearn_transformers.stopping import StopStrings, token_table
 
 _MAX_PADDING = 0.75
-"""A prompt joins a prefill batch if it is at least this share of the batch's longest..."""
+"""A prompt joins a prefill batch if it has at least this fraction of the longest prompt's length..."""
 _SMALL_PREFILL = 1024
-"""...or while the batch has fewer tokens than this, where another forward would cost more than the padding."""
+"""...or while the batch has fewer tokens than this, because another forward would cost more than the padding."""
 _ADMIT_FRACTION = 8
-"""Waiting sequences are admitted once 1/8 of the slots are free: one prefill for many, not one for each."""
+"""Waiting sequences are admitted once 1/8 of the slots are free, so that one prefill serves many."""
 
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """What bounds a step."""
+    """Limits of a step."""
 
     max_num_sequences: int
     max_prefill_tokens: int
@@ -42,15 +42,15 @@ class Limits:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step did."""
+    """Result of a step."""
 
     finished: list[tuple[SequenceRequest, Completion]] = field(default_factory=list)
     progress: list[tuple[SequenceRequest, int, list[int]]] = field(default_factory=list)
-    """(request, position, new tokens) of sequences that stream."""
+    """(request, position, new tokens) of streaming sequences."""
 
 
 class Scheduler:
-    """Waiting and running sequences of one replica. Not thread-safe: one caller at a time."""
+    """Waiting and running sequences of one replica. Not thread-safe: only one caller at a time."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Scheduler:
         eos_ids: Collection[int],
         decode_text: Callable[[Sequence[Sequence[int]], bool], list[str]],
     ) -> None:
-        """Args: decode_text: (batch of token ids, whether to skip special tokens) -> texts."""
+        """Start without requests. Args: decode_text: (batch of token ids, whether to skip special tokens) -> texts."""
         self.policy_version = 0
         self._decoder = decoder
         self._limits = limits
@@ -75,21 +75,21 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot."""
+        """Number of sequences in a slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences waiting for a slot."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do something."""
+        """Whether ``step`` has anything to do."""
         return bool(self._waiting or self._running)
 
     def submit(self, requests: Iterable[SequenceRequest]) -> None:
-        """Queue, in order."""
+        """Queue requests, in order."""
         for pending in requests:
             if pending.request.sampling.stop:
                 pending.watcher = StopStrings(
@@ -101,7 +101,7 @@ class Scheduler:
             self._waiting.append(pending)
 
     def step(self) -> StepReport:
-        """Advance: one batch of prefills if any may start, otherwise one token for every running sequence."""
+        """Run one batch of prefills if any may start, otherwise compute one token for every running sequence."""
         report = StepReport()
         if not self._kv_valid:
             self._recompute()
@@ -113,7 +113,9 @@ class Scheduler:
         return report
 
     def take_out(self, requests: Collection[SequenceRequest] | None = None) -> list[tuple[SequenceRequest, Completion]]:
-        """Remove sequences, waiting or running (None: all), and return what each has, finish reason ``abort``."""
+        """Remove waiting or running sequences (None: all) and return each with its partial completion, reason
+        ``abort``.
+        """
         out: list[tuple[SequenceRequest, Completion]] = []
         wanted = None if requests is None else set(requests)
         rows = [row for row, pending in enumerate(self._running) if wanted is None or pending in wanted]
@@ -128,7 +130,9 @@ class Scheduler:
         return out
 
     def set_version(self, version: int, *, recompute: bool) -> None:
-        """From now on ``version`` samples; ``recompute``: the KV cache of running sequences is of other weights."""
+        """Sample under ``version`` from now on; ``recompute`` discards the KV cache, because it belongs to other
+        weights.
+        """
         if version != self.policy_version:
             for row, pending in enumerate(self._running):
                 pending.spans.append((int(self._slots.counts[row]), version))
@@ -137,12 +141,12 @@ class Scheduler:
             self.drop_kv_cache()
 
     def drop_kv_cache(self) -> None:
-        """Free the KV cache; running sequences compute theirs again before their next token."""
+        """Free the KV cache; running sequences recompute it before their next token."""
         self._decoder.cache.clear()
         self._kv_valid = not self._running
 
     def _admit(self) -> list[SequenceRequest]:
-        """Take from the head of the queue what fits, if enough slots are free."""
+        """Take requests that fit from the head of the queue, if enough slots are free."""
         limits = self._limits
         free = limits.max_num_sequences - len(self._running)
         enough = min(len(self._waiting), max(1, limits.max_num_sequences // _ADMIT_FRACTION))
@@ -168,19 +172,19 @@ class Scheduler:
         return admitted
 
     def _start(self, admitted: list[SequenceRequest], report: StepReport) -> None:
-        """Give slots to sequences, compute their contexts, and sample the first token of each."""
+        """Assign slots to sequences, compute their contexts, and sample the first token of each."""
         first = len(self._running)
-        # Stable, so equal lengths stay in the order of submission.
+        # The sort is stable: equal lengths stay in submission order.
         admitted = sorted(admitted, key=lambda pending: -len(pending.request.prompt_ids) - pending.num_prior)
         contexts = [pending.context() for pending in admitted]
-        self._seat(admitted, contexts)
+        self._assign_slots(admitted, contexts)
         logits = self._prefill(contexts, first)
         for index, pending in enumerate(admitted):
             pending.spans = [(pending.num_prior, self.policy_version)]
             self._slots.lengths[first + index] = len(contexts[index])
         self._take_tokens(logits, first, report)
 
-    def _seat(self, admitted: list[SequenceRequest], contexts: list[Ids]) -> None:
+    def _assign_slots(self, admitted: list[SequenceRequest], contexts: list[Ids]) -> None:
         slots, first = self._slots, len(self._running)
         slots.reserve(
             first + len(admitted),
@@ -210,7 +214,7 @@ class Scheduler:
         self._composition_changed()
 
     def _prefill(self, contexts: list[Ids], first: int) -> torch.Tensor:
-        """Compute contexts, longest first, into rows from ``first`` on; [R, V] logits after each."""
+        """Compute contexts, longest first, into rows from ``first`` on; return logits [R, V] after each."""
         logits: list[torch.Tensor] = []
         start = 0
         while start < len(contexts):
@@ -237,7 +241,7 @@ class Scheduler:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _recompute(self) -> None:
-        """Compute the KV cache of every running sequence again: all its tokens but the last, which comes next."""
+        """Recompute the KV cache of every running sequence: all tokens but the last, which the next step computes."""
         if self._running:
             slots = self._slots
             contexts = [
@@ -253,7 +257,7 @@ class Scheduler:
         self._kv_valid = True
 
     def _advance(self, report: StepReport) -> None:
-        """One token for every running sequence."""
+        """Compute one token for every running sequence."""
         slots, count = self._slots, len(self._running)
         last = slots.token_ids[np.arange(count), slots.counts[:count] - 1]
         logits = self._decoder.decode(last, slots.lengths[:count])
@@ -261,7 +265,7 @@ class Scheduler:
         self._take_tokens(logits, 0, report)
 
     def _take_tokens(self, logits: torch.Tensor, first: int, report: StepReport) -> None:
-        """Sample one token for rows ``first``.. from their logits, record it, and retire what has ended."""
+        """Sample one token for rows ``first``.. from their logits, record it, and retire finished sequences."""
         slots, stop = self._slots, len(self._running)
         rows = np.arange(first, stop)
         counts = slots.counts[first:stop]
@@ -305,7 +309,7 @@ class Scheduler:
     def _retire(
         self, rows: list[int], reasons: dict[int, FinishReason], out: list[tuple[SequenceRequest, Completion]]
     ) -> None:
-        """Take rows out and close the gaps with the last rows, so that running rows stay 0..n-1."""
+        """Remove rows and move the last rows into the gaps, so that running rows stay 0..n-1."""
         if not rows:
             return
         slots = self._slots
@@ -328,7 +332,7 @@ class Scheduler:
     def _completions(
         self, rows: list[int], reasons: dict[int, FinishReason]
     ) -> list[tuple[SequenceRequest, Completion]]:
-        """What these rows hold, copied out."""
+        """Copy the completions out of these rows."""
         slots = self._slots
         histories = [slots.token_ids[row, : slots.counts[row]].copy() for row in rows]
         texts = self._decode_text([token_ids.tolist() for token_ids in histories], True)
@@ -342,7 +346,7 @@ class Scheduler:
         return found
 
     def _reorder(self, order: Ids) -> None:
-        """Put row ``order[i]`` at i in everything but the KV cache."""
+        """Move row ``order[i]`` to i in everything except the KV cache."""
         self._slots.move(order, np.arange(len(order)))
         self._running = [self._running[row] for row in order]
         self._composition_changed()
@@ -356,7 +360,7 @@ class Scheduler:
         ]
 
     def _sampling_plan(self, first: int) -> SamplingPlan:
-        """Of rows ``first``..; kept from step to step while all rows decode."""
+        """Return the plan of rows ``first``..; it is cached while the composition does not change."""
         if first == 0 and self._plan is not None:
             return self._plan
         slots, stop = self._slots, len(self._running)

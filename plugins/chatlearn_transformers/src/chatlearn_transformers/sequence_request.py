@@ -1,4 +1,4 @@
-"""A pending request of the decode loop, and what a row of the slot table does not hold."""
+"""A pending request of the decode loop, with the state that the slot table does not hold."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class SequenceRequest(PendingRequest):
 
     @property
     def max_length(self) -> int:
-        """Prompt and completion at their longest."""
+        """Longest possible number of prompt and completion tokens."""
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
     def sampled(
         self, token_ids: TokenIds, logprobs: Floats, raw_logprobs: Floats, reason: FinishReason, text: str
     ) -> Completion:
-        """The completion of a row; arrays are [C], resumed tokens included."""
+        """Return the completion of a row; arrays are [C] and include resumed tokens."""
         without_raw = self.prior is not None and self.prior.raw_logprobs is None and self.num_prior > 0
         return self.completion(token_ids, logprobs, reason, text, None if without_raw else raw_logprobs)

@@ -1,7 +1,7 @@
-"""One sequence at a time, each with the cache that the model makes for itself: for what no common cache can hold.
+"""Decodes one sequence at a time, each with the model's own cache, for models that cannot share a cache.
 
-Recurrent, convolutional and linear attention keep states that no mask can part, ALiBi and windows in buffers count
-columns of a cache. A model computes its own continuation all the same, and each row here is one.
+Recurrent, convolutional and linear attention keep states that no mask can separate; ALiBi and windows in buffers count
+cache columns. Each row is a separate continuation by the model itself.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import Tensor
 from chatlearn_transformers.row_decoder import Ids, RowDecoder
 
 _CACHES = ("past_key_values", "cache_params", "state")
-"""Names under which models return their cache and take it back."""
+"""Names under which models return and accept their cache."""
 
 
 class OwnCaches:
-    """The model's own cache of every row."""
+    """A separate cache of the model for every row."""
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[str, Any]] = {}
-        """Row -> the name under which the model takes its cache, and the cache."""
+        """Row -> (name of the cache argument, cache)."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated; tensors that several hold count once."""
+        """Allocated memory in bytes; shared tensors count once."""
         found = {id(tensor): tensor for cache in self.rows.values() for tensor in _tensors(cache, set())}
         return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
     def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Nothing: they grow by themselves."""
+        """Do nothing: these caches grow by themselves."""
 
     def clear(self) -> None:
-        """Forget every sequence."""
+        """Remove all sequences."""
         self.rows.clear()
 
 
 class SequentialDecoder(RowDecoder):
-    """Computes every row by a forward of its own. Slower than ``Decoder``, by about the number of rows."""
+    """Computes every row in a separate forward. Slower than ``Decoder``, about by the number of rows."""
 
     cache: OwnCaches
 
@@ -57,7 +57,7 @@ class SequentialDecoder(RowDecoder):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """The largest share of a cache's memory that a token of it has had: states of fixed size count, too."""
+        """Largest observed cache size per token, including states of fixed size."""
         return self._bytes_per_token
 
     @torch.inference_mode()
@@ -103,7 +103,7 @@ class SequentialDecoder(RowDecoder):
 
 
 def _cache_of(output: Any) -> tuple[str, Any]:
-    """The cache in a model's output, and its name.
+    """Return the cache in a model's output, with its name.
 
     Raises:
         NotImplementedError: there is none.
@@ -112,11 +112,11 @@ def _cache_of(output: Any) -> tuple[str, Any]:
         cache = getattr(output, name, None)
         if cache is not None:
             return name, cache
-    raise NotImplementedError(f"{type(output).__name__} holds no cache ({', '.join(_CACHES)})")
+    raise NotImplementedError(f"{type(output).__name__} has no cache ({', '.join(_CACHES)})")
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Every tensor inside a cache, its layers and their containers."""
+    """Yield every tensor inside a cache, its layers and their containers."""
     if id(value) in seen:
         return
     seen.add(id(value))

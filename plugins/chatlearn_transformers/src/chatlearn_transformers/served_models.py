@@ -1,4 +1,4 @@
-"""Whether the generator serves a model directory, and whether what it computes is right."""
+"""Checks whether the generator serves a model directory, and whether its results are correct."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from chatlearn_transformers.row_decoder import Ids, RowDecoder
 _TOLERANCE = 1e-4
 _NUM_TOKENS = 24
 _PROMPTS = (0.1, 0.4, 1.0)
-"""Lengths of the prompts, as shares of the tokens that are compared. Ascending: rows are done from the last one on."""
+"""Prompt lengths as fractions of the compared tokens. Ascending, because rows finish from the last one on."""
 
 
 @dataclass(slots=True, frozen=True)
 class ServedModel:
-    """What the generator does with a model."""
+    """What the generator does with a model. Example: ``ServedModel("refused", "it has no language-model head")``."""
 
     status: Literal["right", "refused", "wrong"]
     reason: str = ""
-    """Why it was refused; how far it is off."""
+    """Why the model was refused, or how far the results are off."""
     together: bool = True
-    """Whether sequences are computed in one batch; else one at a time."""
+    """Whether sequences are computed in one batch, or else one at a time."""
 
 
 def check_served_model(
     directory: str | Path, *, attention: Literal["sdpa", "eager"] = "sdpa", length: int | None = None
 ) -> ServedModel:
-    """Load a small model as the generator does, and compare every logprob with a plain forward of each sequence alone.
+    """Load a small model like the generator, and compare every logprob with a plain forward of each sequence alone.
 
-    The sequences are computed in one batch, from prompts of unequal lengths, and reach beyond every window.
+    The sequences are computed in one batch, from prompts of unequal lengths, and exceed every window.
 
     Args:
-        directory: of a model small enough to be computed several times; needs no tokenizer.
+        directory: directory of a model small enough to be computed several times; needs no tokenizer.
         attention: the generator's option.
         length: ``model.max_length``; None takes the configuration's.
     """
@@ -63,7 +63,7 @@ def check_served_model(
 
 
 def _largest_difference(decoder: RowDecoder, directory: str | Path, num_tokens: int) -> float:
-    """Of all logprobs of three sequences of random tokens, each computed to ``num_tokens``."""
+    """Return the largest logprob difference over three sequences of ``num_tokens`` random tokens."""
     draw = np.random.default_rng(0)
     size = min(decoder.vocab_size, 200)
     sequences: list[Ids] = [draw.integers(min(3, size - 1), size, num_tokens) for _ in _PROMPTS]

@@ -1,4 +1,4 @@
-"""What is known of every running sequence, one array a quantity, one row a sequence, rows 0..n-1 in use."""
+"""State of the running sequences: one array per quantity, one row per sequence, rows 0..n-1 in use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class SlotTable:
     """Host-side state of the sequences, in the order of the KV cache's rows.
 
     Attributes:
-        lengths: [R] tokens in the KV cache.
-        counts: [R] completion tokens so far, resumed ones included.
-        limits: [R] completion tokens at most.
+        lengths: [R] number of tokens in the KV cache.
+        counts: [R] number of completion tokens so far, including resumed ones.
+        limits: [R] largest number of completion tokens.
         seeds: [R] keys of the random numbers.
         temperature: [R] 0 is greedy.
         top_p: [R]
         top_k: [R] 0 is off.
         stops_at_eos: [R]
-        stop_ids: [R, K] further stop tokens, -1 where unused.
+        stop_ids: [R, K] further stop tokens, -1 for unused entries.
         token_ids: [R, T] completion tokens.
         logprobs: [R, T]
         raw_logprobs: [R, T]
@@ -56,7 +56,7 @@ class SlotTable:
     raw_logprobs: np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
     def reserve(self, num_rows: int, num_tokens: int, num_stop_ids: int) -> None:
-        """Make room; what is there stays."""
+        """Make room, keeping the content."""
         rows = max(num_rows, len(self.lengths))
         for name in _FIELDS:
             setattr(self, name, _grown(getattr(self, name), (rows,), 0))
@@ -66,7 +66,7 @@ class SlotTable:
         self.stop_ids = _grown(self.stop_ids, (rows, max(num_stop_ids, self.stop_ids.shape[1])), -1)
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy rows ``sources`` over ``targets``."""
+        """Copy rows ``sources`` over rows ``targets``."""
         for name in (*_FIELDS, *_HISTORY, "stop_ids"):
             array = getattr(self, name)
             array[targets] = array[sources]

@@ -1,4 +1,4 @@
-"""When a completion ends: end-of-sequence tokens, stop tokens, stop strings."""
+"""Detects the end of a completion: end-of-sequence tokens, stop tokens, stop strings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 from chatlearn_core.exceptions import ModelError
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text, special tokens included."""
+"""Function from token ids to text, including special tokens."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a byte-level tokenizer decodes the first bytes of an unfinished character to."""
+"""Result of a byte-level tokenizer for the first bytes of an incomplete character."""
 
 
 def end_of_sequence_ids(model_config: Any, generation_config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Every end-of-sequence id that generation config, model config and tokenizer name.
+    """Collect the end-of-sequence ids of generation config, model config and tokenizer.
 
     Raises:
-        ModelError: an id lies outside the model's vocabulary (a foreign tokenizer).
+        ModelError: an id is outside the model's vocabulary (the tokenizer belongs to another model).
     """
     found: set[int] = set()
     for source, value in (
@@ -42,7 +42,7 @@ def end_of_sequence_ids(model_config: Any, generation_config: Any, tokenizer: An
 
 
 def token_table(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.bool_]:
-    """[V] bool: whether a token is one of ``token_ids``."""
+    """Return [V] bool: whether each token is one of ``token_ids``."""
     table = np.zeros(vocab_size, dtype=np.bool_)
     table[list(token_ids)] = True
     return table
@@ -51,9 +51,9 @@ def token_table(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.boo
 class StopStrings:
     """Watches one completion for stop strings, token by token.
 
-    Only the text that a new token adds is looked at, together with as much of the text before it as a match could
-    begin in. Text is decoded in a window, since a token may decode differently after another (leading spaces, the
-    bytes of one character spread over tokens).
+    It checks only the text that a new token adds, together with the preceding text in which a match could begin. Text
+    is decoded in a window, because a token may decode differently after another one (leading spaces, the bytes of one
+    character spread over tokens).
     """
 
     __slots__ = ("_committed", "_decode", "_longest", "_stops", "_tail", "_window")
@@ -64,11 +64,11 @@ class StopStrings:
         self._decode = decode
         self._window: list[int] = []
         self._committed = 0
-        """Tokens of the window whose text is in the tail already."""
+        """Number of tokens in the window whose text is already in the tail."""
         self._tail = ""
 
     def feed(self, token_id: int) -> bool:
-        """Take the next token; True if a stop string is now complete."""
+        """Add the next token. Returns True if a stop string is now complete."""
         self._window.append(token_id)
         text = self._decode(self._window)
         added = text[len(self._decode(self._window[: self._committed])) :]

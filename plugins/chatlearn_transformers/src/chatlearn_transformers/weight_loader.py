@@ -1,4 +1,4 @@
-"""Taking new weights into a live model, in place."""
+"""Loads new weights into a live model, in place."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Replica(LoadingReplica, Protocol):
-    """What a loader needs of its generator."""
+    """The interface of its generator that a loader needs."""
 
     async def in_worker(self, work: Callable[[], T]) -> T:
-        """Run blocking work off the event loop, never beside a forward."""
+        """Run blocking work in the worker thread, never during a forward."""
 
 
 class TransformersWeightLoader(ReplicaWeightLoader):
-    """Checks what is offered against the model, copies it in place, and serves it once it is whole."""
+    """Checks offered weights against the model, copies them in place, and serves them once complete."""
 
     def __init__(
         self, replica: Replica, model: Any, model_path: str, dtype: torch.dtype, *, convert_dtype: bool
@@ -44,17 +44,17 @@ class TransformersWeightLoader(ReplicaWeightLoader):
         self._views: dict[str, Tensor] = {}
 
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
-        """See ``WeightLoader``: copies each box to its place in the model's own memory.
+        """See ``WeightLoader``. Copies each box to its place in the model's memory.
 
         Raises:
-            WeightSyncError: as ``load_tensors``, or an element came twice.
+            WeightSyncError: see ``load_tensors``; or an element came twice.
         """
         self._incoming.require_begun("load_boxes")
         async with self._dead_on_error("loading boxes"):
             await self._in_worker(lambda: self._place(self._incoming.checked_boxes(shards)))
 
     async def load_checkpoint(self, directory: Path) -> None:
-        """See ``WeightLoader``: reads one ``model.safetensors``, or the files its index names.
+        """See ``WeightLoader``. Reads one ``model.safetensors``, or the files that its index names.
 
         Raises:
             WeightSyncError: see ``load_tensors``; or a file is missing or damaged.

@@ -31,7 +31,7 @@ class Caller:
         return hmac.compare_digest(answer, self._answer)
 
 
-class Listener:
+class Doorkeeper:
     """The listening side: accepts callers that know the secret."""
 
     def __init__(self, secret: str) -> None:

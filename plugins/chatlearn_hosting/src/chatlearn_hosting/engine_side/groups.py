@@ -55,7 +55,7 @@ class SenderGroup:
         keys = PrefixStore(f"{FIRST_DEVICE[backend]}/", nested)
         self.name = name
         self._on_close = on_close
-        self.completes_on_arrival = backend == "gloo"
+        self.says_when_over = backend == "gloo"
         """Whether a broadcast's future completes on arrival. NCCL's completes as soon as the operation is in its
         stream."""
         self._group: Any

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from .greeting import ANSWER_BYTES, GREETING_BYTES, Caller, Listener
+from .greeting import ANSWER_BYTES, GREETING_BYTES, Caller, Doorkeeper
 
 LOOPBACK = "127.0.0.1"
 GREETING_S = 10.0
@@ -69,7 +69,7 @@ def open_store(host: str, port: int, secret: str | None, timeout: timedelta) -> 
     inner = listening_socket(LOOPBACK, 0)
     inner_port = inner.getsockname()[1]
     store = _serve(LOOPBACK, inner, timeout)
-    greeter = Listener(secret)
+    greeter = Doorkeeper(secret)
 
     def way(connection: socket.socket) -> socket.socket | None:
         answer = greeter.answer(_read_exactly(connection, GREETING_BYTES, greeter.may_become_greeting))
