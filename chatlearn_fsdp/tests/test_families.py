@@ -120,5 +120,5 @@ def test_an_attention_that_the_architecture_does_not_have_is_refused_with_what_i
 
 
 def test_ulysses_needs_packed_rows(make_trainer) -> None:
-    with pytest.raises(ValueError, match="ulysses 2 shares the tokens of packed rows, and sequences is 'padded'"):
+    with pytest.raises(ValueError, match="ulysses 2 splits the tokens of packed rows, but sequences is 'padded'"):
         make_trainer(ulysses=2, sequences="padded")

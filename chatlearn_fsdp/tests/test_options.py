@@ -50,5 +50,5 @@ def test_the_record_names_options_that_exist() -> None:
 def test_sizes_that_do_not_divide_the_ranks_are_refused_where_the_ranks_are_known(options: dict[str, int]) -> None:
     FSDPOptions.model_validate(options)
     FSDPOptions.model_validate(options, context={"ranks": 3 * 8 if "dp_shard" not in options else 3})
-    with pytest.raises(ValidationError, match=r"make .*, and the role has ranks: 4"):
+    with pytest.raises(ValidationError, match=r"is .*, but the role has ranks: 4"):
         FSDPOptions.model_validate(options, context={"ranks": 4})

@@ -132,7 +132,7 @@ def test_files_elsewhere_are_refused(saved, path) -> None:
     key = next(iter(index.storage_data))
     index.storage_data[key] = replace(index.storage_data[key], relative_path=path)
     (saved / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match="lie in its own directory"):
+    with pytest.raises(CheckpointError, match="must be in its own directory"):
         read(saved, empty())
 
 

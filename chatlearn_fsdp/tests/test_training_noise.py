@@ -82,4 +82,4 @@ def test_noise_that_is_left_out_is_said(make_trainer, gpt2, caplog) -> None:
     assert not caplog.text, "nothing trains, or nothing was asked for"
     make_trainer(path=gpt2)
     assert f"without the noise that {gpt2} asks for in its config.json (attn_pdrop 0.1, embd_pdrop 0.1" in caplog.text
-    assert "options.dropout: true" in caplog.text
+    assert "options.dropout to true" in caplog.text

@@ -139,7 +139,7 @@ def _trained(directory: Path, options: dict[str, Any], expected: torch.Tensor) -
         rows: str = model.rows
     except ModelError as error:
         return "refused", _short(
-            re.split(r" Right for this model| None of the other", str(error))[0].split("; with ")[-1]
+            re.split(r" Correct for this model| No other combination", str(error))[0].split("; with ")[-1]
         )
     finally:
         trainer.close()

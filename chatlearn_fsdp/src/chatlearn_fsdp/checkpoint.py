@@ -1,9 +1,10 @@
 """Resumable checkpoints of one trainer.
 
-One rank writes ``weights.safetensors`` and ``optimizer.pt`` (optimizer state by parameter name, random state). Several
-ranks write their shards with torch's distributed checkpoint under ``shards/`` and their random states beside it. Either
-can be read by any number of ranks. ``trainer.json`` comes last and says which it is, so a checkpoint without it is
-incomplete. With adapters only what training changes is in it: the adapters, and a value or reward head.
+A single rank writes ``weights.safetensors`` and ``optimizer.pt`` (optimizer state by parameter name, random state).
+Several ranks write their shards with torch's distributed checkpoint under ``shards/`` and their random states next to
+it. Any number of ranks can read either form. ``trainer.json`` is written last and states the form, so a checkpoint
+without it is incomplete. With adapters the checkpoint contains only what training changes: the adapters, and a value or
+reward head.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WEIGHTS_FILE, OPTIMIZER_FILE, SHARDS, TRAINER_FILE = "weights.safetensors", "opt
 
 @dataclass(slots=True)
 class TrainerState:
-    """What is saved and loaded; ``load`` writes into the live tensors and sets ``updates``."""
+    """State to save and load; ``load`` writes into the live tensors and sets ``updates``."""
 
     model: PreTrainedModel
     layout: CheckpointLayout
@@ -56,7 +57,9 @@ class TrainerState:
     lora: LoraOptions | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by the model's own names, tied ones once; with adapters only what they change."""
+        """Live tensors by the model's own names, tied ones once; with adapters only the tensors that
+        training changes.
+        """
         if self.lora is not None:
             return {name: tensor.detach() for name, tensor in adapter_state(self.model).items()}
         state = self.model.state_dict()
@@ -67,7 +70,7 @@ class TrainerState:
         return optimizer_tensors(self.optimizer, self.model) if self.optimizer is not None else {}
 
     def identity(self) -> dict[str, Any]:
-        """What must agree between a checkpoint and the trainer that loads it."""
+        """Values that must agree between a checkpoint and the trainer that loads it."""
         return {
             "format": FORMAT,
             "architecture": self.model.config.model_type,
@@ -80,7 +83,9 @@ class TrainerState:
 
 
 def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
-    """Write a checkpoint; the facts of this rank's files. Collective. Replacing an older one is the caller's."""
+    """Write a checkpoint and return the facts of this rank's files. Collective. The caller replaces older
+    checkpoints.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if state.ranks is None:
         weights = {name: _whole(tensor).contiguous() for name, tensor in state.weights().items()}
@@ -111,7 +116,7 @@ def save(directory: Path, state: TrainerState) -> dict[str, FileFacts]:
 
 
 def _own_files(directory: Path, state: TrainerState) -> list[str]:
-    """The files that this rank has written: torch names those of a sharded checkpoint after the rank."""
+    """Return the files that this rank has written; torch names the files of a sharded checkpoint after the rank."""
     if state.ranks is None:
         return [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE]
     shards = [f"{SHARDS}/{path.name}" for path in (directory / SHARDS).glob(f"__{state.rank}_*.distcp")]
@@ -120,17 +125,17 @@ def _own_files(directory: Path, state: TrainerState) -> list[str]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor as a plain one; ``cpu_offload`` shards it even over a single rank, which has all of it."""
+    """Return a plain tensor; ``cpu_offload`` shards tensors even on a single rank, which holds all of them."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load(directory: Path, state: TrainerState) -> None:
     """Read a checkpoint into the live tensors. Collective.
 
-    The random state is restored where this rank's was saved (the same number of ranks); otherwise it stays.
+    The random state is restored if this rank saved one (same number of ranks); otherwise it stays.
 
     Raises:
-        CheckpointError: a file is missing, cut short, or of another model.
+        CheckpointError: a file is missing, truncated, or of another model.
     """
     record = _read_record(directory / TRAINER_FILE, state)
     state.updates = int(record["updates"])
@@ -155,11 +160,11 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
     file = directory / OPTIMIZER_FILE
     content = _read_pickle(file)
     if not all(isinstance(content.get(part), dict) for part in ("optimizer", "random")):
-        raise _unreadable(file, ValueError("it holds no optimizer state and random state"))
+        raise _unreadable(file, ValueError("it lacks optimizer state or random state"))
     if state.optimizer is not None and has_moments:
         live = state.moments()
         if content["optimizer"].keys() != live.keys():
-            raise CheckpointError(f"{file} holds the optimizer state of other parameters than this model has")
+            raise CheckpointError(f"{file} has the optimizer state of other parameters than this model's")
         for name, entry in content["optimizer"].items():
             _copy_all(entry, live[name], file)
     if state.ranks is None:
@@ -170,7 +175,7 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
     content = _sharded_content(state, with_optimizer=has_moments and state.optimizer is not None)
     shards = directory / SHARDS
     try:
-        with warnings.catch_warnings():  # of one process that reads what several wrote, which is meant
+        with warnings.catch_warnings():  # a single process may read what several wrote
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_sharded(
                 content, storage_reader=ShardedReader(shards), planner=TensorPlanner(), no_dist=state.ranks is None
@@ -194,12 +199,13 @@ def _sharded_content(state: TrainerState, *, with_optimizer: bool) -> dict[str, 
 def _copy_all(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], file: Path) -> None:
     if saved.keys() != live.keys():
         odd = sorted(saved.keys() ^ live.keys())[:4]
-        raise CheckpointError(f"{file} is of another model: tensors {', '.join(odd)} are in one of the two only")
+        raise CheckpointError(f"{file} is of another model: tensors {', '.join(odd)} are in only one of the two")
     for name, tensor in live.items():
         source = saved[name]
         if source.shape != tensor.shape:
             raise CheckpointError(
-                f"{file} is of another model: {name} has shape {list(source.shape)}, this model's {list(tensor.shape)}"
+                f"{file} is of another model: {name} has shape {list(source.shape)}, but this model has"
+                f" {list(tensor.shape)}"
             )
         copy_whole(source, tensor)
 
@@ -223,13 +229,13 @@ def _read_pickle(file: Path) -> dict[str, Any]:
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
-            raise TypeError(f"it holds a {type(content).__name__}")
+            raise TypeError(f"it contains a {type(content).__name__}")
     except (OSError, RuntimeError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise _unreadable(file, error) from error
-    except pickle.UnpicklingError as error:  # whose text advises to run what the file says
+    except pickle.UnpicklingError as error:  # its own text advises to execute the file
         raise CheckpointError(
-            f"cannot read {file}: it is damaged, or holds more than tensors; nothing of it was executed. Use an earlier"
-            " checkpoint, from a place that you trust."
+            f"cannot read {file}: it is damaged, or has more than tensors; nothing in it was executed. Use an earlier"
+            " checkpoint from a source that you trust."
         ) from error
     return content
 
@@ -237,7 +243,7 @@ def _read_pickle(file: Path) -> dict[str, Any]:
 def _unreadable(file: Path, error: BaseException) -> CheckpointError:
     reason = str(error).splitlines()[0] if str(error) else "no details"
     return CheckpointError(
-        f"cannot read {file}: {type(error).__name__}: {reason}. It is missing, cut short or damaged; use an earlier"
+        f"cannot read {file}: {type(error).__name__}: {reason}. It is missing, truncated or damaged; use an earlier"
         " checkpoint."
     )
 

@@ -1,4 +1,4 @@
-"""What ``chatlearn plugins check chatlearn-fsdp`` needs to know; never imported by a run."""
+"""Settings for ``chatlearn plugins check chatlearn-fsdp``; runs never import this module."""
 
 from __future__ import annotations
 

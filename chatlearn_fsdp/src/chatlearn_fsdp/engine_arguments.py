@@ -1,4 +1,4 @@
-"""Engine-native arguments: configuration fields of the model and arguments of ``from_pretrained``, checked first."""
+"""Checks engine arguments: configuration fields of the model and arguments of ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ OWNED: Mapping[str, str] = {
     "device": "set roles.<role>.device",
     "device_map": "the runtime places the role; set roles.<role>.device",
     "dtype": "set options.master_dtype and options.param_dtype",
-    "ignore_mismatched_sizes": "weights of another shape are refused",
+    "ignore_mismatched_sizes": "weights with a wrong shape are refused",
     "num_labels": "set roles.<role>.head",
-    "output_loading_info": "this backend reads it itself",
+    "output_loading_info": "this backend sets it",
     "quantization_config": "quantised weights cannot be trained",
     "torch_dtype": "set options.master_dtype and options.param_dtype",
     "tp_plan": "set roles.<role>.ranks, and options.dp_shard or options.ulysses",
     "trust_remote_code": "set model.trust_remote_code",
 }
-"""Arguments that this backend sets itself, and what to set instead."""
+"""Arguments that this backend sets itself, each with the setting to use instead."""
 
 
 def engine_problems(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """See ``TrainerSpec.check_engine``. Names that may be fields of the model's configuration pass."""
+    """See ``TrainerSpec.check_engine``. Accepts names that may be fields of the model's configuration."""
     return argument_problems(arguments, OWNED, None)
 
 
 def check_engine_arguments(role: str, arguments: Mapping[str, Any], fields: Collection[str] | None = None) -> None:
-    """Refuse what is not passed on.
+    """Refuse arguments that cannot be passed on.
 
     Args:
         role: for the message.
-        arguments: of ``roles.<role>.engine``.
-        fields: of the model's configuration, where it is known.
+        arguments: content of ``roles.<role>.engine``.
+        fields: fields of the model's configuration, if known.
 
     Raises:
-        ConfigError: names every argument that is unknown, of a wrong type or owned by this backend, with what to do.
+        ConfigError: names every argument that is unknown, has a wrong type or is set by this backend, with the remedy.
     """
     problems = argument_problems(arguments, OWNED, fields)
     if problems:

@@ -1,4 +1,4 @@
-"""The model of one rank, ready to train: loaded whole by a single rank, read slice by slice where it is sharded."""
+"""The model of one rank, ready to train: a single rank loads it whole, several ranks read it slice by slice."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StartedModel:
-    """A model with memory and values, sharded if there are ranks to shard over."""
+    """A model with memory and values, sharded if there are several ranks."""
 
     packed: PackedModel
     layout: CheckpointLayout
-    """Of the model without adapters."""
+    """Layout of the model without adapters."""
 
 
 def start_model(
@@ -43,13 +43,13 @@ def start_model(
 ) -> StartedModel:
     """Build, shard and load the model, and inject its adapters.
 
-    With ``ranks`` the structure is built on the ``meta`` device, sharded, and every rank reads its own rows of each
-    tensor from the safetensors files: no process ever holds the whole model. (An architecture that keeps a tensor in a
-    form without views of its checkpoint tensors is loaded whole by every rank first, with a warning.)
+    With ``ranks`` the structure is built on the ``meta`` device and sharded, and every rank reads its own rows of each
+    tensor from the safetensors files, so no process holds the whole model. (If an architecture stores a tensor in a
+    form without views of its checkpoint tensors, every rank first loads the whole model, with a warning.)
 
     Raises:
-        ModelError: the directory cannot be used, or the heads cannot be shared over Ulysses ranks.
-        ConfigError: an engine argument is none of the model's.
+        ModelError: the directory is unusable, or the heads cannot be split over Ulysses ranks.
+        ConfigError: an engine argument does not exist in the model's configuration.
     """
     extra = dict(context.engine_arguments)
     if extra:
@@ -93,7 +93,7 @@ def start_model(
     if not by_slices:
         odd = next(entry.key for entry in layout.tensors if entry.parts is None or not entry.shape)
         logger.warning(
-            "%s keeps %s in another form than its checkpoint, so each rank loads the whole model before sharding it",
+            "%s stores %s in another form than its checkpoint, so each rank loads the whole model before sharding",
             type(model).__name__,
             odd,
         )
@@ -113,7 +113,7 @@ def start_model(
     )
     if by_slices:
         packed.to_empty(device="cpu" if options.cpu_offload else context.device)
-        # to_empty gives both names of a tied pair memory of their own.
+        # to_empty gives the two names of a tied pair separate memory.
         model.tie_weights()
         restore_buffers(model)
         if options.cpu_offload:
@@ -133,10 +133,18 @@ def read_shards(
     seed: int,
     decay: float = 0.0,
 ) -> None:
-    """Fill the live shards from the checkpoint files; a head that they do not hold is drawn from ``seed``.
+    """Fill the live shards from the checkpoint files; draw a missing head from ``seed``.
+
+    Args:
+        model: live model.
+        layout: layout of the model without adapters.
+        directory: local model directory.
+        source: for its head, and its path in messages.
+        seed: seed of a new head.
+        decay: see ``blend``.
 
     Raises:
-        ModelError: tensors are missing or of another shape.
+        ModelError: tensors are missing or have a wrong shape.
     """
     state = base_state(model)
     with CheckpointFiles(directory) as files, torch.no_grad():
@@ -160,13 +168,17 @@ def read_shards(
 def read_model(
     model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, context: RoleContext, decay: float
 ) -> None:
-    """Fill a live model from another directory of its architecture; each rank reads its own rows where that works.
+    """Fill a live model from another directory of its architecture; each rank reads only its own rows where possible.
 
     Args:
-        decay: share that stays of each weight.
+        model: live model.
+        layout: layout of the model without adapters.
+        source: the directory to read.
+        context: the role's context.
+        decay: fraction of each weight that is kept; see ``blend``.
 
     Raises:
-        ModelError: tensors are missing or of another shape; nothing has changed.
+        ModelError: tensors are missing or have a wrong shape; the model is unchanged.
     """
     if all(entry.parts is not None and entry.shape for entry in layout.tensors):
         read_shards(model, layout, local_directory(source.path), source, context.seed, decay)
@@ -191,14 +203,14 @@ def _prepare(model: PreTrainedModel, options: FSDPOptions, context: RoleContext,
         if not context.trainable:
             model.requires_grad_(False)
     if context.trainable:
-        _say_noise(model, options, context)
+        _log_noise(model, options, context)
     if options.gradient_checkpointing and context.trainable:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PackedModel(model, source.head, options.logits_chunk_tokens)
 
 
-def _say_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
-    """Log the noise of the model's configuration that training leaves out, and that which it computes with."""
+def _log_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
+    """Log the noise of the model's configuration that training leaves out, and the noise that it applies."""
     configured = [f"{name} {value:g}" for name, value in configured_noise(model.config).items()]
     applied = configured if options.dropout else []
     if options.lora is not None and options.lora.dropout:
@@ -207,15 +219,15 @@ def _say_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContex
         return
     if configured and not options.dropout:
         logger.warning(
-            "roles.%s trains without the noise that %s asks for in its config.json (%s); options.dropout: true applies"
-            " it",
+            "roles.%s trains without the noise that %s requests in its config.json (%s); set options.dropout to true"
+            " to apply it",
             context.role,
             context.model.path if context.model is not None else "its model",
             ", ".join(configured),
         )
     if applied:
         logger.warning(
-            "roles.%s trains with noise (%s): an update computes other logprobs than were computed before it, so"
+            "roles.%s trains with noise (%s): an update computes other logprobs than those computed before it, so"
             " importance ratios of an on-policy update are not 1",
             context.role,
             ", ".join(applied),
@@ -223,11 +235,11 @@ def _say_noise(model: PreTrainedModel, options: FSDPOptions, context: RoleContex
 
 
 def lora_settings(options: LoraOptions) -> LoraSettings:
-    """The option as chatlearn_hf takes it."""
+    """Convert the option to chatlearn_hf's settings."""
     return LoraSettings(options.rank, options.alpha, options.dropout, options.target_modules)
 
 
 def draw_new_adapters(model: PreTrainedModel, options: FSDPOptions, context: RoleContext) -> None:
-    """Set the adapters, if there are some, to what training starts from."""
+    """Set the adapters, if any, to their initial values."""
     if options.lora is not None:
         draw_adapters(model, context.seed, copy_whole)

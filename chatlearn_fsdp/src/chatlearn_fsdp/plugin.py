@@ -1,4 +1,4 @@
-"""What this distribution registers. Imports no engine."""
+"""Registers the trainer ``fsdp``. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import TrainerSpec
 
 @hookimpl
 def chatlearn_trainers() -> Iterable[TrainerSpec]:
-    """The trainer ``fsdp``."""
+    """Register the trainer ``fsdp``."""
     return [
         TrainerSpec(
             name="fsdp",

@@ -1,9 +1,10 @@
-"""Reads a checkpoint of several ranks without executing what its files say.
+"""Reads a checkpoint of several ranks without executing anything in its files.
 
-torch's distributed checkpoint keeps its index in a pickle, ``.metadata``, and unpickling calls whatever functions the
-file names. Here the index may name only the records of such an index, its files must lie in the checkpoint's own
-directory, and every entry must be a tensor: torch unpickles other entries without restrictions. A pickle may also set
-attributes of what it names, so that it gets no class or function of torch's itself, but one that makes the same values.
+torch's distributed checkpoint stores its index in a pickle, ``.metadata``, and unpickling calls any function that the
+file names. Here the index may name only the records of such an index, its files must be in the checkpoint's own
+directory, and every entry must be a tensor, because torch unpickles other entries without restrictions. A pickle may
+also set attributes of the objects it names, so it gets stand-ins that create the same values instead of torch's
+classes.
 """
 
 from __future__ import annotations
@@ -41,41 +42,43 @@ ALLOWED: Mapping[tuple[str, str], object] = {
         if isinstance(dtype, torch.dtype)
     },
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,  # a table of names
+    ("torch.serialization", "_get_layout"): _get_layout,  # a lookup table
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,  # Python 3.13
 }
-"""Every name that an index written by torch refers to. None of them does more than make a value."""
+"""Every name that an index written by torch refers to. All of them only create values."""
 
 
 class ShardedReader(FileSystemReader):
-    """torch's reader, with an index that cannot execute anything."""
+    """torch's reader with an index that cannot execute code."""
 
     def __init__(self, directory: Path) -> None:
         """Read the index.
 
         Raises:
-            CheckpointError: it names something that no index names, holds something else than tensors, or refers to
+            CheckpointError: the index names something that no index needs, has entries other than tensors, or refers to
                 files outside the directory.
-            OSError: it cannot be read.
-            pickle.UnpicklingError: it is damaged.
+            OSError: the index cannot be read.
+            pickle.UnpicklingError: the index is damaged.
         """
         super().__init__(directory)
         self._index = _read_index(directory / ".metadata")
 
     def read_metadata(self) -> records.Metadata:
-        """The index. Without arguments, so that torch tries no other file where this one is missing."""
+        """Return the index. Takes no arguments, so that torch tries no other file if this one is missing."""
         storage = self._index.storage_meta = self._index.storage_meta or records.StorageMeta()
         storage.load_id = self.load_id
         return self._index
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors only."""
+    """Planner that loads only tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """torch would unpickle it."""
-        raise CheckpointError(f"the sharded checkpoint holds {read_item.dest_index.fqn!r} as an object, not a tensor")
+        """Refuse an object, which torch would unpickle."""
+        raise CheckpointError(
+            f"the sharded checkpoint contains {read_item.dest_index.fqn!r} as an object, not a tensor"
+        )
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -84,10 +87,10 @@ class _IndexUnpickler(pickle.Unpickler):
         self._file = file
 
     def load(self) -> object:
-        """What the file holds.
+        """Unpickle the file.
 
         Raises:
-            CheckpointError: it changes a value that this whole process shares, which is undone.
+            CheckpointError: the file changes a value that the whole process shares; the change is undone.
         """
         shared = [(vars(member), dict(vars(member))) for member in records._MEM_FORMAT_ENCODING]
         try:
@@ -102,7 +105,8 @@ class _IndexUnpickler(pickle.Unpickler):
             if is_changed:
                 raise CheckpointError(
                     f"{self._file} changes a member of {records._MEM_FORMAT_ENCODING.__name__}, which no index of a"
-                    " sharded checkpoint does; that was undone. The file was changed, or is not one of ChatLearn's:"
+                    " sharded checkpoint does; the change was undone. The file was modified, or ChatLearn did not"
+                    " write it:"
                     " use a checkpoint that you trust."
                 )
 
@@ -113,12 +117,12 @@ class _IndexUnpickler(pickle.Unpickler):
         except KeyError:
             raise CheckpointError(
                 f"{self._file} refers to {module}.{name}, which no index of a sharded checkpoint does; nothing was"
-                " executed. The file was changed, or is not one of ChatLearn's: use a checkpoint that you trust."
+                " executed. The file was modified, or ChatLearn did not write it: use a checkpoint that you trust."
             ) from None
 
 
 def _stand_in(make: Callable[..., object]) -> type:
-    """A new class that makes what a class or function makes; attributes that are set on it change nothing else."""
+    """Return a new class that creates the same values as ``make``; setting attributes on it has no other effect."""
 
     def call(_: type, *args: object) -> object:
         return make(*args)
@@ -144,24 +148,24 @@ def _read_index(file: Path) -> records.Metadata:
 
 
 def _require_index(metadata: object, file: Path) -> None:
-    """What was unpickled has the shape of an index, as far as torch relies on it to be harmless."""
+    """Check that an unpickled object has the shape of an index, as far as torch's safety relies on it."""
     if not isinstance(metadata, records.Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not the index of a sharded checkpoint")
+        raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}, not the index of a sharded checkpoint")
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise pickle.UnpicklingError("its tables of tensors are damaged")
     for name, entry in entries.items():
         if not isinstance(entry, records.TensorStorageMetadata):
-            raise CheckpointError(f"{file} lists {name!r} as an object; a checkpoint of ChatLearn holds tensors only")
+            raise CheckpointError(f"{file} lists {name!r} as an object; a ChatLearn checkpoint has only tensors")
     for place in places.values():
         if not isinstance(place, _StorageInfo):
             raise pickle.UnpicklingError("its table of files is damaged")
         if place.relative_path in ("", "..") or Path(str(place.relative_path)).name != place.relative_path:
             raise CheckpointError(
-                f"{file} refers to the file {str(place.relative_path)!r}; a sharded checkpoint's files lie in its own"
-                " directory"
+                f"{file} refers to the file {str(place.relative_path)!r}; a sharded checkpoint's files must be in its"
+                " own directory"
             )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                f"{file} asks for the conversion {place.transform_descriptors!r} of {place.relative_path!r}"
+                f"{file} requests the conversion {place.transform_descriptors!r} of {place.relative_path!r}"
             )

@@ -31,16 +31,19 @@ from chatlearn_hosting.rendezvous import group_interfaces, make_default_group
 
 @dataclass(slots=True)
 class RankGroup:
-    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x ``ulysses``, varying fastest last."""
+    """The ranks of a trainer, one process each: ``dp_replicate`` x ``dp_shard`` x ``ulysses``, the last varying
+    fastest.
+    """
 
     mesh: DeviceMesh
-    """What parameters are sharded over: (shard,), or (replicate, shard). Ulysses ranks hold shards like all others."""
+    """Mesh over which parameters are sharded: (shard,), or (replicate, shard). Ulysses ranks hold shards like all
+    others."""
     ulysses: UlyssesGroup | None
     data_parallel_rank: int
     data_parallel_size: int
     owns_process_group: bool
     store: PrivateStore | None = None
-    """Where the ranks met; the process group goes on using it."""
+    """Store of the rendezvous; the process group continues to use it."""
 
     @property
     def size(self) -> int:
@@ -48,7 +51,7 @@ class RankGroup:
 
     @property
     def leads_slice(self) -> bool:
-        """Whether this rank is the first of those that share a batch slice."""
+        """Whether this rank is the first of the ranks that share a batch slice."""
         return self.ulysses is None or self.ulysses.rank == 0
 
     def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -61,7 +64,7 @@ class RankGroup:
         dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group if this trainer made it. Twice is fine."""
+        """Leave the process group if this trainer created it. A repeated call does nothing."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_process_group = False
@@ -71,10 +74,10 @@ class RankGroup:
 
 
 def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, int]:
-    """``dp_replicate``, ``dp_shard`` and ``ulysses`` with nulls filled in.
+    """Return ``dp_replicate``, ``dp_shard`` and ``ulysses`` with nulls filled in.
 
     Raises:
-        ConfigError: they do not multiply to the number of ranks.
+        ConfigError: their product is not the number of ranks.
     """
     try:
         return options.mesh_sizes(context.world_size)
@@ -83,13 +86,13 @@ def mesh_sizes(options: FSDPOptions, context: RoleContext) -> tuple[int, int, in
 
 
 def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
-    """Meet the other ranks at ``context.rendezvous``; a single rank needs none.
+    """Join the other ranks at ``context.rendezvous``; a single rank needs none.
 
-    A process group of the same size that already exists is shared.
+    An existing process group of the same size is shared.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks.
-        BackendError: no rendezvous, another process group is in the way, or a rank did not come.
+        ConfigError: the product of the sizes is not the number of ranks.
+        BackendError: there is no rendezvous, another process group exists, or a rank did not join in time.
     """
     sizes = mesh_sizes(options, context)
     with group_interfaces(context.rendezvous):
@@ -106,7 +109,7 @@ def join_ranks(options: FSDPOptions, context: RoleContext) -> RankGroup:
 
 
 def _make_process_group(context: RoleContext) -> PrivateStore | None:
-    """Returns the store of the ranks, if they need one."""
+    """Initialise the process group. Returns the store of the ranks, if they need one."""
     backend = "cpu:gloo,cuda:nccl" if torch.device(context.device).type == "cuda" else "gloo"
     if context.rendezvous is None:
         if context.world_size > 1:
@@ -153,15 +156,15 @@ def shard_model(
     cpu_offload: bool,
     also_forward: Sequence[str] = (),
 ) -> None:
-    """Shard ``root`` in place, each layer a unit of its own, so that gradients are *summed* over ranks.
+    """Shard ``root`` in place, each layer as a separate unit, with gradients *summed* over ranks.
 
     Args:
-        root: what the trainer calls.
+        root: the module that the trainer calls.
         layers: modules inside it that are gathered one at a time.
         mesh: (shard,), or (replicate, shard).
-        compute_dtype: gather and compute in this dtype, reduce gradients in float32; None computes in the parameters'.
+        compute_dtype: gather and compute in this dtype, reduce gradients in float32; None uses the parameters' dtype.
         cpu_offload: keep the shards in host memory.
-        also_forward: methods of ``root`` beside ``forward`` that compute with whole parameters.
+        also_forward: methods of ``root`` other than ``forward`` that compute with whole parameters.
     """
     precision = (
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -172,8 +175,8 @@ def shard_model(
     for module in [*layers, root]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         assert isinstance(module, FSDPModule)
-        # FSDP averages by default; every loss here is a part of a global sum. gloo has no pre-multiplied sum, so the
-        # collective itself must be a plain one.
+        # FSDP averages by default, but every loss here is a part of a global sum. gloo has no pre-multiplied sum, so
+        # the collective itself must be a plain one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for method in also_forward:
@@ -181,22 +184,22 @@ def shard_model(
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free whole parameters that a forward without backward left gathered, and put the shards back in their place.
+    """Free the whole parameters that a forward without backward left gathered, and restore the shards.
 
-    FSDP keeps the root's own (embeddings, head) for a backward that comes soon. Until then ``root.parameters()`` are
-    the gathered ones, and the shards cannot be moved or streamed.
+    FSDP keeps the root's own parameters (embeddings, head) gathered for a backward pass. Until then
+    ``root.parameters()`` are the gathered ones, and the shards cannot be moved or streamed.
     """
     if isinstance(root, FSDPModule):
         root.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; collective for a sharded one."""
+    """Return the whole tensor; collective for a sharded one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a tensor sharded along its first dimension, and the index of the first of them."""
+    """Return this rank's rows of a tensor sharded along its first dimension, and the index of the first row."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     dimension = next(i for i, placement in enumerate(tensor.placements) if placement.is_shard())
@@ -209,8 +212,9 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def is_first_copy(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank's part of a tensor is the first of its copies: HSDP holds one a replica, and every rank has the
-    whole of what is not sharded (buffers).
+    """Whether this rank holds the first copy of its part of a tensor.
+
+    HSDP holds one copy per replica, and every rank holds unsharded tensors (buffers) whole.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -220,9 +224,11 @@ def is_first_copy(tensor: Tensor, rank: int) -> bool:
 
 
 def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
-    """Write a whole tensor, which every rank has, into a live one: each rank keeps its part, nothing is sent.
+    """Write a whole tensor, which every rank has, into a live one; each rank keeps its part without communication.
 
     Args:
+        source: the whole tensor.
+        target: the live, perhaps sharded tensor.
         decay: see ``blend``.
     """
     with torch.no_grad():
@@ -234,7 +240,9 @@ def copy_whole(source: Tensor, target: Tensor, decay: float = 0.0) -> None:
 
 
 def blend(source: Tensor, target: Tensor, decay: float) -> None:
-    """``target = decay * target + (1 - decay) * source``, in the target's dtype and on its device; 0 is a copy."""
+    """Set ``target = decay * target + (1 - decay) * source``, in the target's dtype and on its device;
+    decay 0 copies.
+    """
     if decay == 0.0 or not target.is_floating_point():
         target.copy_(source)
     else:
@@ -242,15 +250,15 @@ def blend(source: Tensor, target: Tensor, decay: float) -> None:
 
 
 def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple[int, int]:
-    """Which rows of ``view`` lie inside rows [start, stop) of the contiguous tensor it is a view of.
+    """Return the rows of ``view`` inside rows [start, stop) of the contiguous tensor it is a view of.
 
     Args:
-        view: a view of the whole tensor (``meta`` will do).
+        view: a view of the whole tensor (``meta`` is enough).
         rows: [start, stop) of the whole tensor's first dimension.
-        row_elements: elements of one such row.
+        row_elements: number of elements in such a row.
 
     Returns:
-        [start, stop) in the view's first dimension; empty if none does.
+        [start, stop) in the view's first dimension; empty if there are none.
     """
     first, last = rows[0] * row_elements, rows[1] * row_elements
     offset, step = view.storage_offset(), view.stride(0)
@@ -260,5 +268,5 @@ def box_of_rows(view: Tensor, rows: tuple[int, int], row_elements: int) -> tuple
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    """The box that covers a tensor."""
+    """Return the box that covers a tensor: ``((0, 4), (0, 8))`` for shape (4, 8)."""
     return tuple((0, size) for size in shape)

@@ -1,4 +1,4 @@
-"""The part of each checkpoint tensor that this rank holds: what is read at the start and streamed as boxes."""
+"""The part of each checkpoint tensor that this rank holds; it is read at the start and streamed as boxes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class HeldRows:
 
     name: str
     shape: tuple[int, ...]
-    """of the whole checkpoint tensor"""
+    """Shape of the whole checkpoint tensor."""
     first: int
     last: int
     view: Tensor
 
 
 def held_rows(entry: StateTensor, local: Tensor, start: int) -> Iterator[HeldRows]:
-    """The checkpoint rows inside rows [start, start + n) of a state tensor.
+    """Yield the checkpoint rows inside rows [start, start + n) of a state tensor.
 
     Args:
-        entry: which state tensor; its parts must be views and it must have a dimension.
+        entry: the state tensor; its parts must be views and it must have a dimension.
         local: [n, ...] contiguous, the rows that this rank holds.
         start: index of the first of them.
     """
-    assert entry.parts is not None, f"{entry.key} cannot be had by views"
+    assert entry.parts is not None, f"{entry.key} has no views of its checkpoint tensors"
     if not local.shape[0]:
         return
     shell = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

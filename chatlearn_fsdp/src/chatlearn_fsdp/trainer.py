@@ -1,4 +1,4 @@
-"""The trainer ``fsdp``: one object a rank, a plain model in one process and FSDP2 over several."""
+"""The trainer ``fsdp``, one object per rank: a plain model in one process, FSDP2 over several."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ HELD_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 class FSDPTrainer:
     """Implements ``chatlearn_core.protocols.Trainer``.
 
-    With one rank there is no process group and the model is a plain module. With several, parameters, gradients and
-    optimizer state are sharded by FSDP2 over ``context.rendezvous``, and every rank takes its own slice of a batch.
+    With one rank there is no process group and the model is a plain module. With several ranks, FSDP2 shards
+    parameters, gradients and optimizer state over ``context.rendezvous``, and every rank takes its own slice of a
+    batch.
     """
 
     def __init__(self, options: FSDPOptions, context: RoleContext) -> None:
@@ -78,16 +79,16 @@ class FSDPTrainer:
         self._layout: CheckpointLayout | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self.choice: Choice | None = None
-        """How sequences are computed, and why not as the options say first; None before ``setup``."""
+        """The chosen way to compute sequences, with the reasons against earlier ways; None before ``setup``."""
         self._parts = OffloadedParts(HELD_PARTS, self._part_tensors)
         self._updates = 0
         self._broken: str | None = None
-        """Why the weights are those of no step; None while they are whole."""
+        """Why the weights match no completed step; None while they do."""
 
     # Lifecycle
 
     def setup(self) -> None:
-        """Load the model, shard it over the ranks, make the optimizer."""
+        """Load the model, shard it over the ranks, and create the optimizer."""
         options, context = self.options, self.context
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
@@ -112,13 +113,13 @@ class FSDPTrainer:
             free_gathered(self._model)
         self._parts.offload(parts)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for itself, other processes on the device cannot have
+            torch.cuda.empty_cache()  # free torch's cached memory for other processes on the device
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         self._parts.onload(parts)
 
     def live_bytes(self, part: MemoryPart) -> int:
-        """Memory that a part occupies on the device now, bytes."""
+        """Memory in bytes that a part occupies on the device now."""
         return live_bytes(self._part_tensors(part)) if self._model is not None else 0
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class FSDPTrainer:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which batch slice this rank takes; the ranks of one Ulysses group take the same."""
+        """Index of this rank's batch slice; the ranks of one Ulysses group share a slice."""
         return self.context.rank // self.options.ulysses
 
     @property
@@ -143,19 +144,20 @@ class FSDPTrainer:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps made so far, those before a resume included."""
+        """Number of optimizer steps so far, including those before a resume."""
         return self._updates
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S]; ranks of one Ulysses
-        group return the same.
+        """See the protocol. Per-token outputs are [T] (``hidden_states`` [T, H]), ``scores`` [S].
+
+        All ranks of one Ulysses group return the same outputs.
         """
         model = self._ready("weights")
         model.eval()
         cut = self._cut(model, batch)
         pieces: list[Outputs] = []
         with torch.no_grad():
-            for micro, layout in self._laid_out(cut):
+            for micro, layout in self._with_layouts(cut):
                 outputs = self._forward(model, micro, layout, request)
                 pieces.append({name: tensor.detach().to("cpu") for name, tensor in outputs.items()})
         free_gathered(model)
@@ -163,10 +165,10 @@ class FSDPTrainer:
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
         """See the protocol. Adds ``timing_s/forward|backward|optimizer`` and
-        ``perf/micro_batches|tokens|computed_tokens``; the last counts a shared prompt once.
+        ``perf/micro_batches|tokens|computed_tokens``.
 
-        Of the ranks that share a slice (Ulysses) the first returns its metrics and the others none, so that parts may
-        be merged over all ranks.
+        ``computed_tokens`` counts a shared prompt once. Of the ranks that share a slice (Ulysses) only the first
+        returns metrics, so that metrics can be merged over all ranks.
         """
         model = self._ready("weights", "gradients", "optimizer")
         optimizer = self._require_optimizer()
@@ -175,7 +177,7 @@ class FSDPTrainer:
         cut = self._cut(model, batch)
         totals: list[Tensor] = []
         parts: list[Metrics] = []
-        for micro, layout in self._laid_out(cut):
+        for micro, layout in self._with_layouts(cut):
             result_total, metrics = self._accumulate(model, micro, layout, loss, timer)
             totals.append(result_total)
             parts.append(metrics)
@@ -185,7 +187,7 @@ class FSDPTrainer:
         grad_norm = values.pop()
         if not all_finite([*values, grad_norm], self._all_agree):
             raise self._refused(model, cut, loss, values, grad_norm)
-        with timer.phase("optimizer"), self._changes_weights(f"optimizer step {self._updates}"):
+        with timer.phase("optimizer"), self._guarding_weights(f"optimizer step {self._updates}"):
             rate = learning_rate(self.options, self._updates, self.context.total_updates)
             set_learning_rate(optimizer, rate)
             if self.options.grad_clip is not None:
@@ -212,7 +214,7 @@ class FSDPTrainer:
     def load(self, directory: Path) -> None:
         model = self._ready("weights", "optimizer", may_be_broken=True)
         state = self._state(model)
-        with self._changes_weights(f"loading {directory}"):
+        with self._guarding_weights(f"loading {directory}"):
             checkpoint.load(directory, state)
         self._updates = state.updates
 
@@ -220,7 +222,7 @@ class FSDPTrainer:
         model = self._ready("weights", "optimizer", may_be_broken=True)
         free_gathered(model)
         source = replace(self._source, path=str(directory))
-        with self._changes_weights(f"loading the model {directory}"):
+        with self._guarding_weights(f"loading the model {directory}"):
             read_model(model.model, self._checkpoint_layout(), source, self.context, decay)
             if fresh_optimizer:
                 self._updates = 0
@@ -242,12 +244,12 @@ class FSDPTrainer:
         return self._checkpoint_layout().manifest()
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
-        """Stream the weights in checkpoint names, tied ones once. Collective.
+        """Stream the weights under checkpoint names, tied ones once. Collective.
 
-        ``full_tensors``: every rank gathers every tensor in the same order and yields it whole; the owners, who send,
-        change from tensor to tensor so that each rank owns about as many bytes. ``boxes``: every rank yields what it
-        holds, without communication (under adapters their small A is gathered). Payload ``adapter``: the adapters,
-        whole, owned by rank 0.
+        ``full_tensors``: every rank gathers every tensor in the same order and yields it whole; the owner, which sends
+        it, changes from tensor to tensor so that all ranks own about as many bytes. ``boxes``: every rank yields its
+        own part, without communication (except that the small A of adapters is gathered). Payload ``adapter``: the
+        whole adapters, owned by rank 0.
         """
         model = self._ready("weights")
         if payload == "adapter":
@@ -258,18 +260,18 @@ class FSDPTrainer:
             return stream_boxes(model.model, layout, self.context.rank)
         return stream_full(model.model, layout, self.context.world_size)
 
-    # Inside
+    # Internal methods
 
     @property
     def _name(self) -> str:
-        """For messages."""
+        """Role and rank, for messages."""
         return f"trainer role {self.context.role!r} rank {self.context.rank}"
 
     def _check_forward(self, model: PackedModel) -> None:
-        """Choose how sequences are computed by comparing with the model's own forward passes.
+        """Choose how to compute sequences, by comparison with the model's own forward passes.
 
         Raises:
-            ModelError: no way that the options allow is right.
+            ModelError: no way that the options allow is correct.
         """
         check = ForwardCheck(
             model,
@@ -278,7 +280,7 @@ class FSDPTrainer:
             autocast=self._autocast,
             ulysses=self._ulysses,
             max_length=self._source.max_length,
-            agree=self._largest,
+            agree=self._max_over_ranks,
         )
         try:
             self.choice = check.choose(self.options.attention, self.options.sequences)
@@ -289,8 +291,8 @@ class FSDPTrainer:
         if note is not None and self.context.rank == 0:
             logger.warning("Role %s: %s", self.context.role, note)
 
-    def _largest(self, finding: float) -> float:
-        """The largest of the ranks' findings; infinite if one is not a number."""
+    def _max_over_ranks(self, finding: float) -> float:
+        """Return the largest finding of all ranks; infinite if one is not a number."""
         finding = finding if math.isfinite(finding) else math.inf
         if self._ranks is None or self._ranks.size == 1:
             return finding
@@ -299,20 +301,22 @@ class FSDPTrainer:
     def _adapter_settings(self) -> LoraSettings:
         if self.options.lora is None:
             raise BackendError(
-                f"trainer role {self.context.role!r}: payload 'adapter' was asked for, but it trains the weights"
+                f"trainer role {self.context.role!r}: payload 'adapter' was requested, but the role trains the weights"
                 " themselves; set options.lora, or weight_sync.payload: full"
             )
         return lora_settings(self.options.lora)
 
     @contextmanager
-    def _changes_weights(self, what: str) -> Iterator[None]:
-        """What fails in the block may have changed a part of the weights: only loading makes them whole again."""
+    def _guarding_weights(self, what: str) -> Iterator[None]:
+        """Mark the weights as broken if the block fails, because part of them may have changed; loading
+        repairs them.
+        """
         try:
             yield
         except ModelError:
             raise  # found before the first weight was written
         except BaseException as error:
-            self._broken = f"{what} failed midway ({type(error).__name__}), so its weights may be those of no step"
+            self._broken = f"{what} failed midway ({type(error).__name__}), so its weights may match no completed step"
             raise
         self._broken = None
 
@@ -341,11 +345,11 @@ class FSDPTrainer:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def _grad_norm(self, model: PackedModel) -> Tensor:
-        """Norm of the trainable parameters' gradients, over all ranks."""
+        """Return the norm of the trainable parameters' gradients, over all ranks."""
         return whole(torch.nn.utils.get_total_norm([p.grad for p in self._trainable(model) if p.grad is not None]))
 
     def _part_tensors(self, part: MemoryPart) -> list[Tensor]:
-        """What of a part is on the device; what ``cpu_offload`` keeps on the host never takes room there."""
+        """Return the tensors of a part on the device, without those that ``cpu_offload`` keeps on the host."""
         return [tensor for tensor in self._all_tensors(part) if tensor.device.type == self._device.type]
 
     def _all_tensors(self, part: MemoryPart) -> Iterable[Tensor]:
@@ -385,17 +389,17 @@ class FSDPTrainer:
             # Ulysses splits a row by its tokens.
             share_prompts=options.share_prompts and model.takes_shared_rows and options.ulysses == 1,
             padded=model.rows == "padded",
-            agree=self._most if self._ranks is not None and self._ranks.size > 1 else None,
+            agree=self._max_count if self._ranks is not None and self._ranks.size > 1 else None,
         )
 
-    def _laid_out(self, cut: MicroBatches) -> Iterator[tuple[TrainBatch, PackedLayout]]:
-        """Each micro-batch on the device, and how it lies there."""
+    def _with_layouts(self, cut: MicroBatches) -> Iterator[tuple[TrainBatch, PackedLayout]]:
+        """Yield each micro-batch on the device, with its layout."""
         for micro, rows in cut.on(self._device):
             yield micro, PackedLayout(micro.lengths, self._device, self._ulysses, rows)
 
-    def _most(self, count: int) -> int:
-        """The largest of the ranks' counts."""
-        assert self._ranks is not None, "a single rank has nothing to agree on"
+    def _max_count(self, count: int) -> int:
+        """Return the largest count of all ranks."""
+        assert self._ranks is not None, "only several ranks reduce counts"
         return int(self._ranks.all_reduce(torch.tensor(count, device=self._device), dist.ReduceOp.MAX))
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -411,14 +415,14 @@ class FSDPTrainer:
     def _accumulate(
         self, model: PackedModel, micro: TrainBatch, layout: PackedLayout, loss: Loss, timer: PhaseTimer
     ) -> tuple[Tensor, Metrics]:
-        """Forward and backward of one micro-batch; its detached loss and the loss's metrics."""
+        """Run forward and backward of one micro-batch. Returns its detached loss and the loss's metrics."""
         with timer.phase("forward"):
             outputs = self._forward(model, micro, layout, loss.needs)
-        # The loss itself is the algorithm's time, not the model's.
+        # The loss computation counts as the algorithm's time, not the model's.
         result = loss(outputs, micro)
         total = result.total
         if not total.requires_grad:
-            # A constant loss (an empty micro-batch, everything masked): the graph must run all the same, since other
+            # The loss is constant (an empty micro-batch, or everything masked). The graph must still run, because other
             # ranks wait in its collectives.
             total = total + sum((output.sum() for output in outputs.values()), start=total.new_zeros(())) * 0.0
         with timer.phase("backward"):
@@ -435,11 +439,11 @@ class FSDPTrainer:
     def _refused(
         self, model: PackedModel, cut: MicroBatches, loss: Loss, losses: Sequence[float], grad_norm: float
     ) -> BackendError:
-        """Drop the gradients and find the micro-batches they came from by computing each alone."""
+        """Drop the gradients, and recompute each micro-batch separately to find those that caused the failure."""
         timer = PhaseTimer(self._device)
         sample_ids: list[Sequence[str]] = []
         norms: list[float] = []
-        for micro, layout in self._laid_out(cut):
+        for micro, layout in self._with_layouts(cut):
             model.zero_grad(set_to_none=True)
             self._accumulate(model, micro, layout, loss, timer)
             sample_ids.append(micro.sample_ids)

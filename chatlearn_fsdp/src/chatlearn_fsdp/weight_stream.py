@@ -1,4 +1,4 @@
-"""Weights on their way out: streams in checkpoint names, and Hugging Face model directories. Adapters are merged in."""
+"""Exports weights as streams under checkpoint names or as Hugging Face model directories, with adapters merged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from chatlearn_hf.model_directory import load_tokenizer
 from chatlearn_hf.progress_bars import no_progress_bars
 
 EXPORT_OWNER = 0
-"""The rank that writes model directories, and sends what is too small or too rare to spread."""
+"""The rank that writes model directories, and that sends tensors which are not spread over ranks."""
 
 
 def stream_full(model: PreTrainedModel, layout: CheckpointLayout, num_ranks: int) -> Iterator[WeightShard]:
-    """Whole tensors, gathered one at a time where they are sharded; every rank steps in the layout's order.
+    """Yield whole tensors, gathered one at a time if sharded, on every rank in the layout's order.
 
-    Every rank has what was gathered, so sending is spread: a tensor's owner is the rank that so far owns the fewest
-    bytes, the lowest of several. All ranks find the same one.
+    Every rank has the gathered tensors, so sending is spread: a tensor's owner is the rank that owns the fewest bytes
+    so far, the lowest of several. All ranks determine the same owner.
     """
     owned_bytes = [0] * num_ranks
     for entry, tensor in _whole_tensors(model, layout):
@@ -38,11 +38,11 @@ def stream_full(model: PreTrainedModel, layout: CheckpointLayout, num_ranks: int
 
 
 def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) -> Iterator[WeightShard]:
-    """The rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
+    """Yield the rows this rank holds, as views of its shards; over all ranks they cover every tensor exactly once.
 
-    Of several copies (HSDP, buffers) the first is streamed. A tensor that cannot be had as a view is gathered, and
-    yielded whole by the owner. Under an adapter the rows are merged into new memory; its A, which is small, is gathered
-    for that (and its B, of a transposed weight).
+    Of several copies (HSDP, buffers) only the first is streamed. A tensor without views is gathered, and the owner
+    yields it whole. Rows with an adapter are merged into new memory; for that the adapter's small A is gathered (and,
+    for a transposed weight, its B).
     """
     state, adapter_of = base_state(model), adapters(model)
     for entry in layout.tensors:
@@ -67,7 +67,7 @@ def stream_boxes(model: PreTrainedModel, layout: CheckpointLayout, rank: int) ->
 
 
 def adapter_manifest(model: PreTrainedModel, settings: LoraSettings) -> WeightManifest:
-    """The adapters' tensors by the names peft saves them under, and their configuration."""
+    """Return the manifest of the adapters, by peft's names, with their configuration."""
     specs: dict[str, TensorSpec] = {}
     adapter_of = adapters(model)
     for weight, names in adapter_names(model).items():
@@ -77,7 +77,7 @@ def adapter_manifest(model: PreTrainedModel, settings: LoraSettings) -> WeightMa
 
 
 def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:
-    """The adapters' tensors, gathered one at a time where they are sharded; every rank steps in the same order."""
+    """Yield the adapters' tensors, gathered one at a time if sharded, on every rank in the same order."""
     adapter_of = adapters(model)
     for weight, names in adapter_names(model).items():
         for name, tensor in zip(names, (adapter_of[weight].down, adapter_of[weight].up), strict=True):
@@ -89,8 +89,8 @@ def stream_adapter(model: PreTrainedModel) -> Iterator[WeightShard]:
 def export_model(
     model: PreTrainedModel, layout: CheckpointLayout, source: ModelSource, directory: Path, rank: int
 ) -> None:
-    """Write ``config.json``, safetensors under checkpoint names, the tokenizer, and at which tokens the model stops.
-    Collective; rank 0 writes.
+    """Write ``config.json``, safetensors under checkpoint names, the tokenizer, and the stop tokens. Collective; rank 0
+    writes.
     """
     gathered: dict[str, Tensor] = {}
     for entry, tensor in _whole_tensors(model, layout):

@@ -123,7 +123,7 @@ def test_pickled_weights_cannot_execute(copy, tmp_path, monkeypatch) -> None:
         load_causal_lm(str(copy))
     # The files of a hub id are not looked at before transformers opens them.
     monkeypatch.setattr("chatlearn_hf.model_directory.check_model_directory", lambda path: None)
-    with pytest.raises(ModelError, match="more than tensors; nothing of it was executed"):
+    with pytest.raises(ModelError, match="more than tensors; nothing in it was executed"):
         load_causal_lm(str(copy))
     assert not (tmp_path / "executed").exists()
 
