@@ -81,5 +81,5 @@ def test_noise_that_is_left_out_is_said(make_trainer, gpt2, caplog) -> None:
     make_trainer()
     assert not caplog.text, "nothing trains, or nothing was asked for"
     make_trainer(path=gpt2)
-    assert f"without the noise that {gpt2} asks for in its config.json (attn_pdrop 0.1, embd_pdrop 0.1" in caplog.text
+    assert f"without the noise that {gpt2} requests in its config.json (attn_pdrop 0.1, embd_pdrop 0.1" in caplog.text
     assert "options.dropout to true" in caplog.text

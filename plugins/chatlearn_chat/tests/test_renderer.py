@@ -59,7 +59,7 @@ def test_without_template_rendering_messages_are_joined(tokenizer: Any) -> None:
         (["Hi"], "message 0"),
         ([{"role": "user", "content": " "}], r"last message \(user\) is empty"),
         ([{"role": "user", "content": None}], "must be text or a list of parts"),
-        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "nothing is left to generate"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "there is nothing to generate"),
         ([{"role": "narrator", "content": "Hi"}], "chat template refuses the messages: ValueError: unknown role"),
     ],
 )

@@ -136,7 +136,7 @@ def test_sft_with_an_assistant_message_as_completion() -> None:
     message = {"role": "assistant", "content": "4"}
     raw = parse("sft", {"prompt": CHAT, "completion": [message]})
     assert (raw.prompt, raw.completion, raw.imitates_prompt) == (CHAT, [message], False)
-    with pytest.raises(DataError, match="must be text or messages of which one is the assistant's"):
+    with pytest.raises(DataError, match="must be text, or messages with at least one of the assistant"):
         parse("sft", {"prompt": CHAT, "completion": [{"role": "user", "content": "4"}]})
 
 

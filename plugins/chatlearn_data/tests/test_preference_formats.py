@@ -51,9 +51,9 @@ def test_scores_say_by_how_much() -> None:
     assert pair(row).ranks == (1.0, 0.0), "only where the options name them"
     names = {"chosen_score": "score_chosen", "rejected_score": "score_rejected"}
     assert pair(row, **names).ranks == (9.0, 1.5)
-    with pytest.raises(DataError, match=r"no higher score .*: score_chosen is 1, score_rejected is 1\.5"):
+    with pytest.raises(DataError, match=r"must have a higher score .*: score_chosen is 1, score_rejected is 1\.5"):
         pair(row | {"score_chosen": 1}, **names)
-    with pytest.raises(DataError, match="column 'score_chosen' must hold numbers, not 'high'"):
+    with pytest.raises(DataError, match="column 'score_chosen' must contain numbers, not 'high'"):
         pair(row | {"score_chosen": "high"}, **names)
     with pytest.raises(ValidationError, match="go together"):
         PreferenceOptions(chosen_score="score_chosen")
@@ -95,7 +95,7 @@ def test_several_completions(verdicts: dict[str, Any], ranks: Any, labels: Any, 
     [
         ({}, "need one of the columns 'scores' .* the row has none of them"),
         ({"scores": [1, 2, 3], "labels": [True] * 3}, "the row has 'scores' and 'labels'"),
-        ({"scores": [1, "2", 3]}, "column 'scores' must hold numbers, not '2'"),
+        ({"scores": [1, "2", 3]}, "column 'scores' must contain numbers, not '2'"),
         ({"scores": 3}, "column 'scores' must be a list with an entry for each completion, not 3"),
         ({"completions": [], "scores": []}, "column 'completions' must be a list"),
         ({"completions": ["4", 5], "scores": [1, 2]}, "column 'completions' must be text or a list of messages, not 5"),

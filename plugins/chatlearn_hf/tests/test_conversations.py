@@ -126,7 +126,7 @@ def test_a_generation_prompt_that_opens_a_thought() -> None:
     shown = renderer.demonstration(CHAT[:-1], CHAT[-1:])
     assert turns_of(tokenizer, shown) == ["That is 4.<|eot|>"]
     assert tokenizer.decode(shown.prompt.token_ids).endswith("<|foot|><think>\n")
-    with pytest.raises(DataError, match=r"message 1 cannot be told apart: .*options\.turns: last"):
+    with pytest.raises(DataError, match=r"message 1 cannot be located: .*options\.turns: last"):
         renderer.demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
 
 
@@ -216,7 +216,7 @@ def test_without_a_template_one_turn_is_imitated_and_ended() -> None:
     assert turns_of(tokenizer, shown) == ["4<|endoftext|>"]
     renderer = ChatTemplateRenderer(tokenizer, apply_chat_template=False)
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
-    with pytest.raises(DataError, match="several turns can be imitated only where a chat template marks them"):
+    with pytest.raises(DataError, match="several turns can be imitated only with a chat template that marks them"):
         renderer.demonstration(CHAT[:-1], CHAT[-1:], imitates_prompt=True)
 
 

@@ -24,7 +24,7 @@ def test_parts_that_are_away_are_named() -> None:
     parts = OffloadedParts(("weights", "optimizer"), lambda part: [weights] if part == "weights" else [moments])
     parts.offload({"weights", "optimizer", "kv_cache"})
     assert live_bytes([weights, moments]) == 0
-    with pytest.raises(BackendError, match="role 'policy' was asked to work while its weights and optimizer are off"):
+    with pytest.raises(BackendError, match="role 'policy' cannot work while its weights and optimizer are off"):
         parts.require("role 'policy'", ("weights", "optimizer"))
     parts.onload({"weights"})
     parts.require("role 'policy'", ("weights",))

@@ -1,7 +1,7 @@
-"""Control tokens that a text of the data spells: found, and encoded as the text that they are.
+"""Finds control tokens that data spells, and encodes them as ordinary text.
 
-``<|im_end|>`` inside a user's message is ten characters that somebody wrote. A tokenizer makes the token of them that
-ends a turn, so that data could end turns and begin others. Only the chat template may write control tokens.
+``<|im_end|>`` inside a user's message is ten characters of text, but a tokenizer turns them into the token that ends a
+turn. Data could therefore end turns and begin others. Only the chat template may write control tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from chatlearn_core.data.tokenizer import Tokenizer
 from chatlearn_core.exceptions import DataError
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
-"""Characters without a meaning: one stands for each control token while a template is rendered."""
+"""Private-use characters: one replaces each control token while a template is rendered."""
 _HARMLESS = "x"
-"""What a text is tried with that spells no control token."""
+"""Text without control tokens, which replaces hidden ones in a trial."""
 _ANCHORS = ("", "\n", ".")
-"""Texts to put before a piece while it is encoded, and take away again: some tokenizers begin a text with a space, and
-a piece from the middle is not the beginning."""
+"""Texts that are put before a piece while it is encoded, and removed again: some tokenizers begin every text with a
+space, which is wrong for a piece from the middle."""
 
 
 @dataclass(slots=True, frozen=True)
 class Hidden:
-    """A value whose texts spell no control token: one character stands for each."""
+    """A value in whose texts a private-use character replaces each control token."""
 
     value: Any
     spelled: Mapping[str, str]
     """Character -> control token."""
 
     def reveal(self, text: str, spelling: str | None = None) -> str:
-        """``text`` with the control tokens as they were spelled, or each as ``spelling``."""
+        """Return ``text`` with the control tokens restored, or each replaced by ``spelling``."""
         return text.translate({ord(character): spelling or token for character, token in self.spelled.items()})
 
 
@@ -43,7 +43,7 @@ class ControlTokens:
     """The special tokens of a tokenizer, and those that delimit turns.
 
     Args:
-        tokenizer: its ``added_tokens_decoder`` says which tokens are special, and which of them take the space around.
+        tokenizer: its ``added_tokens_decoder`` says which tokens are special, and which of them absorb adjacent spaces.
         delimiters: added tokens by which a chat template begins and ends turns, special or not.
     """
 
@@ -58,22 +58,22 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled_in(self, value: Any) -> tuple[str, ...]:
-        """The control tokens that texts anywhere in ``value`` spell, each once."""
+        """Return the control tokens that any text in ``value`` spells, each once."""
         return tuple(dict.fromkeys(token for text in _texts(value) for token in self._pattern.findall(text)))
 
     def last_at_end_of(self, text: str) -> str | None:
-        """The control token that ``text`` ends with."""
+        """Return the control token at the end of ``text``; None if there is none."""
         return next((token for token in self._special if text.endswith(token)), None)
 
     def id_of(self, token: str) -> int:
-        """Id of a control token."""
+        """Return the id of a control token."""
         return self._special[token][0]
 
     def hide(self, value: Any) -> Hidden:
-        """``value`` with a character for every control token in its texts.
+        """Replace every control token in the texts of ``value`` by a character.
 
         Raises:
-            DataError: it is nested too deeply.
+            DataError: the value is nested too deeply.
         """
         tokens = self.spelled_in(value)
         used = set().union(*_texts(value))
@@ -86,14 +86,13 @@ class ControlTokens:
         return Hidden(hidden, {character: token for token, character in character_of.items()})
 
     def encode(self, text: str, hidden: Hidden) -> list[int]:
-        """Ids of a text that a template rendered from ``hidden``: what the template spells is a control token, what
-        ``hidden`` has is text.
+        """Encode a text that a template rendered from ``hidden``: only the template's own control tokens become tokens.
 
-        Tokenizers encode the text between two control tokens by itself, and so is it done here. Whether a tokenizer
-        is one of them is seen on the same text with a harmless word in each hidden place, encoded in pieces and whole.
+        Tokenizers encode the text between two control tokens separately, and so does this method. It checks that this
+        holds for the tokenizer: with a harmless word in each hidden place, the pieces must encode like the whole text.
 
         Raises:
-            DataError: this tokenizer cannot encode them as text.
+            DataError: this tokenizer cannot encode the spelled control tokens as text.
         """
         whole = self._tokenizer.encode(hidden.reveal(text, _HARMLESS), add_special_tokens=False)
         for anchor in _ANCHORS:
@@ -104,10 +103,10 @@ class ControlTokens:
         raise self._not_text(hidden)
 
     def encode_verbatim(self, hidden: Hidden) -> list[int]:
-        """Ids of a plain text, with the control tokens that the tokenizer itself puts around it.
+        """Encode a plain text, with the control tokens that the tokenizer itself adds around it.
 
         Raises:
-            DataError: this tokenizer cannot encode what the text spells as text.
+            DataError: this tokenizer cannot encode the spelled control tokens as text.
         """
         harmless = self._tokenizer.encode(hidden.reveal(hidden.value, _HARMLESS), add_special_tokens=True)
         text = hidden.reveal(hidden.value)
@@ -117,7 +116,7 @@ class ControlTokens:
         return ids
 
     def _in_pieces(self, text: str, written: Callable[[str], str], anchor: str) -> list[int] | None:
-        """Ids of ``text`` with ``written`` applied to what stands between its control tokens; None if that fails."""
+        """Encode ``text`` piece by piece, with ``written`` applied between its control tokens; None if that fails."""
         ids: list[int] = []
         pieces = self._pattern.split(text)
         around = [None, *(self._special[token] for token in self._pattern.findall(text)), None]
@@ -136,7 +135,7 @@ class ControlTokens:
         return ids
 
     def _text_ids(self, text: str, anchor: str) -> list[int] | None:
-        """Ids of a piece of text without a control token, or None if it cannot be had so."""
+        """Encode a piece of text without control tokens; None if the tokenizer cannot."""
         if not text:
             return []
         ids = self._splitting.encode(anchor + text, add_special_tokens=False, split_special_tokens=True)
@@ -147,9 +146,11 @@ class ControlTokens:
 
     @cached_property
     def _splitting(self) -> Tokenizer:
-        """The tokenizer; where some control tokens are not special, a copy to which all are, since
-        ``split_special_tokens`` splits no others. Without an ``add_tokens`` as Hugging Face's it stays as it is, and
-        texts that it makes tokens of are refused.
+        """The tokenizer, or a copy to which all control tokens are special, because ``split_special_tokens`` splits
+        only those.
+
+        A tokenizer without Hugging Face's ``add_tokens`` is used unchanged; texts that it turns into tokens are
+        refused.
         """
         ordinary = [token for _, token in self._special.values() if not token.special]
         if not ordinary or not hasattr(self._tokenizer, "add_tokens"):
@@ -162,7 +163,7 @@ class ControlTokens:
         return tokenizer  # type: ignore[no-any-return]
 
     def _num_special(self, ids: list[int]) -> int:
-        """Control tokens among ids; what stands for unknown characters is no sign of one."""
+        """Count the control tokens among ids, without the token for unknown characters."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         special = {token_id for token_id, _ in self._special.values()} - {unknown}
         return sum(token_id in special for token_id in ids)
@@ -170,12 +171,12 @@ class ControlTokens:
     def _not_text(self, hidden: Hidden) -> DataError:
         return DataError(
             f"the text spells control tokens ({', '.join(hidden.spelled.values())}), and this tokenizer cannot encode "
-            "them as text; take them out, or set data.control_tokens=special if tokens are meant"
+            "them as text; remove them, or set data.control_tokens=special to encode them as tokens"
         )
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, keys included, however deep."""
+    """Yield every text in a value, including keys, at any depth."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

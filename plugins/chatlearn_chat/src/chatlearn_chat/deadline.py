@@ -1,4 +1,4 @@
-"""A limit on the time of someone else's Python code, in whichever thread it runs."""
+"""A time limit for third-party Python code, in any thread."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _IDLE_S = 10.0
-"""The watching thread ends when it had nothing to watch for so long."""
+"""The watching thread ends after this many seconds without calls."""
 
 
 class TooSlowError(Exception):
-    """The code did not end in time, and was ended."""
+    """The code did not end in time and was stopped."""
 
 
 class _Ended(BaseException):
-    """Raised inside code that is too slow; no ``except Exception`` of it catches this."""
+    """Raised inside code that is too slow; the code's ``except Exception`` does not catch it."""
 
 
 class Deadline:
-    """Ends calls that take too long: loops of Python code, not a single call into a C library that does not return.
+    """Stops calls that take too long: loops of Python code, but not a single call into a C library that does not
+    return.
 
-    One thread watches all calls, so that a call costs microseconds. Not a signal: those reach the main thread alone,
-    and belong to the program around. One call at a time.
+    One thread watches all calls, so that a call costs microseconds. Signals are unsuitable: they reach only the main
+    thread, and belong to the application. Only one call at a time.
 
     Args:
         seconds: longest time of one call.
@@ -41,10 +42,10 @@ class Deadline:
         self._watching = False
 
     def call(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns, or raises.
+        """Call ``function`` and return its result; its exceptions pass through.
 
         Raises:
-            TooSlowError: it was ended.
+            TooSlowError: the call was stopped.
         """
         self._arm()
         try:
@@ -66,7 +67,7 @@ class Deadline:
     def _disarm(self) -> None:
         with self._changed:
             self._due = None
-            if self._fired:  # what was raised too late must not come up elsewhere
+            if self._fired:  # cancel an exception that came too late, so that it is not raised elsewhere
                 _raise_in(self._caller, None)
                 self._fired = False
 
@@ -89,5 +90,5 @@ class Deadline:
 
 
 def _raise_in(thread: int, kind: ctypes.py_object[type[BaseException]] | None) -> None:
-    """Let an exception come up in a thread, at its next step in Python code; None takes one back that has not yet."""
+    """Raise an exception in a thread at its next step in Python code; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind)

@@ -1,4 +1,4 @@
-"""From a raw example to tokens: chat template, verbatim text, completions."""
+"""Renders raw examples to tokens: chat template, verbatim text, completions."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from chatlearn_core.protocols.prompt_renderer import (
 from chatlearn_core.types import TokenIds
 
 TEMPLATE_TIMEOUT_S = 20.0
-"""A conversation takes milliseconds; what takes so long does not end."""
+"""Longest time in seconds for one conversation. A conversation takes milliseconds, so a longer template does not
+terminate."""
 
 
 @dataclass(slots=True, frozen=True)
 class ChatTemplateRenderer:
     """Renders prompts the same way for a whole run.
 
-    With ``apply_chat_template`` messages go through the tokenizer's template with the generation prompt, and a plain
-    string becomes one user message first; if the tokenizer has no template a plain string is taken verbatim and
-    messages are an error. Without it, a string is taken verbatim and messages are their contents joined by blank
-    lines. Verbatim text gets the special tokens that the tokenizer puts before plain text; a rendered template has
-    its own.
+    With ``apply_chat_template`` messages are rendered with the tokenizer's template and the generation prompt, and a
+    plain string first becomes one user message. If the tokenizer has no template, a plain string is used verbatim and
+    messages are an error. Without ``apply_chat_template``, a string is used verbatim and messages become their contents
+    joined by blank lines. Verbatim text gets the special tokens that the tokenizer puts before plain text; a rendered
+    template has its own.
 
-    Control tokens that the data spells are text unless ``control_tokens`` says otherwise; a row without any has the
-    ids that the tokenizer gives it.
+    Control tokens that the data spells are text unless ``control_tokens`` says otherwise; a row without any gets
+    exactly the tokenizer's ids.
     """
 
     tokenizer: Tokenizer
@@ -62,15 +63,15 @@ class ChatTemplateRenderer:
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
-        """The control tokens that prompts and completions spell, each once."""
+        """Return the control tokens that prompts and completions spell, each once."""
         return self._control.spelled_in(texts)
 
     def prompt(self, prompt: str | Sequence[Message], tools: Sequence[Any] = ()) -> RenderedPrompt:
-        """Render one prompt, with the tools that its template is to offer.
+        """Render one prompt, with the tools for its template.
 
         Raises:
-            TooLongError: longer than ``max_tokens``, without doubt.
-            DataError: an empty or malformed prompt; only the reason.
+            TooLongError: the prompt is certainly longer than ``max_tokens``.
+            DataError: the prompt is empty or malformed; has only the reason.
         """
         messages = self._messages(prompt)
         kept = () if isinstance(prompt, str) else messages
@@ -90,12 +91,12 @@ class ChatTemplateRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """Whether prompts go through the tokenizer's chat template."""
+        """Whether prompts are rendered with the tokenizer's chat template."""
         return self.apply_chat_template and self.tokenizer.chat_template is not None
 
     @property
     def end_of_turn_id(self) -> int | None:
-        """Id of the token by which the chat template ends the assistant's turn; None without a template or such a
+        """Id of the token by which the chat template ends the assistant's turn; None if there is no template or no such
         token.
         """
         return None if self._end_of_turn is None else self._control.id_of(self._end_of_turn)
@@ -108,20 +109,23 @@ class ChatTemplateRenderer:
         tools: Sequence[Any] = (),
         imitates_prompt: bool = False,
     ) -> RenderedDemonstration:
-        """Render what is imitated as the chat template writes it: the assistant's turns, each from the end of the
-        generation prompt to the token that ends it. Without a template, the text of the completion, ended by the
-        end-of-sequence token.
+        """Render a demonstration and mark the imitated tokens.
+
+        With a template these are the assistant's turns, each from the end of the generation prompt to the token that
+        ends it. Without a template it is the text of the completion, ended by the end-of-sequence token.
 
         Args:
-            completion: text, or messages of which the assistant's are imitated; one with ``weight: 0`` is not.
-            tools: for the template.
-            imitates_prompt: imitate the assistant's turns in the prompt as well. What stands before the first one that
-                is imitated is the demonstration's prompt.
+            prompt: text, or messages.
+            completion: text, or messages of which the assistant's are imitated, except those with ``weight: 0``.
+            tools: tools for the template.
+            imitates_prompt: whether to imitate the assistant's turns in the prompt too. The demonstration's prompt then
+                ends
+                before the first imitated turn.
 
         Raises:
-            TooLongError: longer than ``max_tokens``, without doubt.
-            DataError: nothing to imitate, a malformed message, or a turn that cannot be told apart in what the template
-                writes; only the reason.
+            TooLongError: the text is certainly longer than ``max_tokens``.
+            DataError: there is nothing to imitate, a message is malformed, or a turn cannot be located in the rendered
+                text; has only the reason.
         """
         if not self.uses_template:
             ids = self.completion(single_text(completion, imitates_prompt and has_assistant(prompt)))
@@ -138,7 +142,7 @@ class ChatTemplateRenderer:
         if not imitated:
             raise DataError("there is no assistant message to imitate")
         messages = messages[: imitated[-1] + 1]
-        self._spelled((messages, list(tools)))  # refused where it is to be, what ends a turn included
+        self._spelled((messages, list(tools)))  # under the policy "refuse" this also refuses written end-of-turn tokens
         messages = [self._without_written_end(message) for message in messages]
         hidden = self._hidden(messages, tools)
         if hidden.spelled:
@@ -153,16 +157,16 @@ class ChatTemplateRenderer:
         text = hidden.reveal(marked.text[: marked.turns[0][0]])
         kept = () if isinstance(prompt, str) else tuple(messages[: imitated[0]])
         rendered = RenderedPrompt(text, np.asarray(pieces[0], dtype=np.int64), kept)
-        # After the prompt, turns and what stands between them alternate.
+        # After the prompt, turns and the text between them alternate.
         mask = np.concatenate([np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces[1:])])
         return RenderedDemonstration(rendered, np.concatenate(pieces[1:]).astype(np.int64), mask)
 
     def _encoded_turns(self, marked: MarkedConversation, hidden: Hidden) -> list[list[int]]:
-        """Ids of the prompt, the first turn, what stands between it and the next, that turn, and so on.
+        """Encode the prompt, the first turn, the text between it and the next turn, that turn, and so on.
 
-        What is sampled from is the prompt encoded by itself, so the tokens of a turn begin where its text does. Where
-        pieces by themselves are not what they are in the whole (tokenizers that begin each text with a space), they are
-        cut from the whole, if that has tokens that begin there.
+        Sampling starts from the prompt encoded alone, so a turn's tokens must begin where its text does. If separately
+        encoded pieces differ from the whole (tokenizers that begin each text with a space), the pieces are cut from the
+        whole encoding, provided that tokens begin there.
         """
         places = [place for turn in marked.turns for place in turn]
         pieces = [self._encode_hidden(marked.text[a:b], hidden) for a, b in pairwise([0, *places])]
@@ -180,7 +184,7 @@ class ChatTemplateRenderer:
         return pieces
 
     def _messages(self, prompt: str | Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
-        """The messages of a prompt, the configured system prompt first."""
+        """Return the messages of a prompt, with the configured system prompt first."""
         messages = checked_prompt(prompt)
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError("the prompt is empty")
@@ -189,7 +193,7 @@ class ChatTemplateRenderer:
         return messages
 
     def _turn_delimiters(self) -> frozenset[str]:
-        """The tokens that delimit turns, of a tokenizer that has added tokens other than special ones."""
+        """Return the tokens that delimit turns, for a tokenizer with added tokens that are not special."""
         added = self.tokenizer.added_tokens_decoder.values()
         if self.tokenizer.chat_template is None or all(token.special for token in added):
             return frozenset()
@@ -198,17 +202,17 @@ class ChatTemplateRenderer:
         except ModelError:
             if self.uses_template:
                 raise
-            return frozenset()  # a template that does not end, and that the run does not use
+            return frozenset()  # the template does not terminate, but the run does not use it
 
     def _found_end_of_turn(self) -> str | None:
         try:
             text = self._template([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], False)
         except DataError:
-            return None  # a template of another kind of conversation
+            return None  # the template needs another kind of conversation
         return self._control.last_at_end_of(text.rstrip())
 
     def _without_written_end(self, message: Message) -> Message:
-        """The message without the token that ends it, written out in the data: the template writes it, too."""
+        """Remove a written end-of-turn token from the message, because the template adds it."""
         content = message["content"]
         if message["role"] == "assistant" and isinstance(content, str):
             stripped = content.rstrip()
@@ -218,7 +222,7 @@ class ChatTemplateRenderer:
         return message
 
     def _hidden(self, messages: Sequence[Message], tools: Sequence[Any]) -> Hidden:
-        """Messages and tools in which the data spell no control token, unless tokens are meant."""
+        """Hide the control tokens in messages and tools, unless they are meant as tokens."""
         value = (list(messages), list(tools))
         if not self._spelled(value) or self.control_tokens == "special":
             return Hidden(value, {})
@@ -230,10 +234,10 @@ class ChatTemplateRenderer:
         return self._control.encode(text, hidden) if hidden.spelled else self._encode(text)
 
     def completion(self, text: str) -> TokenIds:
-        """[C] tokens to imitate, ended by the end-of-sequence token.
+        """Encode a completion to imitate, [C], ended by the end-of-sequence token.
 
         Raises:
-            DataError: an empty completion, or a tokenizer without an end-of-sequence token; only the reason.
+            DataError: the completion is empty, or the tokenizer has no end-of-sequence token; has only the reason.
         """
         if not text.strip():
             raise DataError("the completion is empty")
@@ -244,13 +248,13 @@ class ChatTemplateRenderer:
         spelled = self._spelled(text)
         if not spelled or self.control_tokens == "special":
             ids = self._encode(text)
-        else:  # the one token that ends it, written out, is meant as such
+        else:  # a written end-of-sequence token at the end is meant as a token
             hidden = self._control.hide(text.rstrip().removesuffix(self._eos_text()))
             ids = self._control.encode(hidden.value, hidden)
         return np.asarray([*ids, eos] if ids[-1:] != [eos] else ids, dtype=np.int64)
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[int]]:
-        """Text and ids of messages in the tokenizer's template, with the generation prompt."""
+        """Render messages with the tokenizer's template and the generation prompt; return text and ids."""
         text = self._template(messages, True, tools)
         self._check_length(text)
         hidden = self._hidden(messages, tools)
@@ -263,16 +267,16 @@ class ChatTemplateRenderer:
     def _revealed(
         self, hidden: Hidden, rendered: str, messages: Sequence[Message], tools: Sequence[Any], generation_prompt: bool
     ) -> None:
-        """See that hiding control tokens changed nothing else.
+        """Check that hiding control tokens changed nothing else.
 
         Raises:
-            DataError: the template does something about them.
+            DataError: the template reacts to the control tokens.
         """
         if hidden.reveal(rendered) != self._template(messages, generation_prompt, tools):
             names = ", ".join(hidden.spelled.values())
             raise DataError(
-                f"the chat template looks at the control tokens that the messages spell ({names}), so they cannot be "
-                "encoded as text; take them out, or set data.control_tokens=special if tokens are meant"
+                f"the chat template reacts to the control tokens that the messages spell ({names}), so they cannot be "
+                "encoded as text; remove them, or set data.control_tokens=special to encode them as tokens"
             )
 
     def _template(self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
@@ -287,17 +291,19 @@ class ChatTemplateRenderer:
             text = self._deadline.call(rendered)
         except TooSlowError as error:
             raise ModelError(
-                f"the tokenizer's chat template {error} for one conversation: it loops, or takes time that grows with"
-                " the length of a text; take another template, or set data.apply_chat_template=false"
+                f"the tokenizer's chat template {error} for one conversation: it loops, or its time grows with"
+                " the length of a text; use another template, or set data.apply_chat_template=false"
             ) from error
-        except Exception as error:  # templates are programs of other people and raise what they like
+        except Exception as error:  # templates are third-party programs and may raise anything
             raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
-            raise DataError(f"the chat template gives {type(text).__name__}, not text")
+            raise DataError(f"the chat template returned {type(text).__name__}, not text")
         return text
 
     def _verbatim(self, text: str) -> list[int]:
-        """Ids of plain text; an end-of-sequence token that the tokenizer appends would end the prompt: dropped."""
+        """Encode plain text, without an end-of-sequence token that the tokenizer appends, which would end
+        the prompt.
+        """
         self._check_length(text)
         eos = self.tokenizer.eos_token_id
         if self._spelled(text) and self.control_tokens == "text":
@@ -312,7 +318,7 @@ class ChatTemplateRenderer:
         """Whether texts in ``value`` spell control tokens.
 
         Raises:
-            DataError: they do, and that is to be refused.
+            DataError: they do, and ``control_tokens`` is ``refuse``.
         """
         spelled = self._control.spelled_in(value)
         if spelled and self.control_tokens == "refuse":
@@ -332,6 +338,6 @@ class ChatTemplateRenderer:
             raise DataError(f"the tokenizer refuses the text: {type(error).__name__}: {error}") from error
 
     def _eos_text(self) -> str:
-        """Empty without such a token."""
+        """Return the text of the end-of-sequence token; empty if there is none."""
         eos = self.tokenizer.eos_token_id
         return "" if eos is None else self.tokenizer.decode([eos], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""How few tokens a text can have."""
+"""Lower bound on the number of tokens of a text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from chatlearn_core.data.tokenizer import Tokenizer
 
 
 class ShortestEncoding:
-    """How few tokens a text can have: as many as tokens of the vocabulary's longest spelling would take."""
+    """Lower bound on the number of tokens of a text, from the longest entry of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def _longest(self) -> int:
-        """Characters. A vocabulary spells what is not a character of its own (a byte) with one or more."""
+        """Longest vocabulary entry in characters. Entries that are not characters (bytes) are spelled with
+        one or more.
+        """
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def num_tokens(self, text: str) -> int:
-        """At least so many; none of the text is tokenised."""
+        """Return the lower bound for a text, without tokenising it."""
         return -(-len(text) // self._longest)

@@ -1,3 +1,3 @@
-"""Dataset formats of ChatLearn and the recipes behind "chatlearn data prepare"."""
+"""Dataset formats of ChatLearn, and the recipes of "chatlearn data prepare"."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-r"""Answers inside worked solutions: the number after ``####``, the content of ``\boxed{}``."""
+r"""Extracts answers from worked solutions: the number after ``####``, the content of ``\boxed{}``."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import re
 from chatlearn_core.exceptions import DataError
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""Put after a GSM8K question; the words that peers use, so that accuracies compare."""
+"""Instruction after a GSM8K question; the usual wording, so that accuracies are comparable."""
 MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
-"""Put after a MATH problem; the words that peers use, so that accuracies compare."""
+"""Instruction after a MATH problem; the usual wording, so that accuracies are comparable."""
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
-"""GSM8K's calculator annotations, ``<<48/2=24>>``: meant for a tool, not for reading."""
+"""GSM8K's calculator annotations, such as ``<<48/2=24>>``, which are meant for a tool."""
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"[^\s$]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def instructed(question: str, instruction: str) -> str:
-    """The question, and on a line of its own how to answer it. A blank question stays blank."""
+    """Return the question with the instruction on a new line. A blank question stays blank."""
     return f"{question.strip()}\n{instruction}" if instruction and question.strip() else question.strip()
 
 
 def gsm8k_answer(answer: str) -> str:
-    """The number after the last ``####``, without thousands separators or a dollar sign.
+    """Return the number after the last ``####``, without thousands separators or a dollar sign.
 
     Raises:
-        DataError: no ``####``, or no number after it.
+        DataError: there is no ``####``, or no number after it.
     """
     _, mark, tail = answer.rpartition("####")
     if not mark:
@@ -39,15 +39,15 @@ def gsm8k_answer(answer: str) -> str:
 
 
 def gsm8k_solution(answer: str) -> str:
-    """The worked answer without calculator annotations."""
+    """Return the worked answer without calculator annotations."""
     return _CALCULATOR.sub("", answer)
 
 
 def math_answer(solution: str, answer: str | None = None) -> str:
-    r"""``answer`` where it is given, otherwise what the solution's last ``\boxed`` holds.
+    r"""Return ``answer`` if it is given, otherwise the content of the solution's last ``\boxed``.
 
     Raises:
-        DataError: neither.
+        DataError: there is neither.
     """
     if answer is not None and answer.strip():
         return answer.strip()
@@ -60,7 +60,7 @@ def math_answer(solution: str, answer: str | None = None) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` or ``\fbox{...}``, braces inside it matched; also ``\boxed 5``.
+    r"""Return the content of the last ``\boxed{...}`` or ``\fbox{...}``, with matched braces; also for ``\boxed 5``.
 
     None if there is none or its brace is never closed. Escaped braces, ``\{`` and ``\}``, do not count.
     """

@@ -1,9 +1,8 @@
-r"""Arithmetic word problems from a seed, so that nothing needs to be downloaded.
+r"""Arithmetic word problems from a seed, so that no download is needed.
 
-A problem is an operation and two operands; its text is one of many wordings. Splits are disjoint in the problems
-themselves, so held-out accuracy measures arithmetic, not memory: ``a + b`` and ``b + a`` are one problem. Every text
-is made of the pieces that ``vocabulary`` lists, a digit being one piece, so that a tokenizer with about a hundred
-tokens covers it.
+A problem is an operation with two operands; its text is one of many wordings. Splits share no problem, so held-out
+accuracy measures arithmetic, not memory: ``a + b`` and ``b + a`` are one problem. Every text consists of the pieces
+that ``vocabulary`` lists, with each digit a piece, so that a tokenizer with about a hundred tokens covers it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ AnswerStyle = Literal["boxed", "hash"]
 
 OPERATIONS: tuple[Operation, ...] = ("add", "subtract")
 PIECE = re.compile(r"\\boxed\{|####|\d|[A-Za-z]+|[^\w\s]")
-"""One piece of a text, as ``vocabulary`` lists them: a word-level tokenizer splits by this pattern."""
+"""One piece of a text, as in ``vocabulary``: a word-level tokenizer splits by this pattern."""
 
 _SYMBOLS: dict[Operation, str] = {"add": "+", "subtract": "-"}
 _NAMES = {
@@ -62,7 +61,7 @@ class Problem:
 
     @property
     def key(self) -> tuple[Operation, int, int]:
-        """What makes two problems the same: for addition the order of the operands does not matter."""
+        """Key that is equal for equal problems: in an addition the order of the operands does not matter."""
         if self.operation == "add":
             return (self.operation, min(self.left, self.right), max(self.left, self.right))
         return (self.operation, self.left, self.right)
@@ -70,7 +69,9 @@ class Problem:
 
 @dataclass(slots=True, frozen=True)
 class Splits:
-    """Problems for training, for choosing settings, and for the final measure; each problem in one of them only."""
+    """Problems for training, for choosing settings, and for the final evaluation; each problem is in only
+    one of them.
+    """
 
     train: tuple[Problem, ...]
     validation: tuple[Problem, ...]
@@ -78,18 +79,19 @@ class Splits:
 
 
 def problems(operations: Sequence[str] = OPERATIONS, max_operand: int = 49, min_operand: int = 10) -> list[Problem]:
-    """Every problem once: sums of two operands in the range, and differences that undo such a sum (the second operand
-    and the answer are in the range). A sum has its smaller operand first.
+    """Return every problem once: sums of two operands in the range, and differences that undo such a sum.
+
+    The second operand and the answer of a difference are in the range. A sum has its smaller operand first.
 
     Raises:
-        DataError: an unknown operation, or an empty range.
+        DataError: an operation is unknown, or the range is empty.
     """
     unknown = [operation for operation in operations if operation not in OPERATIONS]
     if unknown or not operations:
         raise DataError(f"operations are {', '.join(OPERATIONS)}, not {', '.join(unknown) or 'none at all'}")
     if not 0 <= min_operand <= max_operand:
         raise DataError(
-            f"operands from {min_operand} to {max_operand}: the smallest must be 0 or more, not above the other"
+            f"operands from {min_operand} to {max_operand}: the smallest must be at least 0 and at most the largest"
         )
     operands = range(min_operand, max_operand + 1)
     made: list[Problem] = []
@@ -101,19 +103,19 @@ def problems(operations: Sequence[str] = OPERATIONS, max_operand: int = 49, min_
 
 
 def split_problems(all_problems: Sequence[Problem], *, validation: int, heldout: int, seed: int) -> Splits:
-    """Set ``heldout`` and ``validation`` problems aside; the others are for training.
+    """Hold out ``heldout`` and ``validation`` problems; the others are for training.
 
-    The same seed and ``heldout`` give the same held-out problems whatever ``validation`` is.
+    The same seed and ``heldout`` give the same held-out problems for any ``validation``.
 
     Raises:
-        DataError: not enough problems for that.
+        DataError: there are too few problems.
     """
     shuffled = sorted(all_problems)
     random.Random(f"split/{seed}").shuffle(shuffled)
     if heldout + validation >= len(shuffled):
         raise DataError(
             f"{heldout} held-out and {validation} validation problems leave none of {len(shuffled)} to train on; "
-            "ask for fewer, or raise max_operand"
+            "request fewer, or raise max_operand"
         )
     rest = shuffled[heldout:]
     splits = Splits(tuple(rest[validation:]), tuple(rest[:validation]), tuple(shuffled[:heldout]))
@@ -122,10 +124,10 @@ def split_problems(all_problems: Sequence[Problem], *, validation: int, heldout:
 
 
 def check_disjoint(splits: Mapping[str, Iterable[Problem]]) -> None:
-    """Make sure that no two splits share a problem, whatever its wording and, for sums, its order.
+    """Check that no two splits share a problem, regardless of its wording and, for sums, its order.
 
     Raises:
-        DataError: naming a shared problem and both splits.
+        DataError: names a shared problem and both splits.
     """
     seen: dict[tuple[Operation, int, int], str] = {}
     for name, members in splits.items():
@@ -137,7 +139,9 @@ def check_disjoint(splits: Mapping[str, Iterable[Problem]]) -> None:
 
 
 def render(problem: Problem, rng: random.Random, wording: int | None = None) -> str:
-    """The problem in words: names and things drawn from ``rng``, and the wording too unless its number is given."""
+    """Return the problem in words; draws names and things from ``rng``, and the wording too unless its
+    number is given.
+    """
     if wording is None:
         wording = rng.randrange(num_wordings(problem.operation))
     pronoun = rng.choice(sorted(_NAMES))
@@ -155,19 +159,21 @@ def render(problem: Problem, rng: random.Random, wording: int | None = None) -> 
 
 
 def num_wordings(operation: Operation) -> int:
-    """How many wordings an operation has."""
+    """Return the number of wordings of an operation."""
     return len(_TEMPLATES[operation])
 
 
 def solution(problem: Problem, style: AnswerStyle = "boxed", *, worked: bool = True) -> str:
-    r"""An answer to imitate.
+    r"""Return an answer to imitate.
 
     Args:
-        problem: what is answered.
+        problem: the problem.
         style: ``boxed`` ends in ``\boxed{41}``, ``hash`` in ``#### 41``.
-        worked: with the working, column by column from the units as in school:
-            ``23+18:3+8=11,2+1+1=4:\boxed{41}`` and ``41-18:11-8=3,4-1-1=2:\boxed{23}``, the carry or the borrowed
-            ten written out in every column; otherwise the bare result, ``\boxed{41}``.
+        worked: whether to show the working, column by column from the units as in school, with the carry or the
+            borrowed
+            ten in every column: ``23+18:3+8=11,2+1+1=4:\boxed{41}`` and ``41-18:11-8=3,4-1-1=2:\boxed{23}``. Otherwise
+                only
+            the result, ``\boxed{41}``.
     """
     answer = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
     if not worked:
@@ -177,7 +183,9 @@ def solution(problem: Problem, style: AnswerStyle = "boxed", *, worked: bool = T
 
 
 def _columns(problem: Problem) -> Iterator[str]:
-    """One step a column of digits; in all but the last the sum or minuend has two, so that a carry is always said."""
+    """Yield one step per column of digits; in all but the last, the sum or minuend has two digits, to show
+    every carry.
+    """
     num_columns = max(len(str(problem.left)), len(str(problem.right)))
     carry = 0
     for column in range(num_columns):
@@ -196,7 +204,7 @@ def _columns(problem: Problem) -> Iterator[str]:
 
 
 def vocabulary() -> list[str]:
-    """Every piece that ``render`` and ``solution`` can write, sorted; a number is written digit by digit."""
+    """Return every piece that ``render`` and ``solution`` can write, sorted; a number is written digit by digit."""
     words = {piece for templates in _TEMPLATES.values() for t in templates for piece in PIECE.findall(_blank(t))}
     words |= {name for names in _NAMES.values() for name in names} | set(_THINGS)
     words |= {form for pronoun in _NAMES for form in (pronoun, pronoun.capitalize())}
@@ -209,9 +217,9 @@ def _blank(template: str) -> str:
 
 
 def prompt_records(members: Sequence[Problem], split: str, num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``num`` rows in the format ``verifiable``: all problems in turn, in new wordings each time round.
+    """Yield ``num`` rows in the format ``verifiable``: cycles through the problems, with new wordings each time.
 
-    The order of a sum's operands is drawn as well.
+    The order of a sum's operands is random too.
     """
     for index, problem, _, text in _worded(members, split, num, seed):
         yield {
@@ -232,11 +240,11 @@ def demonstration_records(
     style: AnswerStyle = "boxed",
     worked_shares: Sequence[float] = (1.0,),
 ) -> Iterator[dict[str, Any]]:
-    """``num`` rows in the format ``sft``: answers to imitate.
+    """Yield ``num`` rows in the format ``sft``: answers to imitate.
 
-    ``worked_shares`` says how often an answer shows its working, for one wording after the other, over and over: a
-    corpus where some kinds of questions are mostly answered off the cuff leaves something for reinforcement learning to
-    find out.
+    ``worked_shares`` gives for each wording in turn, cyclically, how often an answer shows its working. A corpus in
+    which some kinds of questions are mostly answered without working leaves something for reinforcement learning to
+    discover.
     """
     habit = random.Random(f"{split}/{seed}/working")
     for index, problem, wording, text in _worded(members, split, num, seed):
@@ -252,7 +260,7 @@ def demonstration_records(
 
 
 def problem_of(record: Mapping[str, Any]) -> Problem:
-    """The problem that a row was made from; also takes the ``columns`` of a ``Prompt``."""
+    """Return the problem of a row; also accepts the ``columns`` of a ``Prompt``."""
     info = record["extra_info"]
     return Problem(info["operation"], int(info["left"]), int(info["right"]))
 

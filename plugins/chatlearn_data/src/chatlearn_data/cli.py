@@ -1,4 +1,4 @@
-"""``chatlearn data``: prepare datasets, and see how a file's rows are understood."""
+"""The command ``chatlearn data``: prepares datasets, and shows how a file's rows are interpreted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ prepare = typer.Typer(help="Write a dataset in the format 'verifiable'.", no_arg
 app.add_typer(prepare, name="prepare")
 
 _SHOWN = 5
-"""Bad rows that an error shows; all are counted."""
+"""Number of bad rows that an error shows; all are counted."""
 
 Input = Annotated[str, typer.Option("--input", "-i", help="Raw file, directory of files, or hub id.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write: .jsonl or .parquet.")]
-SplitName = Annotated[str | None, typer.Option(help="Part of the rows' ids, and split of a hub id; the file's stem.")]
-Instruction = Annotated[str | None, typer.Option(help="Put after each question; '' for none; the recipe's own.")]
-SkipBadRows = Annotated[bool, typer.Option("--skip-bad-rows", help="Leave bad rows out and count them.")]
+SplitName = Annotated[
+    str | None, typer.Option(help="Part of the rows' ids, and split of a hub id; by default the file's stem.")
+]
+Instruction = Annotated[
+    str | None, typer.Option(help="Instruction after each question; '' for none; by default the recipe's own.")
+]
+SkipBadRows = Annotated[bool, typer.Option("--skip-bad-rows", help="Skip bad rows and count them.")]
 Count = Annotated[int, typer.Option(min=0)]
 
 
@@ -38,7 +42,7 @@ def gsm8k(
     instruction: Instruction = None,
     skip_bad_rows: SkipBadRows = False,
 ) -> None:
-    """GSM8K from the published file: question, answer ending in '#### NUMBER'."""
+    """Prepare GSM8K from the published file: question, answer ending in '#### NUMBER'."""
     _prepare_published("gsm8k", input, output, split, instruction, skip_bad_rows)
 
 
@@ -50,7 +54,7 @@ def math(
     instruction: Instruction = None,
     skip_bad_rows: SkipBadRows = False,
 ) -> None:
-    r"""MATH from the published file: problem, solution with \boxed{}, perhaps answer."""
+    r"""Prepare MATH from the published file: problem, solution with \boxed{}, perhaps answer."""
     _prepare_published("math", input, output, split, instruction, skip_bad_rows)
 
 
@@ -58,7 +62,9 @@ def math(
 def prepare_arithmetic(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for train, validation, heldout and sft.")],
     operations: Annotated[str, typer.Option(help="Comma-separated: add, subtract.")] = ",".join(arithmetic.OPERATIONS),
-    min_operand: Annotated[int, typer.Option(min=0, help="Smallest operand; of a difference, answer too.")] = 10,
+    min_operand: Annotated[
+        int, typer.Option(min=0, help="Smallest operand, and smallest answer of a difference.")
+    ] = 10,
     max_operand: Annotated[int, typer.Option(min=0, help="Largest operand.")] = 49,
     train: Count = 4000,
     validation: Count = 200,
@@ -66,12 +72,12 @@ def prepare_arithmetic(
     demonstrations: Count = 4000,
     seed: int = 0,
     worked_shares: Annotated[
-        str, typer.Option(help="How often demonstrations show their working, for one wording after the other.")
+        str, typer.Option(help="How often demonstrations show their working, for each wording in turn.")
     ] = "1.0",
-    answer_style: Annotated[str, typer.Option(help="How answers end: boxed or hash.")] = "boxed",
-    suffix: Annotated[str, typer.Option(help="Of the files: .jsonl or .parquet.")] = ".jsonl",
+    answer_style: Annotated[str, typer.Option(help="Form of the final answer: boxed or hash.")] = "boxed",
+    suffix: Annotated[str, typer.Option(help="Suffix of the files: .jsonl or .parquet.")] = ".jsonl",
 ) -> None:
-    """Arithmetic word problems from a seed; the splits share no problem."""
+    """Generate arithmetic word problems from a seed; the splits share no problem."""
     if answer_style not in ("boxed", "hash"):
         raise DataError(f"--answer-style is '{answer_style}'; it must be boxed or hash.")
     check_suffix(output / f"train{suffix}")
@@ -109,7 +115,7 @@ def show(
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     model: Annotated[str | None, typer.Option(help="Count rows that spell control tokens of this model.")] = None,
 ) -> None:
-    """Show how the first rows of a dataset are understood."""
+    """Show how the first rows of a dataset are interpreted."""
     from chatlearn_data.show import described_rows  # loads all plugins, which `prepare` does not need
 
     for text in described_rows(path, num, format, split, model):

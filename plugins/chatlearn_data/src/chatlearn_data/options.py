@@ -12,27 +12,27 @@ class _Options(BaseModel):
 
 
 class NoOptions(_Options):
-    """Options of what has none."""
+    """Model for formats without options."""
 
 
 class AnswerOptions(_Options):
     """Options of formats whose rows may lack an answer."""
 
     answer: Literal["required", "optional"] = Field(
-        "required", description="optional: rows without an answer are fine, because no reward needs one."
+        "required", description="optional: accept rows without an answer, because no reward needs one."
     )
 
 
 class MessagesOptions(_Options):
-    """Which turns of a chat are imitated."""
+    """Options that select the imitated turns of a chat."""
 
     turns: Literal["all", "last"] = Field(
-        "all", description="Imitate all turns of the assistant, or the last one only; one with weight: 0 never."
+        "all", description="Imitate all turns of the assistant, or only the last one; never one with weight: 0."
     )
 
 
 class PreferenceOptions(_Options):
-    """Where a preference says by how much."""
+    """Options for preferences with scores."""
 
     chosen_score: str | None = Field(None, description="Column with the score of the chosen completion.")
     rejected_score: str | None = Field(None, description="Column with the score of the rejected completion.")
@@ -45,20 +45,20 @@ class PreferenceOptions(_Options):
 
 
 class KeysOptions(AnswerOptions):
-    """Which column is what. A dotted name reaches into an object: ``reward_model.ground_truth``."""
+    """Options that name the columns. A dotted name reaches into an object: ``reward_model.ground_truth``."""
 
     input_key: str = Field("prompt", description="Prompt: text, or a list of chat messages.")
     label_key: str | None = Field("label", description="Answer; null if there is none.")
     completion_key: str | None = Field(None, description="Completion to imitate.")
     id_key: str | None = Field(None, description="Unique id of a row.")
-    tools_key: str | None = Field("tools", description="Functions for the chat template, where a row has them.")
-    data_source_key: str | None = Field(None, description="Name by which rewards are routed.")
+    tools_key: str | None = Field("tools", description="Functions for the chat template, if a row has them.")
+    data_source_key: str | None = Field(None, description="Name that selects the reward.")
 
 
 class InstructionOptions(_Options):
-    """Options of raw published files, whose questions do not say how to answer."""
+    """Options of raw published files, whose questions lack an instruction for the answer."""
 
     instruction: str | None = Field(
         None,
-        description="Put after the question, on a line of its own; the format's usual one by default, '' for none.",
+        description="Instruction on a new line after the question; by default the format's usual one, '' for none.",
     )

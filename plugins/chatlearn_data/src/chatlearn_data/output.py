@@ -1,4 +1,4 @@
-"""Writing records, so that a file is there whole or not at all."""
+"""Writes records atomically: the file is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def check_suffix(path: Path) -> None:
-    """Make sure that ``write_records`` can write ``path``, before any work is done for it.
+    """Check that ``write_records`` supports the suffix of ``path``, before any work is done.
 
     Raises:
-        DataError: another suffix.
+        DataError: the suffix is unsupported.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"Output '{path}' must end in {' or '.join(SUFFIXES)}; the suffix decides what is written.")
+        raise DataError(f"Output '{path}' must end in {' or '.join(SUFFIXES)}; the suffix selects the file format.")
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """Write records as JSON Lines or parquet, by suffix; directories are made. Returns how many.
+    """Write records as JSON Lines or parquet, by suffix, creating directories. Returns the number of records.
 
     Raises:
-        DataError: another suffix, or the file cannot be written (what was there before is left).
+        DataError: the suffix is unsupported, or the file cannot be written (an existing file is unchanged).
     """
     check_suffix(path)
     try:
@@ -62,7 +62,7 @@ def _write_jsonl(stream: BinaryIO, records: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _write_parquet(stream: BinaryIO, records: Iterable[Mapping[str, Any]]) -> int:
-    import pyarrow as pa  # only where parquet is written
+    import pyarrow as pa  # imported only to write parquet
     import pyarrow.parquet as pq
 
     rows = list(records)

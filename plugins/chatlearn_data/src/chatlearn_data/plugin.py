@@ -1,4 +1,4 @@
-"""What chatlearn-data registers: dataset formats, row readers, and ``chatlearn data``."""
+"""Registers dataset formats, row readers, and the command ``chatlearn data``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READERS = "chatlearn_data.readers."
 
 @hookimpl
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """Formats by columns or name; readers for what the core cannot read itself."""
+    """Register formats by columns or name, and readers for files that the core cannot read."""
     return [
         DatasetSpec(
             name="verifiable",
@@ -45,7 +45,7 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
         ),
         DatasetSpec(
             name="messages",
-            summary="messages whose last turn is the assistant's; its turns are imitated.",
+            summary="messages whose last turn is the assistant's; the assistant's turns are imitated.",
             factory=_FORMATS + "sft:MessagesFormat",
             options=_OPTIONS + "MessagesOptions",
             columns=frozenset({"messages"}),
@@ -103,5 +103,5 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """``chatlearn data prepare`` and ``chatlearn data show``."""
+    """Register ``chatlearn data prepare`` and ``chatlearn data show``."""
     return [CliCommandSpec(name="data", app="chatlearn_data.cli:app", help="Prepare and look at datasets.")]

@@ -1,4 +1,4 @@
-"""Records of published datasets: GSM8K and MATH, from the raw files."""
+"""Builds records of published datasets, GSM8K and MATH, from the raw files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUESTION: dict[Recipe, str] = {"gsm8k": "question", "math": "problem"}
 
 @dataclass(slots=True, frozen=True)
 class PreparedRow:
-    """A record, or why a row gives none."""
+    """A record, or the reason why a row has none."""
 
     place: str
     record: dict[str, Any] | None = None
@@ -32,14 +32,14 @@ class PreparedRow:
 def prepared_rows(
     recipe: Recipe, path: str, *, split: str, hub_split: str | None = None, instruction: str | None = None
 ) -> Iterator[PreparedRow]:
-    """Records of a raw file, directory or hub dataset, in the format ``verifiable``, row by row.
+    """Yield records of a raw file, directory or hub dataset, in the format ``verifiable``, row by row.
 
     Args:
         recipe: which dataset it is.
-        path: any file that a dataset may be: ``.jsonl``, ``.json``, ``.csv``, ``.parquet``.
+        path: any dataset file: ``.jsonl``, ``.json``, ``.csv``, ``.parquet``.
         split: part of the rows' ids, and in ``extra_info``.
         hub_split: split of a hub dataset.
-        instruction: put after the question; the recipe's own where None.
+        instruction: instruction after the question; None uses the recipe's own.
 
     Raises:
         DataError: the file cannot be read.

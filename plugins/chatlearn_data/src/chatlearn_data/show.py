@@ -1,4 +1,4 @@
-"""How the rows of a dataset are understood, in words."""
+"""Describes in words how the rows of a dataset are interpreted."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.prompt_renderer import PromptRenderer
 
 _CONTROL_TOKENS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]")
-"""How control tokens are spelled by the models that are used most."""
+"""Spellings of control tokens in common models."""
 
 
 def described_rows(path: str, num: int, format: str, split: str | None, model: str | None = None) -> Iterator[str]:
-    """One paragraph for each of the first ``num`` rows: where it stands, id, prompt, answer, completion; and one on
-    control tokens: those of ``model`` in all rows, or what looks like one in the rows shown.
+    """Yield a paragraph for each of the first ``num`` rows: position, id, prompt, answer, completion; and one on
+    control tokens.
+
+    The latter covers the control tokens of ``model`` in all rows, or likely control tokens in the shown rows.
 
     Raises:
         DataError: the dataset cannot be read, is empty, or no format fits it.
         ModelError: ``model`` has no tokenizer.
-        PluginError: an unknown format.
+        PluginError: the format is unknown.
     """
     plugins = discover_plugins()
     renderer = None if model is None else _renderer(plugins, model)
@@ -102,11 +104,11 @@ def _parsed_or_none(located: LocatedRow, row_format: DatasetFormat) -> RawExampl
     try:
         return _parsed(located, row_format)
     except DataError:
-        return None  # told when a run reads it; here only the rows that are shown are
+        return None  # a run reports it; this command reports only the shown rows
 
 
 def _turns(prompt: Any) -> list[tuple[str, Any]]:
-    """A prompt as titled lines; what is no message is shown as it is."""
+    """Return a prompt as titled lines; items that are not messages are shown unchanged."""
     if not isinstance(prompt, list | tuple):
         return [("prompt", prompt)]
     return [
@@ -118,14 +120,14 @@ def _turns(prompt: Any) -> list[tuple[str, Any]]:
 
 
 def _completion(completion: Any) -> list[tuple[str, Any]]:
-    """A completion as titled lines."""
+    """Return a completion as titled lines."""
     if not isinstance(completion, list | tuple):
         return [("completion", completion)]
     return [(f"completion ({role})", content) for role, content in _turns(completion)]
 
 
 def _compared(raw: RawExample) -> list[tuple[str, Any]]:
-    """What is compared as titled lines."""
+    """Return the compared completions as titled lines."""
     lines: list[tuple[str, Any]] = []
     for index, completion in enumerate(raw.completions):
         verdict = f"rank {raw.ranks[index]:g}" if index < len(raw.ranks) else "label missing"
@@ -141,7 +143,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _printable(value: Any) -> str:
-    """The text without what a terminal would act on, and without half characters."""
+    """Escape characters that a terminal would act on, and lone surrogates."""
     text = "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in str(value))
     return text.encode("utf-8", "backslashreplace").decode()
 

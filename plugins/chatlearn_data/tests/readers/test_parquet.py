@@ -22,7 +22,7 @@ def test_nested_rows_come_back_as_they_were_over_several_batches(tmp_path: Path)
 @pytest.mark.parametrize("content", [b"", b"PAR1 not really", b"{}"])
 def test_a_file_that_is_no_parquet_is_an_error_with_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"rows.parquet' is no readable parquet file"):
+    with pytest.raises(DataError, match=r"rows.parquet' is not a readable parquet file"):
         list(ParquetReader(NoOptions()).rows(str(tmp_path / "rows.parquet"), None))
 
 
@@ -30,7 +30,7 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": list(range(10_000))}), tmp_path / "rows.parquet")
     content = (tmp_path / "rows.parquet").read_bytes()
     (tmp_path / "rows.parquet").write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match="no readable parquet"):
+    with pytest.raises(DataError, match="not a readable parquet"):
         list(ParquetReader(NoOptions()).rows(str(tmp_path / "rows.parquet"), None))
 
 

@@ -238,7 +238,7 @@ def _problem(modules: Mapping[str, nn.Module], name: str, names_of: Mapping[int,
     if not isinstance(module, nn.Linear | Conv1D):
         return f"is a {type(module).__name__}; adapters are for linear layers only"
     if type(module).forward not in (nn.Linear.forward, Conv1D.forward) or hasattr(module, "parametrizations"):
-        return f"is a {type(module).__name__} , not a plain linear layer, so merging would change the adapter"
+        return f"is a {type(module).__name__}, not a plain linear layer, so merging would change the adapter"
     names = names_of[id(module.weight)]
     if len(names) > 1:
         return f"shares its weight ({' and '.join(names)}), so merging an adapter would also change the other uses"

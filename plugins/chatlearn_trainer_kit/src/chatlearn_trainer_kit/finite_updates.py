@@ -1,4 +1,4 @@
-"""Refusal of an optimizer step whose loss or gradient norm is not finite: the weights stay, the samples are named."""
+"""Refuses an optimizer step with a non-finite loss or gradient norm: keeps the weights and names the samples."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from chatlearn_core.exceptions import BackendError
 
 NAMED_SAMPLES = 16
-"""How many sample ids an error lists."""
+"""Largest number of sample ids in an error."""
 
 
 def all_finite(values: Sequence[float], agree: Callable[[bool], bool] | None = None) -> bool:
     """Whether the numbers are finite, on every rank.
 
     Args:
-        values: this rank's.
-        agree: takes this rank's finding and returns whether all ranks' are true; None: there is one rank.
+        values: this rank's numbers.
+        agree: reduces this rank's finding to whether it is true on all ranks; None if there is one rank.
     """
     finite = all(math.isfinite(value) for value in values)
     return finite if agree is None else agree(finite)
@@ -30,15 +30,15 @@ def refused_update(
     sample_ids: Sequence[Sequence[str]],
     grad_norms: Sequence[float] | None,
 ) -> BackendError:
-    """The error of an optimizer step that was not made.
+    """Return the error for a refused optimizer step.
 
     Args:
-        trainer: for the message: role and rank.
+        trainer: role and rank, for the message.
         update: number of the step, from 0.
-        losses: of each micro-batch of this rank.
-        grad_norm: of the whole step.
-        sample_ids: of each micro-batch.
-        grad_norms: of each micro-batch computed alone; None where they hold other ranks' gradients, too.
+        losses: loss of each micro-batch of this rank.
+        grad_norm: gradient norm of the whole step.
+        sample_ids: sample ids of each micro-batch.
+        grad_norms: gradient norm of each micro-batch alone; None if these norms include other ranks' gradients.
     """
     culprits: list[str] = []
     for number, (loss, ids) in enumerate(zip(losses, sample_ids, strict=True)):

@@ -1,4 +1,4 @@
-"""How a rank computes a batch: cut into micro-batches, prompts shared inside each, outputs put back in order."""
+"""Splits a rank's batch into micro-batches, shares prompts inside each, and restores the order of outputs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from chatlearn_core.types import Outputs, TrainBatch
 from chatlearn_trainer_kit.shared_prompts import SharedPrompts, find_shared_prompts
 
 REPEATED_TOKEN_SHARE = 8
-"""A token that takes its row from another sequence counts an eighth of a computed one. Attention still holds its query,
-key, value and output; of what a decoder layer keeps for the backward pass that is about an eighth (with key and value
-heads fewer than query heads and an MLP of three to four times the width). Not counted at all, a long prompt with many
-short completions would exceed the memory that the budget stands for."""
+"""A token that takes its row from another sequence counts as an eighth of a computed one. Attention still holds its
+query, key, value and output, about an eighth of what a decoder layer keeps for the backward pass (with fewer key and
+value heads than query heads, and an MLP of three to four times the width). If it counted as nothing, a long prompt with
+many short completions would exceed the memory that the budget represents."""
 
 
 class MicroBatches:
-    """The cuts of a batch: lists of sequence indices, at least one, and the same number on every rank.
+    """The micro-batches of a batch, as lists of sequence indices: at least one, and the same number on every rank.
 
-    Iterating gives the lists; ``on`` gives what to compute.
+    Iterating yields the lists, such as ``[0, 3]``, ``[1, 2]``; ``on`` yields the batches.
 
     Args:
         batch: on the host.
-        max_tokens: budget of one micro-batch.
-        share_prompts: compute equal beginnings of a group's prompts once in each micro-batch.
-        padded: sequences are padded to the longest of their micro-batch, which counts in the budget.
-        agree: takes this rank's number of micro-batches and returns the largest of all ranks.
+        max_tokens: token budget of one micro-batch.
+        share_prompts: whether to compute equal beginnings of a group's prompts once in each micro-batch.
+        padded: whether sequences are padded to the longest of their micro-batch, which counts in the budget.
+        agree: reduces this rank's number of micro-batches to the largest of all ranks.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MicroBatches:
         padded: bool = False,
         agree: Callable[[int], int] | None = None,
     ) -> None:
-        assert not (padded and share_prompts), "a sequence with a row of its own shares none"
+        assert not (padded and share_prompts), "a sequence in its own row cannot share rows"
         self.batch = batch
         self.padded = padded
         self.shared = find_shared_prompts(batch) if share_prompts else None
@@ -62,21 +62,21 @@ class MicroBatches:
 
     @property
     def num_filled(self) -> int:
-        """Micro-batches that hold a sequence."""
+        """Number of nonempty micro-batches."""
         return sum(1 for cut in self.cuts if cut)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that pass through the trunk, padding included."""
+        """Number of tokens that pass through the trunk, including padding."""
         if self.padded:
             return sum(padded_tokens(self.batch.lengths, cut) for cut in self.cuts)
         return self.batch.num_tokens if self.shared is None else sum(self.shared.num_rows(cut) for cut in self.cuts)
 
     def on(self, device: torch.device) -> Iterator[tuple[TrainBatch, Tensor | None]]:
-        """Each micro-batch, brought to the device when its turn comes.
+        """Yield each micro-batch, moved to the device only then.
 
         Yields:
-            the batch, and [T] int64 the computed row of each of its tokens; None: each token has its own.
+            the batch, and [T] int64 the computed row of each of its tokens; None if each token has its own row.
         """
         for cut in self.cuts:
             is_whole = len(self.cuts) == 1 and cut == list(range(self.batch.num_sequences))
@@ -85,7 +85,7 @@ class MicroBatches:
             yield micro.to(device), rows
 
     def in_batch_order(self, pieces: Sequence[Outputs]) -> Outputs:
-        """The micro-batches' outputs joined, in the order of the batch."""
+        """Join the micro-batches' outputs in the order of the batch."""
         order = [index for cut in self.cuts for index in cut]
         if len(pieces) == 1 and order == list(range(self.batch.num_sequences)):
             return pieces[0]
@@ -106,24 +106,25 @@ def join_units(
     group_index: Sequence[int],
     max_tokens: int,
 ) -> tuple[list[int], list[int]]:
-    """Join the units of one group, so that what they share is computed once, as far as they fit into one micro-batch.
+    """Join units of one group, as far as they fit into one micro-batch, so that their shared tokens are computed once.
 
     Args:
-        shared: of the batch.
-        lengths: tokens of each sequence.
+        shared: shared prompts of the batch.
+        lengths: number of tokens of each sequence.
         unit_index: the loss's unit of each sequence. Units are joined, never split; one that spans groups stays alone.
         group_index: group of each sequence.
-        max_tokens: budget of one micro-batch.
+        max_tokens: token budget of one micro-batch.
 
     Returns:
-        For each sequence its joined unit, and what it counts in it: computed tokens, and ``REPEATED_TOKEN_SHARE`` of a
-        token for one that another sequence of the joined unit computes. A joined unit stays within ``max_tokens``
-        unless it is a single one of the loss's.
+        For each sequence its joined unit and its size: computed tokens, plus 1 / ``REPEATED_TOKEN_SHARE`` for each
+            token
+        that another sequence of the joined unit computes. A joined unit stays within ``max_tokens`` unless it is a
+        single unit of the loss.
     """
     joined, sizes = [0] * len(lengths), [0] * len(lengths)
 
     def counted(unit: Sequence[int], last: int | None) -> list[int]:
-        """What each sequence of a unit counts that follows the sequence ``last``."""
+        """Return the size of each sequence of a unit that follows the sequence ``last``."""
         counts: list[int] = []
         for sequence in unit:
             repeated = shared.common(last, sequence) if last is not None else 0
@@ -135,7 +136,7 @@ def join_units(
     number, filled = -1, 0
     group: int | None = None
     last: int | None = None
-    # Neighbours in the ranking share most.
+    # Neighbours in the ranking share the most tokens.
     for unit in sorted(units, key=lambda unit: shared.place(unit[0])):
         groups = {group_index[sequence] for sequence in unit}
         counts = counted(unit, last) if groups == {group} else []

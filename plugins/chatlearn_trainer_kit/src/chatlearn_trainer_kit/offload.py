@@ -1,8 +1,8 @@
-"""Moving parts of a trainer out of device memory and back.
+"""Moves parts of a trainer out of device memory and back.
 
 A part is a set of storages. Offloading copies each to host memory (pinned for a GPU) and shrinks the live one to zero
-bytes; onloading grows it and copies back. Tensors, views and FSDP's bookkeeping keep pointing at the same storages, so
-nothing has to be rebuilt. It works the same on CPU, where the copy lies apart and the live storage really is empty.
+bytes; onloading grows it and copies back. Tensors, views and FSDP's bookkeeping still refer to the same storages, so
+nothing must be rebuilt. It works the same on a CPU, where the copy is separate and the live storage really is empty.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from chatlearn_core.protocols import MemoryPart
 
 
 class OffloadedPart:
-    """The storages of one part, live or held apart."""
+    """The storages of one part, either live or offloaded."""
 
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
         self.is_offloaded = False
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Hold the storages of ``tensors`` apart; each storage once, however many tensors share it."""
+        """Copy the storages of ``tensors`` to host memory and empty them, each once even if several tensors
+        share it.
+        """
         if self.is_offloaded:
             return
         for storage in _storages(tensors):
@@ -38,7 +40,7 @@ class OffloadedPart:
         self.is_offloaded = True
 
     def onload(self) -> None:
-        """Bring every storage back, bit for bit."""
+        """Restore every storage, bit-exactly."""
         for storage, host in self._held:
             storage.resize_(host.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
@@ -46,16 +48,16 @@ class OffloadedPart:
         self.is_offloaded = False
 
     def discard(self) -> None:
-        """Let go of what is held apart; the live storages stay empty."""
+        """Drop the copies; the live storages stay empty."""
         self._held.clear()
 
 
 class OffloadedParts:
-    """The parts of one trainer, each live or held apart.
+    """The parts of one trainer, each live or offloaded.
 
     Args:
-        parts: those that the trainer holds; others are ignored.
-        tensors: the tensors of a part that are on the device now.
+        parts: parts that the trainer has; others are ignored.
+        tensors: returns the tensors of a part that are on the device now.
     """
 
     def __init__(self, parts: Collection[MemoryPart], tensors: Callable[[MemoryPart], Iterable[Tensor]]) -> None:
@@ -63,39 +65,41 @@ class OffloadedParts:
         self._tensors = tensors
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Hold these parts apart; those that are already are left alone."""
+        """Offload these parts; does nothing for parts that are already offloaded."""
         for name in parts:
             if name in self._parts:
                 self._parts[name].offload(self._tensors(name))
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Bring these parts back."""
+        """Restore these parts."""
         for name in parts:
             if name in self._parts:
                 self._parts[name].onload()
 
     def discard(self) -> None:
-        """Let go of what is held apart."""
+        """Drop the copies of all offloaded parts."""
         for part in self._parts.values():
             part.discard()
 
     def require(self, trainer: str, parts: Collection[MemoryPart]) -> None:
-        """Raises: BackendError: one of these parts is offloaded; ``trainer`` says whose, for the message."""
+        """Check that these parts are live. Raises: BackendError: one is offloaded; the message starts with
+        ``trainer``.
+        """
         away = [part for part in parts if self._parts[part].is_offloaded]
         if away:
             raise BackendError(
-                f"{trainer} was asked to work while its {' and '.join(away)} {'is' if away == ['optimizer'] else 'are'}"
+                f"{trainer} cannot work while its {' and '.join(away)} {'is' if away == ['optimizer'] else 'are'}"
                 " offloaded; onload them first"
             )
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory that these tensors occupy now, bytes; storages they share count once."""
+    """Bytes that these tensors occupy now; shared storages count once."""
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
 def own_storage(tensor: Tensor) -> None:
-    """Give a parameter a storage that can be resized, if its memory belongs to a mapped file."""
+    """Give a parameter its own resizable storage, if its memory belongs to a mapped file."""
     if not tensor.untyped_storage().resizable():
         tensor.data = tensor.data.clone()
 

@@ -1,4 +1,4 @@
-"""Optimizers by name over the trainable parameters of a model, and their state by parameter name."""
+"""Builds optimizers by name for a model's trainable parameters, and accesses their state by parameter name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """The optimizer that ``options.optimizer`` names; parameters of one dimension (norms, biases) do not decay.
+    """Build the optimizer named by ``options.optimizer``; one-dimensional parameters (norms, biases) have no weight
+    decay.
 
-    ``adamw`` is torch's fused AdamW [1711.05101]; ``sgd`` torch's SGD, with classical momentum.
+    ``adamw`` is torch's fused AdamW [1711.05101]; ``sgd`` is torch's SGD, with classical momentum.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -35,9 +36,9 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The live state by parameter name. Empty before the first step.
+    """Return the live state by parameter name; empty before the first step.
 
-    ``adamw``: ``exp_avg``, ``exp_avg_sq``, ``step``; ``sgd``: ``momentum_buffer`` if it has momentum.
+    ``adamw`` has ``exp_avg``, ``exp_avg_sq``, ``step``; ``sgd`` with momentum has ``momentum_buffer``.
     """
     return {
         name: {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
@@ -47,7 +48,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Give every trainable parameter the state it has before its first step, for loading into."""
+    """Give every trainable parameter its initial state, for loading into."""
     for parameter in model.parameters():
         if not parameter.requires_grad or parameter in optimizer.state:
             continue

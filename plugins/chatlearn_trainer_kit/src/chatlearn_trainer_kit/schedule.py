@@ -1,4 +1,4 @@
-"""Learning-rate schedules in closed form, so that resuming needs the step count alone."""
+"""Learning-rate schedules in closed form, so that resuming needs only the step count."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ def check_schedule(options: OptimizerOptions, total_updates: int | None, role: s
     """Refuse a schedule that cannot be computed.
 
     Raises:
-        ConfigError: it needs the length of the run and that is open, or the warm-up is longer than the run.
+        ConfigError: the schedule needs the length of the run, which is unknown, or the warm-up is longer than the run.
     """
     if options.schedule != "constant" and total_updates is None:
         raise ConfigError(
-            f"roles.{role}.options.schedule is {options.schedule!r}, which needs to know how many optimizer steps"
-            " the run makes, and the run has no end; set its number of steps, or schedule: constant."
+            f"roles.{role}.options.schedule is {options.schedule!r}, which needs the number of the run's optimizer"
+            " steps,"
+            " but the run has no end; set its number of steps, or schedule: constant."
         )
     if options.schedule != "constant" and total_updates is not None and options.warmup_steps >= total_updates > 0:
         raise ConfigError(
@@ -27,11 +28,11 @@ def check_schedule(options: OptimizerOptions, total_updates: int | None, role: s
 
 
 def learning_rate(options: OptimizerOptions, update: int, total_updates: int | None) -> float:
-    """Learning rate of optimizer step ``update`` (from 0).
+    """Return the learning rate of optimizer step ``update`` (from 0).
 
-    Warm-up: peak * (update + 1) / warmup_steps, so that no step is wasted on a rate of 0. Then, with
-    p = (update - warmup_steps) / (total_updates - warmup_steps) held at 1 beyond the end and m = min_lr_ratio:
-    ``linear`` peak * (1 - (1 - m) p), ``cosine`` peak * (m + (1 - m) (1 + cos(pi p)) / 2).
+    Warm-up: peak * (update + 1) / warmup_steps, so that no step has rate 0. Then, with p = (update - warmup_steps) /
+    (total_updates - warmup_steps), limited to 1, and m = min_lr_ratio: ``linear`` peak * (1 - (1 - m) p), ``cosine``
+    peak * (m + (1 - m) (1 + cos(pi p)) / 2).
     """
     peak = options.learning_rate
     if update < options.warmup_steps:

@@ -1,7 +1,7 @@
-"""Prompt tokens that several sequences of a group have in common, so that a trunk computes them once.
+"""Finds prompt tokens that sequences of a group have in common, so that a trunk computes them once.
 
-The state of a token depends on the tokens up to it alone. Sequences that begin alike therefore have the same states as
-long as they stay alike, and one computed row can stand for all of them; its gradient is the sum of theirs.
+The state of a token depends only on the tokens up to it. Sequences with equal beginnings therefore have equal states
+there, and one computed row can serve all of them; its gradient is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from chatlearn_core.types import TrainBatch
 
 
 class SharedPrompts:
-    """What the sequences of a batch have in common, for any selection of them.
+    """The shared tokens of a batch's sequences, for any selection of them.
 
-    A group's sequences are ranked by the tokens of their prompts, as in a dictionary: the longest beginning that a
-    sequence shares with any sequence before it, it shares with the one right before it.
+    A group's sequences are sorted by their prompt tokens, lexicographically: a sequence shares its longest common
+    beginning with any earlier sequence also with the one directly before it.
 
     Args:
-        lengths: tokens of each of the S sequences.
-        ranking: the S sequences, group after group.
-        common: entry k: tokens that sequences ``ranking[k - 1]`` and ``ranking[k]`` share; 0 between groups.
+        lengths: number of tokens of each of the S sequences.
+        ranking: the S sequences, group by group.
+        common: entry k: number of tokens that sequences ``ranking[k - 1]`` and ``ranking[k]`` share; 0 between groups.
     """
 
     __slots__ = ("_common", "_lengths", "_place")
@@ -38,22 +38,23 @@ class SharedPrompts:
             self._place[sequence] = place
 
     def place(self, sequence: int) -> int:
-        """Where the sequence stands in the ranking."""
+        """Return the sequence's position in the ranking."""
         return self._place[sequence]
 
     def common(self, first: int, second: int) -> int:
-        """How many tokens two different sequences share, from their start."""
+        """Return the number of tokens that two different sequences share from their start."""
         low, high = sorted((self._place[first], self._place[second]))
         return min(self._common[low + 1 : high + 1])
 
     def num_rows(self, indices: Sequence[int]) -> int:
-        """Rows that the selected sequences need when what they share is computed once."""
+        """Return the number of rows for the selected sequences if shared tokens are computed once."""
         return sum(self._lengths[i] for i in indices) - sum(shared for _, _, shared in self._chain(indices))
 
     def rows(self, indices: Sequence[int]) -> Tensor | None:
-        """[T] int64: the computed row of each token of the selected sequences, laid end to end in the given order.
+        """Return [T] int64: the computed row of each token of the selected sequences, concatenated in the given order.
 
         Rows are numbered in the order of the tokens that own them. None if the selected sequences share nothing.
+        Example: ``[0, 1, 2, 0, 1, 3]`` for two sequences of 3 tokens that share 2.
         """
         bounds = [0, *itertools.accumulate(self._lengths[i] for i in indices)]
         tokens = torch.arange(bounds[-1])
@@ -66,7 +67,9 @@ class SharedPrompts:
         return (owns.cumsum(0) - 1)[owner]
 
     def _chain(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Neighbours in the selection's ranking, as positions in ``indices``, and how many tokens they share."""
+        """Yield neighbours in the selection's ranking, as positions in ``indices``, with their number of
+        shared tokens.
+        """
         ranked = sorted(range(len(indices)), key=lambda k: self._place[indices[k]])
         for before, here in itertools.pairwise(ranked):
             yield before, here, self.common(indices[before], indices[here])
@@ -75,11 +78,11 @@ class SharedPrompts:
 def find_shared_prompts(batch: TrainBatch) -> SharedPrompts | None:
     """Compare the prompts of each group's sequences, token by token.
 
-    ``group_index`` only says which sequences to compare; what is shared are equal tokens. A prompt ends before the
-    first token that is learned: completions are never shared, even where they are equal.
+    ``group_index`` only says which sequences to compare; equal tokens are shared. A prompt ends before the first token
+    with a loss: completions are never shared, even if they are equal.
 
     Returns:
-        None if no two sequences begin alike.
+        None if no two sequences have an equal beginning.
     """
     groups: dict[int, list[int]] = {}
     for sequence, group in enumerate(batch.group_index.tolist()):
@@ -94,7 +97,7 @@ def find_shared_prompts(batch: TrainBatch) -> SharedPrompts | None:
     ranking: list[int] = []
     common: list[int] = []
     for members in groups.values():
-        # Big-endian bytes of numbers that are not negative are ordered as the numbers are.
+        # Big-endian bytes of nonnegative numbers sort like the numbers.
         ranked = sorted(members, key=lambda s: prompts[s].astype(">i8").tobytes())
         ranking += ranked
         common += [0, *(_common_length(prompts[a], prompts[b]) for a, b in itertools.pairwise(ranked))]

@@ -1,4 +1,4 @@
-"""How long the phases of an update take on the device."""
+"""Measures the time of an update's phases on the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from chatlearn_core.types import Metric, Metrics
 
 
 class PhaseTimer:
-    """Adds up the time of named phases; on a GPU by events, so that timing does not make the device wait.
+    """Sums the time of named phases; on a GPU it uses events, so that timing does not make the device wait.
 
     Args:
-        device: where the phases run.
+        device: device of the phases.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the code inside the context."""
         if self._cuda:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
             start.record()
@@ -38,7 +38,7 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
     def metrics(self) -> Metrics:
-        """``timing_s/<phase>``, seconds, reducer sum. Waits for the device."""
+        """Return ``timing_s/<phase>`` in seconds, reducer sum. Waits for the device."""
         for name, start, stop in self._events:
             stop.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(stop) / 1e3

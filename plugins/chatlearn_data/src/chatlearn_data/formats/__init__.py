@@ -1,1 +1,1 @@
-"""Dataset formats: one file a format."""
+"""Dataset formats, one file each."""

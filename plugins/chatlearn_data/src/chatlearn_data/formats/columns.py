@@ -1,4 +1,4 @@
-"""Reading columns out of rows, with reasons that a user understands."""
+"""Reads columns from rows, with clear error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.exceptions import DataError
 
 
 def required(row: Row, column: str) -> Any:
-    """Value of ``column``; a dotted name reaches into objects.
+    """Return the value of ``column``; a dotted name reaches into objects.
 
     Raises:
         DataError: the row has no such column, or it is null.
@@ -24,7 +24,7 @@ def required(row: Row, column: str) -> Any:
 
 
 def optional(row: Row, column: str) -> Any:
-    """Value of ``column``, None where it is missing; a dotted name reaches into objects."""
+    """Return the value of ``column``, None if it is missing; a dotted name reaches into objects."""
     if column in row:
         return row[column]
     value: Any = row
@@ -36,29 +36,29 @@ def optional(row: Row, column: str) -> Any:
 
 
 def text(row: Row, column: str) -> str:
-    """A text column that may not be missing.
+    """Return a required text column.
 
     Raises:
-        DataError: it is missing, null or no text.
+        DataError: it is missing, null or not text.
     """
     return _as_text(required(row, column), column)
 
 
 def optional_text(row: Row, column: str) -> str | None:
-    """A text column that may be missing.
+    """Return an optional text column.
 
     Raises:
-        DataError: it is there, but no text.
+        DataError: it is present but not text.
     """
     value = optional(row, column)
     return None if value is None else _as_text(value, column)
 
 
 def identifier(row: Row, column: str) -> str | None:
-    """An id column, text or number, that may be missing.
+    """Return an optional id column, text or number.
 
     Raises:
-        DataError: it is there, but empty, or neither text nor a whole number.
+        DataError: it is present but empty, or neither text nor a whole number.
     """
     value = optional(row, column)
     if value is None:
@@ -69,7 +69,7 @@ def identifier(row: Row, column: str) -> str | None:
 
 
 def prompt(row: Row, column: str) -> str | Sequence[Message]:
-    """A prompt: text or a list of chat messages (which the pipeline checks).
+    """Return a prompt: text or a list of chat messages (which the pipeline checks).
 
     Raises:
         DataError: it is missing, or neither.
@@ -83,10 +83,10 @@ def prompt(row: Row, column: str) -> str | Sequence[Message]:
 
 
 def tools(row: Row, column: str = "tools") -> tuple[Any, ...]:
-    """Functions that the assistant may call, for the chat template: a list, or the JSON of one.
+    """Return the functions that the assistant may call, for the chat template: a list, or the JSON of one.
 
     Raises:
-        DataError: it is there, but neither.
+        DataError: it is present but neither.
     """
     value = optional(row, column)
     if isinstance(value, str):
@@ -102,7 +102,7 @@ def tools(row: Row, column: str = "tools") -> tuple[Any, ...]:
 
 
 def first_answer(row: Row, columns: Iterable[str]) -> Any:
-    """The first of ``columns`` that holds an answer; None if none does. Blank text is no answer."""
+    """Return the first of ``columns`` with an answer; None if there is none. Blank text does not count."""
     for column in columns:
         value = optional(row, column)
         if value is not None and not (isinstance(value, str) and not value.strip()):
@@ -111,17 +111,17 @@ def first_answer(row: Row, columns: Iterable[str]) -> Any:
 
 
 def rest(row: Row, used: Iterable[str]) -> dict[str, Any]:
-    """The columns that are not ``used``."""
+    """Return the columns that are not ``used``."""
     return {column: value for column, value in row.items() if column not in set(used)}
 
 
 def _without_nulls(message: Message) -> Message:
-    """Parquet gives every message every key that any message has; null stands for absent."""
+    """Remove null values: Parquet gives every message every key that any message has."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _without_any_nulls(value: Any) -> Any:
-    """Parquet gives every object every key that any has, however deep."""
+    """Remove null values at any depth: Parquet gives every object every key that any object has."""
     if isinstance(value, Mapping):
         return {key: _without_any_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

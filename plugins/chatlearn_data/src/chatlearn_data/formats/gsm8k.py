@@ -9,7 +9,7 @@ from chatlearn_data.options import InstructionOptions
 
 
 class Gsm8kFormat:
-    """``{question, answer}``: the ground truth is the number after ``####``, the worked answer can be imitated."""
+    """``{question, answer}``: the ground truth is the number after ``####``; the worked answer can be imitated."""
 
     answer_columns = ("answer",)
     completion_columns = ("answer",)

@@ -1,4 +1,4 @@
-"""Columns that the configuration names."""
+"""A format whose columns the configuration names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chatlearn_data.options import KeysOptions
 
 
 class KeysFormat:
-    """Prompt, answer, completion, id and data source in the columns that the options name."""
+    """Reads prompt, answer, completion, id and data source from the columns that the options name."""
 
     def __init__(self, options: KeysOptions) -> None:
         self._options = options

@@ -9,7 +9,8 @@ from chatlearn_data.options import InstructionOptions
 
 
 class MathFormat:
-    r"""``{problem, solution, answer?}``: the ground truth is ``answer``, or what the solution's last ``\boxed`` holds.
+    r"""``{problem, solution, answer?}``: the ground truth is ``answer``, or the content of the solution's last
+    ``\boxed``.
 
     The solution can be imitated.
     """

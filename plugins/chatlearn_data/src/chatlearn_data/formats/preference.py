@@ -1,4 +1,4 @@
-"""Completions of a prompt to compare, or single ones that people liked or did not."""
+"""Formats for completions to compare, and for single completions with a label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
 
 
 class PreferenceFormat:
-    """``chosen`` and ``rejected``, texts or messages, with a ``prompt``; or two conversations that begin alike.
+    """``chosen`` and ``rejected``, texts or messages, with a ``prompt``; or two conversations with a common beginning.
 
     Conversations may repeat the prompt. The chosen completion has rank 1 and the rejected one 0, unless the options
     name columns with their scores.
@@ -54,15 +54,16 @@ class PreferenceFormat:
         ranks = _number(columns.required(row, chosen), chosen), _number(columns.required(row, rejected), rejected)
         if ranks[0] <= ranks[1]:
             raise DataError(
-                f"the chosen completion has no higher score than the rejected one: {chosen} is {ranks[0]:g}, "
+                f"the chosen completion must have a higher score than the rejected one: {chosen} is {ranks[0]:g}, "
                 f"{rejected} is {ranks[1]:g}"
             )
         return ranks
 
 
 class RankedFormat:
-    """``prompt`` and a list ``completions`` of texts or messages, with one of ``scores`` (the largest is the best),
-    ``ranks`` (1 is the best) and ``labels`` (true: a good one), each a list of the same length.
+    """``prompt`` with a list ``completions`` of texts or messages, and one list of verdicts of the same length.
+
+    The verdicts are ``scores`` (the largest is the best), ``ranks`` (1 is the best) or ``labels`` (true is good).
     """
 
     answer_columns = _ANSWERS
@@ -106,7 +107,7 @@ class RankedFormat:
 
 
 class LabelledFormat:
-    """``prompt`` and ``completion`` with a ``label``: true for one that people liked, false for another."""
+    """``prompt`` and ``completion`` with a ``label``: true for a good completion, false for a bad one."""
 
     answer_columns = _ANSWERS
     completion_columns = ("completion",)
@@ -135,11 +136,11 @@ class LabelledFormat:
 
 
 def _common_start(chosen: Content, rejected: Content) -> Content:
-    """What two conversations begin with: the prompt."""
+    """Return the common beginning of two conversations as the prompt."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
-            "column 'prompt' is missing, and 'chosen' and 'rejected' are not both conversations, whose common "
-            "beginning would be the prompt"
+            "column 'prompt' is missing, and 'chosen' and 'rejected' are not both conversations with a common "
+            "beginning to use as the prompt"
         )
     count = 0
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
@@ -152,7 +153,7 @@ def _common_start(chosen: Content, rejected: Content) -> Content:
 
 
 def _without_prompt(side: Content, prompt: Content) -> Content:
-    """A completion alone, where it is a conversation that repeats the prompt."""
+    """Return only the completion, if the conversation repeats the prompt."""
     if isinstance(side, str):
         return side
     start: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -169,5 +170,5 @@ def _listed(row: Row, column: str) -> list[Any]:
 
 def _number(value: Any, column: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"column '{column}' must hold numbers, not {value!r:.60}")
+        raise DataError(f"column '{column}' must contain numbers, not {value!r:.60}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Prompts with any other columns."""
+"""A format with a prompt and any other columns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from chatlearn_data.options import AnswerOptions
 class PromptFormat:
     """``prompt`` (text or chat) plus any columns.
 
-    The ground truth is the first of ``ground_truth``, ``answer``, ``label``, ``solution`` that holds something;
-    ``completion`` or ``response`` can be imitated. Every column except the prompt and id travels along, so a reward
-    function that takes ``answer`` or ``solution`` by name finds it.
+    The ground truth is the first non-empty one of ``ground_truth``, ``answer``, ``label``, ``solution``; ``completion``
+    or ``response`` can be imitated. Every column except the prompt and id is passed on, so that a reward function that
+    takes ``answer`` or ``solution`` by name receives it.
     """
 
     answer_columns = ("ground_truth", "answer", "label", "solution")

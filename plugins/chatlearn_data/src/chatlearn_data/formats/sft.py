@@ -1,4 +1,4 @@
-"""Demonstrations to imitate."""
+"""Formats for demonstrations to imitate."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "label")
 class SftFormat:
     """``prompt`` (text or chat) with the text to imitate in ``completion`` or ``response``.
 
-    A completion may also be a list of messages, of which the assistant's are imitated. An answer, where there is one,
-    lets the same file serve for evaluation.
+    A completion may also be a list of messages, of which the assistant's are imitated. An optional answer lets the same
+    file serve for evaluation.
     """
 
     answer_columns = _ANSWERS
@@ -42,7 +42,7 @@ class SftFormat:
 class MessagesFormat:
     """``messages``, a whole chat, whose last turn is the assistant's.
 
-    All of the assistant's turns are imitated, or with ``turns: last`` the last one only. For a run that samples,
+    All of the assistant's turns are imitated, or only the last one with ``turns: last``. For a run that samples,
     everything before the last turn is the prompt.
     """
 
@@ -79,6 +79,6 @@ def _completion(row: Row, column: str) -> str | Sequence[Message] | None:
     messages = columns.prompt(row, column)
     if not any(message.get("role") == "assistant" for message in messages if isinstance(message, Mapping)):
         raise DataError(
-            f"column '{column}' must be text or messages of which one is the assistant's, not {value!r:.60}"
+            f"column '{column}' must be text, or messages with at least one of the assistant, not {value!r:.60}"
         )
     return messages

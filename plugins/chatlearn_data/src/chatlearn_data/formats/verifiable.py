@@ -1,4 +1,4 @@
-"""Chat prompts with a nested ground truth: what ``chatlearn data prepare`` writes, and much published data has."""
+"""Chat prompts with a nested ground truth, as ``chatlearn data prepare`` writes them; common in published data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatlearn_data.options import AnswerOptions
 class VerifiableFormat:
     """``{data_source, prompt: [{role, content}], ability, reward_model: {style, ground_truth}, extra_info}``.
 
-    The ground truth is ``reward_model.ground_truth``. ``ability``, ``extra_info``, ``reward_model`` itself and any
-    other column travel along. ``completion`` or ``response``, where there, can be imitated.
+    The ground truth is ``reward_model.ground_truth``. ``ability``, ``extra_info``, ``reward_model`` itself and all
+    other columns are passed on. ``completion`` or ``response``, if present, can be imitated.
     """
 
     answer_columns = ("reward_model.ground_truth",)

@@ -1,1 +1,1 @@
-"""Row readers for what the core cannot read with the standard library: one file a kind."""
+"""Row readers for files that the standard library cannot read, one module each."""

@@ -1,4 +1,4 @@
-"""Rows of datasets on the Hugging Face hub."""
+"""Reads rows of datasets on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from chatlearn_data.options import NoOptions
 
 
 class HubReader:
-    """Downloads a hub dataset once (or takes it from the cache) and reads its rows.
+    """Downloads a hub dataset once (or uses the cache) and reads its rows.
 
-    ``owner/name`` takes the dataset's default configuration, ``owner/name:main`` the one named. Without a split the
+    ``owner/name`` selects the dataset's default configuration, ``owner/name:main`` the named one. Without a split the
     dataset must have only one.
     """
 
@@ -20,12 +20,12 @@ class HubReader:
         del options
 
     def rows(self, path: str, split: str | None) -> Iterator[Row]:
-        import datasets  # takes a second to import, and few runs need it
+        import datasets  # slow to import, and rarely needed
 
         name, _, configuration = path.partition(":")
         try:
             loaded = datasets.load_dataset(name, configuration or None, split=split)
-        except Exception as error:  # the library raises classes of several others: HTTP, file systems, the hub client
+        except Exception as error:  # the library raises errors of HTTP, file systems and the hub client
             raise DataError(_message(path, split, error)) from error
         if isinstance(loaded, dict):
             if len(loaded) != 1:
@@ -38,7 +38,7 @@ def _message(path: str, split: str | None, error: Exception) -> str:
     import huggingface_hub.constants
 
     lines = [
-        f"Dataset '{path}' is no local file or directory, and cannot be loaded from the hub (split {split or 'any'}):",
+        f"Dataset '{path}' is neither local nor loadable from the hub (split {split or 'any'}):",
         f"  {type(error).__name__}: {str(error).partition(chr(10))[0] or 'no message'}",
     ]
     if huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Rows of parquet files."""
+"""Reads rows of parquet files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatlearn_core.exceptions import DataError
 from chatlearn_data.options import NoOptions
 
 _BATCH_ROWS = 1024
-"""Rows decoded at once: enough to be quick, little enough to stream."""
+"""Number of rows decoded at once: fast, but still streaming."""
 
 
 class ParquetReader:
@@ -30,6 +30,6 @@ class ParquetReader:
                     yield from batch.to_pylist()
                     start += len(batch)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-            raise DataError(f"Data file '{path}' is no readable parquet file: {error}.") from error
+            raise DataError(f"Data file '{path}' is not a readable parquet file: {error}.") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"Data file '{path}' holds text that is not UTF-8, after row {start}: {error}.") from error
+            raise DataError(f"Data file '{path}' has text that is not UTF-8, after row {start}: {error}.") from error
