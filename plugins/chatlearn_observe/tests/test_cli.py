@@ -42,7 +42,7 @@ def test_a_missing_model_is_said_and_not_fatal(run_dir: Path, capsys: pytest.Cap
 def test_no_such_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, str(tmp_path / "nowhere"))
     assert code == 2
-    assert f"there is no directory {tmp_path / 'nowhere'}" in err
+    assert f"directory {tmp_path / 'nowhere'} does not exist" in err
 
 
 def test_a_directory_that_is_no_run_names_the_runs_below_it(

@@ -57,7 +57,7 @@ def test_an_engines_devices_are_the_product_of_its_arguments(engine: dict[str, A
 
 def test_ranks_and_engine_arguments_must_agree() -> None:
     assert engine_devices(role("generator", ranks=4, engine={"tp_size": 4})) == 4
-    with pytest.raises(ConfigError, match=r"roles\.generator\.ranks is 3.*engine makes 4 \(tp_size 2 x pp_size 2\)"):
+    with pytest.raises(ConfigError, match=r"roles\.generator\.ranks is 3.*engine uses 4 \(tp_size 2 x pp_size 2\)"):
         engine_devices(role("generator", ranks=3, engine={"tp_size": 2, "pp_size": 2}))
     with pytest.raises(ConfigError, match=r"engine\.tp_size is 'two'; it must be a whole number"):
         engine_devices(role("generator", engine={"tp_size": "two"}))

@@ -53,7 +53,9 @@ def test_without_anything_it_is_rays_file_in_the_home(tmp_path: Path, monkeypatc
 
 def test_a_node_without_the_token_says_how_to_give_it_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"home of its own, and the head writes it there only.*--token-file FILE"):
+    with pytest.raises(
+        ConfigError, match=r"its own home directory, and the head writes only its own copy.*--token-file FILE"
+    ):
         use_token({}, None, is_head=False, wait_s=0.0)
     with pytest.raises(ConfigError, match=r"on a disk that all nodes see: the head writes"):
         use_token({}, tmp_path / "token", is_head=False, wait_s=0.0)
@@ -68,7 +70,7 @@ def test_a_file_that_others_can_read_is_told(tmp_path: Path) -> None:
 
 def test_authentication_that_is_switched_off_stays_off_and_is_told(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_MODE": "disabled"}
-    assert "whoever reaches the cluster's ports can run code" in use_token(environment, None, is_head=True)
+    assert "any process that reaches the cluster's ports can run code" in use_token(environment, None, is_head=True)
     assert environment == {"RAY_AUTH_MODE": "disabled"}
     with pytest.raises(ConfigError, match="--token-file is given, but RAY_AUTH_MODE is 'disabled'"):
         use_token(environment, tmp_path / "token", is_head=True)
@@ -138,7 +140,7 @@ def test_nodes_and_drivers_with_homes_of_their_own_meet_by_a_token_file(nodes: t
         time.sleep(0.2)
     assert drive(folder / "driver", address, str(token)) == {"homes": [str(folder / "node-0"), str(folder / "node-1")]}
     refused = drive(folder / "stranger", address)["error"]
-    assert "does not take this driver's token, or the driver has none" in refused
+    assert "does not accept this driver's token, or the driver has none" in refused
     assert "runtime.options.token_file" in refused
     for rank in range(2):
         said = (folder / f"node-{rank}.log").read_text()

@@ -22,10 +22,10 @@ def checked(placements: dict[str, Any], **options: Any) -> RayRuntimeOptions:
     ("placements", "rule"),
     [
         ({"trainer": {"pool": "gpu"}}, "trainer.pool is 'gpu', but runtime.options.pools has 'gpus'; define it there"),
-        ({"judge": {"cpus": 2}}, "'judge' is no role of the configuration, which has 'generator', 'trainer'"),
+        ({"judge": {"cpus": 2}}, "'judge' is not a role of the configuration, which has 'generator', 'trainer'"),
         (
             {"trainer": {"near": "judge"}},
-            "trainer.near is 'judge'; it must be 'nobody' or one of 'generator', 'trainer'",
+            "trainer.near is 'judge'; it must be 'none' or one of 'generator', 'trainer'",
         ),
     ],
 )
@@ -36,11 +36,11 @@ def test_a_name_that_nothing_has_is_refused(placements: dict[str, Any], rule: st
 
 
 def test_names_that_something_has_are_taken() -> None:
-    placements = {"trainer": {"pool": "gpus", "near": "nobody"}, "generator": {"near": "trainer"}}
+    placements = {"trainer": {"pool": "gpus", "near": "none"}, "generator": {"near": "trainer"}}
     assert set(checked(placements, pools={"gpus": {"slots": 4}}).roles) == set(placements)
 
 
-def test_outside_a_configuration_nobody_knows_the_roles() -> None:
+def test_without_a_configuration_roles_are_not_checked() -> None:
     assert RayRuntimeOptions(roles={"judge": {"near": "critic"}}).roles["judge"].near == "critic"
 
 

@@ -91,7 +91,7 @@ def test_a_pool_with_too_few_slots_is_refused() -> None:
         place(TRAINER, pools={"p": {"slots": 4, "gpus": 1}}, roles={"trainer": {"pool": "p", "first_slot": 1}})
 
 
-def test_a_pool_that_nobody_uses_is_not_reserved() -> None:
+def test_an_unused_pool_is_not_reserved() -> None:
     assert dict(place(REWARD, pools={"gpus": {"slots": 4, "gpus": 1}}).total) == {"CPU": 1.0}
 
 
@@ -134,7 +134,7 @@ def test_a_generator_joins_the_group_of_its_trainer(order: tuple[PlacedRole, Pla
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"near": "nobody"}, {"one_node": True}, {"pool": "p"}], ids=["nobody", "one_node", "pool"]
+    "wanted", [{"near": "none"}, {"one_node": True}, {"pool": "p"}], ids=["none", "one_node", "pool"]
 )
 def test_a_generator_stays_where_the_configuration_puts_it(wanted: dict[str, object]) -> None:
     placement_plan = place(TRAINER, NEAR, roles={"generator": wanted}, pools={"p": {"slots": 2, "gpus": 1}})
@@ -276,12 +276,12 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 @pytest.mark.parametrize("asked", [0.5, 1], ids=["a fraction", "fewer than it drives"])
 def test_a_share_that_is_no_use_is_refused(asked: float) -> None:
-    with pytest.raises(ConfigError, match=r"roles\.generator\.gpus is [\d.]+, but .* drives whole ones, 2 of them"):
+    with pytest.raises(ConfigError, match=r"roles\.generator\.gpus is [\d.]+, but .* drives whole GPUs, 2 of them"):
         place(ENGINE, pools=NODES, roles=in_nodes(generator={"gpus": asked}))
 
 
 def test_a_slot_has_whole_gpus_if_it_has_several() -> None:
-    with pytest.raises(ConfigError, match=r"pools\.nodes\.gpus is 2\.5: a slot with several GPUs has whole ones"):
+    with pytest.raises(ConfigError, match=r"pools\.nodes\.gpus is 2\.5; a slot with several GPUs needs a whole number"):
         place(TRAINER, pools={"nodes": {"slots": 4, "gpus": 2.5}}, roles=in_nodes(trainer={}))
 
 

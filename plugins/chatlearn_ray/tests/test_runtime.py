@@ -368,7 +368,7 @@ async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
 async def test_what_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2)
     runtime = RayRuntime(RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 40}}}), roles.plan(role))
-    with pytest.raises(BackendError, match=r"CPU: 80 \(role 'trainer'\) = 80, and 1 node\(s\) have 32: 48 missing"):
+    with pytest.raises(BackendError, match=r"CPU: 80 \(role 'trainer'\) = 80, but 1 node\(s\) have 32: 48 missing"):
         await runtime.start()
 
 
@@ -377,5 +377,7 @@ async def test_a_wait_for_resources_says_what_is_missing(roles: Any) -> None:
     asker = roles.role("trainer", "trainer", "counting")
     async with running(roles.plan(holder), roles={"generator": {"cpus": 30}}):
         options = RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 20}}, "resource_wait_s": 2})
-        with pytest.raises(BackendError, match=r"role 'trainer' waits for its place since \d+ s; free .* needs 20 CPU"):
+        with pytest.raises(
+            BackendError, match=r"role 'trainer' has been waiting for its place for \d+ s; free .* needs 20 CPU"
+        ):
             await RayRuntime(options, roles.plan(asker)).start()

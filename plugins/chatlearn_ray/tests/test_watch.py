@@ -104,7 +104,7 @@ def test_a_head_that_holds_this_node_for_dead_is_told(
 ) -> None:
     make()
     head.is_alive = False
-    assert "holds this node for dead" in said.get(timeout=30)
+    assert "considers this node dead" in said.get(timeout=30)
 
 
 def test_what_was_started_here_is_ended_and_what_was_not_is_left(

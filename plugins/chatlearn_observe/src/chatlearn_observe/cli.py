@@ -1,4 +1,4 @@
-"""``chatlearn report``."""
+"""The command ``chatlearn report``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from chatlearn_observe.report import DEFAULT_MAX_ROLLOUTS, ReportSettings, write
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A run's directory (output_dir).", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run (output_dir).", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; RUN_DIR/report.html by default.")
     ] = None,
     max_rollouts: Annotated[
-        int, typer.Option(min=0, help="Most samples to put in, spread evenly over the steps.")
+        int, typer.Option(min=0, help="Largest number of samples, spread evenly over the steps.")
     ] = DEFAULT_MAX_ROLLOUTS,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model directory whose tokenizer shows tokens as text; the run's by default.")
@@ -26,9 +26,9 @@ def report(
         bool, typer.Option("--token-text/--token-ids", help="Show tokens as text, which loads a tokenizer, or as ids.")
     ] = True,
 ) -> None:
-    """Write one HTML file about a run: curves, where the time went, and its rollouts. It needs no network.
+    """Write one HTML file about a run: curves, step times and rollouts. It needs no network.
 
-    Works while the run goes on, and on runs that failed.
+    Works during a run, and on failed runs.
     """
     settings = ReportSettings(max_rollouts=max_rollouts, tokenizer=tokenizer, token_text=token_text)
     written = write_report(run_dir, output, settings)

@@ -1,4 +1,4 @@
-"""The table of ``chatlearn plugins matrix``: what records declare, beside what a recorded kit run has shown."""
+"""The table of ``chatlearn plugins matrix``: declared compatibility, next to the results of a recorded test run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatlearn_core.plugins.report import table
 
 MATRIX_HEADER = ("TRAINER", "GENERATOR", "WEIGHT SYNC", "DECLARED", "TESTED", "")
 Combination = tuple[str, str, str]
-"""Names of trainer, generator and transport."""
+"""Names of trainer, generator and transport, such as ``("fsdp", "vllm", "shared_memory")``."""
 TESTED_RULE = (
     '{"results": [{"trainer": NAME, "generator": NAME, "weight_sync": NAME, "passed": true, "detail": TEXT}, ...]}'
 )
@@ -25,9 +25,9 @@ TESTED_RULE = (
 
 @dataclass(slots=True, frozen=True)
 class TestResult:
-    """What a recorded run of one combination has shown."""
+    """Result of one combination in a recorded test run."""
 
-    __test__ = False  # not a test class, whatever pytest thinks of its name
+    __test__ = False  # not a test class, despite its name
 
     passed: bool
     detail: str = ""
@@ -42,21 +42,21 @@ class MatrixRow:
     generator: str
     weight_sync: str
     fits: bool
-    """Declared: there is a placement at which it works."""
+    """Whether, by declaration, some placement makes the combination work."""
     reach: Reach
     """How far apart trainer and generator may be."""
     reasons: tuple[str, ...]
-    """Why it does not fit."""
+    """Why the combination does not work."""
     missing: tuple[str, ...]
-    """Engines that are not installed here; what is declared does not depend on them."""
+    """Engines that are not installed here; the declarations do not depend on them."""
     tested: TestResult | None
-    """None: not in the recorded run."""
+    """None if the recorded run does not contain the combination."""
 
 
 def compatibility_matrix(
     registry: PluginRegistry, tested: Mapping[Combination, TestResult] | None = None
 ) -> list[MatrixRow]:
-    """Every combination of the registered trainers, generators and transports."""
+    """Return every combination of the registered trainers, generators and transports."""
     rows = []
     for trainer, generator, transport in product(
         usable(registry, "trainer"), usable(registry, "generator"), usable(registry, "weight_sync")
@@ -88,15 +88,15 @@ def compatibility_matrix(
 
 
 def usable(registry: PluginRegistry, kind: str) -> list[PluginEntry]:
-    """The entries whose records say something: those that work, and those that only lack their engine here."""
+    """Return the entries with usable records: those that work, and those that only lack their engine here."""
     return [entry for entry in registry.entries if entry.kind == kind and entry.status in ("ok", "missing-engine")]
 
 
 def read_tested(path: Path) -> dict[Combination, TestResult]:
-    """Read a recorded kit run.
+    """Read the record of a conformance test run.
 
     Raises:
-        PluginError: the file is missing or is no such record; names the file, the item and the rule.
+        PluginError: the file is missing or not such a record; names the file, the item and the rule.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -115,10 +115,10 @@ def read_tested(path: Path) -> dict[Combination, TestResult]:
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """The versions that a recorded kit run was made with, by distribution; none if it does not say.
+    """Return distribution -> version of a recorded test run; empty if the record has none.
 
     Raises:
-        PluginError: what it says is no mapping.
+        PluginError: the entry is not a mapping.
     """
     environment = json.loads(path.read_text(encoding="utf-8")).get("environment", {})
     if not isinstance(environment, dict):
@@ -127,19 +127,19 @@ def read_environment(path: Path) -> dict[str, str]:
 
 
 def strict_bool(value: object) -> bool:
-    """The value, which must be true or false and nothing that merely counts as such."""
+    """Return the value if it is exactly true or false; raise a ``TypeError`` otherwise."""
     if not isinstance(value, bool):
         raise TypeError(f"passed is {value!r}; it must be true or false")
     return value
 
 
 def matrix_json(rows: Sequence[MatrixRow]) -> dict[str, object]:
-    """The table as plain data."""
+    """Return the table as plain data."""
     return {"combinations": [asdict(row) for row in rows]}
 
 
 def matrix_text(rows: Sequence[MatrixRow], environment: Mapping[str, str] | None = None) -> str:
-    """The table of ``chatlearn plugins matrix``, and under it the versions that the tests were run with."""
+    """Return the table of ``chatlearn plugins matrix``, followed by the versions of the test run."""
     text = table(MATRIX_HEADER, list(matrix_cells(rows)))
     if not environment:
         return text
@@ -148,7 +148,7 @@ def matrix_text(rows: Sequence[MatrixRow], environment: Mapping[str, str] | None
 
 
 def matrix_cells(rows: Sequence[MatrixRow]) -> Iterator[tuple[str, ...]]:
-    """One line a combination."""
+    """Yield one table line per combination."""
     reach = {"process": "one process", "host": "one host", "anywhere": "anywhere"}
     for row in rows:
         tested = "-" if row.tested is None else "passed" if row.tested.passed else "failed"

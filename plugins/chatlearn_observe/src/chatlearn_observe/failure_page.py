@@ -1,4 +1,6 @@
-"""``failure.md``: one page that says what stopped a run, where, what came before, what is saved and how to go on."""
+"""``failure.md``: a page about a failed run with the error, its place, earlier events, saved state and how
+to continue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _MAX_CAUSES = 6
 
 
 def failure_page(error: BaseException, failure: RunFailure) -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     chain = list(_causes(error))
     stack = next((e.stack for e in chain if isinstance(e, BackendError) and e.stack), "")
     parts = [
@@ -34,7 +36,7 @@ def failure_page(error: BaseException, failure: RunFailure) -> str:
     if not isinstance(error, ChatLearnError):
         text = "".join(traceback.format_exception(error))
         parts.append(
-            "## Traceback\n\nThis is no error that ChatLearn foresees: a bug, here or in a plugin.\n\n"
+            "## Traceback\n\nChatLearn does not expect this error: it is a bug, here or in a plugin.\n\n"
             f"```\n{_last_lines(text)}\n```"
         )
     parts.append(f"## What happened before\n\n{_event_list(failure.events)}")
@@ -77,7 +79,7 @@ def _go_on(failure: RunFailure) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it came from, and from groups of errors each that was raised at the same time."""
+    """Yield the error, then its causes, including every member of exception groups."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:
@@ -124,7 +126,7 @@ def _event(event: Mapping[str, Any]) -> str:
 
 
 def _without(text: str, stack: str) -> str:
-    """A message without the stack, which has a section of its own."""
+    """Remove the stack from a message, because it has its own section."""
     if not stack.strip():
         return text
     return text.replace(stack.rstrip(), "").replace("It hangs here:", "Where it hangs stands below.").rstrip()
@@ -139,7 +141,7 @@ def _indented(text: str) -> str:
 
 
 def _cell(text: str, limit: int = _MESSAGE_CHARS) -> str:
-    """One line, without what would end a table's cell."""
+    """Return the text on one line, with characters escaped that would end a table cell."""
     flat = " ".join(text.split()).replace("|", "\\|")
     return flat if len(flat) <= limit else f"{flat[:limit]} ..."
 

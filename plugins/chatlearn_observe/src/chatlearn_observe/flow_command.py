@@ -1,4 +1,4 @@
-"""``chatlearn flow``: the data flow of a configuration, as text, diagram or picture."""
+"""The command ``chatlearn flow``: shows a configuration's data flow as text, diagram or picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class FlowFormat(StrEnum):
-    """How to show a flow."""
+    """Output format of a flow."""
 
     text = "text"
     mermaid = "mermaid"
@@ -20,13 +20,13 @@ class FlowFormat(StrEnum):
 def flow(
     config: Annotated[Path, typer.Argument(help="A run's YAML file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to replace, as key=value.", metavar="[KEY=VALUE]...")
+        list[str] | None, typer.Argument(help="Settings to override, as key=value.", metavar="[KEY=VALUE]...")
     ] = None,
     output_format: Annotated[FlowFormat, typer.Option("--format", help="text, mermaid or svg.")] = FlowFormat.text,
     output: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
 ) -> None:
     """Trace the flow of a configuration's algorithm, check it and show it."""
-    # Imported here: --help must not wait for torch.
+    # Imported here so that --help need not wait for torch.
     from chatlearn_core.config.load import load_config
     from chatlearn_core.executor.assembly import build_algorithm, trace_flow
     from chatlearn_core.flow import to_text

@@ -1,4 +1,4 @@
-"""A flow for people: as a Mermaid diagram, and as a picture (SVG) that needs no other program."""
+"""Draws a flow as a Mermaid diagram, or as a self-contained SVG picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INPUT = "input"
 
 
 def to_mermaid(graph: Graph) -> str:
-    """A Mermaid flowchart, for documents."""
+    """Return a Mermaid flowchart, for documents."""
     lines = ["flowchart LR", f"    {_INPUT}([{_INPUT}])"]
     for node in graph.nodes:
         lines.append(f'    n{node.index}["{escape(node.call)}<br/>{added(node)}"]')
@@ -19,7 +19,7 @@ def to_mermaid(graph: Graph) -> str:
 
 
 def to_svg(graph: Graph) -> str:
-    """A self-contained SVG: levels from left to right, one box a call."""
+    """Return a self-contained SVG: levels from left to right, one box per call."""
     longest = max((len(text) for node in graph.nodes for text in (node.call, added(node))), default=0)
     box_width, box_height, gap_x, gap_y, margin = max(200, 8 * longest + 24), 56, 70, 24, 24
     columns: list[list[Node | None]] = [[None], *([list(level)[:] for level in graph.levels])]  # type: ignore[list-item]  # None is the input

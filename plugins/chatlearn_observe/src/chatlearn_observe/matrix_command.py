@@ -1,4 +1,4 @@
-"""``chatlearn plugins matrix``."""
+"""The command ``chatlearn plugins matrix``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatlearn_observe.compatibility_matrix import (
 )
 
 TESTED_FILE = "CHATLEARN_TESTED_MATRIX"
-"""Environment variable with the path of the record that ``matrix`` shows by default."""
+"""Environment variable with the path of the test record that ``matrix`` shows by default."""
 
 
 def matrix(

@@ -1,4 +1,4 @@
-"""Options of the loggers, as they stand under ``log.loggers[].options``."""
+"""Options of the loggers, under ``log.loggers[].options``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ class TensorBoardOptions(_Options):
     """Options of the logger ``tensorboard``."""
 
     directory: str | None = Field(
-        None, description="Where event files go; the run directory's tensorboard/ by default."
+        None, description="Directory of the event files; by default tensorboard/ in the run directory."
     )
-    flush_s: float = Field(30.0, gt=0, description="Longest time before a step can be seen, seconds.")
+    flush_s: float = Field(30.0, gt=0, description="Longest time in seconds until a step becomes visible.")
 
 
 class WandbOptions(_Options):
-    """Options of the logger ``wandb``; what is None is left to wandb's own environment variables."""
+    """Options of the logger ``wandb``; for None, wandb uses its own environment variables."""
 
-    project: str = Field("chatlearn", min_length=1, description="Where wandb files the run.")
+    project: str = Field("chatlearn", min_length=1, description="wandb project of the run.")
     entity: str | None = Field(None, description="User or team.")
-    name: str | None = Field(None, description="Shown name; the run's name by default.")
+    name: str | None = Field(None, description="Displayed name; the run's name by default.")
     group: str | None = Field(None, description="Runs of one group are shown together.")
-    job_type: str | None = Field(None, description="What this run is within its group.")
-    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
-    notes: str | None = Field(None, description="Text beside the run.")
+    job_type: str | None = Field(None, description="Kind of the run within its group.")
+    tags: list[str] = Field(default_factory=list, description="Tags for searching.")
+    notes: str | None = Field(None, description="Description of the run.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="offline: write to the run directory, upload later with `wandb sync`."
     )
     id: str | None = Field(
-        None, description="wandb's id of the run; kept in the run directory, so that a resumed run goes on in the same."
+        None,
+        description="wandb's id of the run; by default stored in the run directory, so that a resume continues it.",
     )

@@ -1,6 +1,6 @@
-"""What chatlearn-observe registers and observes: loggers, commands, and the files it adds to a run's directory.
+"""Registers loggers and commands, and adds files to a run's directory.
 
-Modules are imported where they are needed, since this one is read by every command.
+Imports happen inside functions, because every command imports this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def chatlearn_loggers() -> Iterable[LoggerSpec]:
-    """``tensorboard`` and ``wandb``; each needs its own library only when a run selects it."""
+    """Register ``tensorboard`` and ``wandb``; each needs its own library only when a run selects it."""
     return [
         LoggerSpec(
             name="tensorboard",
@@ -40,7 +40,7 @@ def chatlearn_loggers() -> Iterable[LoggerSpec]:
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """What shows runs, flows, plugins and configurations to people."""
+    """Register the commands that show runs, plugins and flows."""
     return [
         CliCommandSpec(
             name="report",

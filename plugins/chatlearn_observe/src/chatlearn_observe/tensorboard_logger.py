@@ -13,10 +13,10 @@ from chatlearn_observe.options import TensorBoardOptions
 
 
 class TensorBoardLogger:
-    """Writes every metric as a scalar of its own name, and the configuration as text.
+    """Writes every metric as a scalar under its name, and the configuration as text.
 
-    A resumed run writes some steps again. Its event file then begins with the step at which it went on, from which
-    TensorBoard hides what earlier files hold.
+    A resumed run repeats some steps. Its event file records the step at which it continues, and TensorBoard hides the
+    content of earlier files from that step on.
     """
 
     def __init__(self, options: TensorBoardOptions, run_dir: Path) -> None:
@@ -26,18 +26,18 @@ class TensorBoardLogger:
         self._writer: SummaryWriter | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Keep the configuration; the file is opened with the first step, whose number it must know."""
+        """Store the configuration; the first step opens the file, which needs the step's number."""
         self._config = config
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one step's numbers; NaN and infinity are written as such."""
+        """Write the metrics of one step, including NaN and infinity."""
         if self._writer is None:
             self._writer = self._open(step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out what is buffered. A second call does nothing."""
+        """Flush and close the file. A repeated call does nothing."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -46,6 +46,6 @@ class TensorBoardLogger:
         writer = SummaryWriter(str(self.directory), purge_step=step, flush_secs=self.options.flush_s)
         if self._config:
             text = yaml.safe_dump(dict(self._config), sort_keys=False, allow_unicode=True)
-            # Markdown: an indented block is shown as it stands.
+            # In Markdown an indented block is shown verbatim.
             writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), step)
         return writer

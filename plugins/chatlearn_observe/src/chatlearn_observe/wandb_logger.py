@@ -13,16 +13,15 @@ from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_observe.options import WandbOptions
 
 _ID = re.compile(r"[\w-]+", re.ASCII)
-_ID = re.compile(r"[\w-]+", re.ASCII)
 ID_FILE = "wandb_id"
-"""In the run directory: wandb's id of the run, by which a resumed run goes on in the same one."""
+"""File in the run directory with wandb's id of the run, with which a resume continues the same run."""
 
 
 class WandbLogger:
     """Sends every metric to Weights & Biases, or writes it to the run directory (``mode: offline``).
 
-    wandb's own step counter only rises, and drops a step that a resumed run makes again. The number of the step is
-    therefore logged as the metric ``step``, over which all others are drawn.
+    wandb's own step counter cannot go back, and drops steps that a resumed run repeats. The step number is therefore
+    logged as the metric ``step``, the x-axis of all other metrics.
     """
 
     def __init__(self, options: WandbOptions, run_dir: Path) -> None:
@@ -31,10 +30,10 @@ class WandbLogger:
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin, or go on in, the wandb run of this run directory.
+        """Start or continue the wandb run of this run directory.
 
         Raises:
-            ChatLearnError: wandb does not start (no login, no network, no permission); holds its own words.
+            ChatLearnError: wandb does not start (no login, no network, no permission); has wandb's message.
         """
         options = self.options
         given = options.model_dump(exclude={"id", "tags", "name", "mode"}, exclude_none=True)
@@ -59,11 +58,11 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's numbers."""
+        """Send the metrics of one step."""
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
-        """Wait until everything is sent or written. A second call does nothing."""
+        """Wait until everything is sent or written. A repeated call does nothing."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -71,6 +70,6 @@ class WandbLogger:
     def _earlier_id(self) -> str | None:
         try:
             text = (self.run_dir / ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:  # none yet; another run of wandb is begun where it cannot be read
+        except OSError:  # missing or unreadable: start a new wandb run
             return None
-        return text if _ID.fullmatch(text) else None  # a write that was cut short leaves none
+        return text if _ID.fullmatch(text) else None  # ignore a truncated file

@@ -74,4 +74,4 @@ def test_a_half_written_rollout_file_gives_its_whole_lines(run_dir: Path) -> Non
     notes: list[str] = []
     data = collect_rollouts(read_run(run_dir).rollout_files, 1000, None, notes)
     assert len([s for s in data.samples if data.groups[s["group"]]["step"] == 6]) == 11 + 3
-    assert notes == ["step_000006.jsonl, line 12 is not whole yet and is left out"]
+    assert notes == ["step_000006.jsonl, line 12 is incomplete and is left out"]

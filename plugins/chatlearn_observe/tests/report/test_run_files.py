@@ -25,7 +25,7 @@ def test_a_half_written_last_line_is_left_out_and_said(run_dir: Path) -> None:
         stream.write('{"step": 7, "rew')
     files = read_run(run_dir)
     assert len(files.metrics) == 7
-    assert files.notes == ["metrics.jsonl, line 8 is not whole yet and is left out"]
+    assert files.notes == ["metrics.jsonl, line 8 is incomplete and is left out"]
 
 
 def test_bad_lines_are_named_one_by_one(run_dir: Path) -> None:
@@ -34,7 +34,7 @@ def test_bad_lines_are_named_one_by_one(run_dir: Path) -> None:
     assert [event["event"] for event in files.events] == ["a", "b\ufffd"]
     assert [note.split(" (")[0] for note in files.notes] == [
         "events.jsonl, line 2 cannot be read",
-        "events.jsonl, line 4 is no JSON object and is left out",
+        "events.jsonl, line 4 is not a JSON object and is left out",
     ]
 
 

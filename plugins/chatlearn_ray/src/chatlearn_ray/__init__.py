@@ -1,1 +1,1 @@
-"""Runtime ``ray``: roles as groups of Ray actors, on one machine or a cluster."""
+"""The runtime ``ray``: roles as groups of Ray actors, on one machine or a cluster."""

@@ -1,4 +1,4 @@
-"""Workers as Ray actors, and Ray's object store: what ``chatlearn_workers`` asks of a runtime."""
+"""Workers as Ray actors, and Ray's object store: the runtime-specific part of ``chatlearn_workers``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from chatlearn_workers.rpc import (
 from chatlearn_workers.user_code import UserCode
 
 CONTROL = "control"
-"""A concurrency group with a thread of its own: it answers while the actor's event loop is blocked."""
+"""Concurrency group with its own thread, which answers while the actor's event loop is blocked."""
 _SHOWN_LINES = 3
-"""Of an error of Ray's, in ours."""
+"""Number of lines of a Ray error that are quoted in ChatLearn's errors."""
 
 
 class ActorHost(WorkerHost):
-    """The actor's class.
+    """The class of the actors.
 
     Args:
-        environment, path, directory, code: as for ``WorkerHost``.
-        gpus: those that it is to see; None where Ray has seen to that.
+        environment, path, directory, code: see ``WorkerHost``.
+        gpus: GPUs that the actor may see; None if Ray restricts them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ActorHost(WorkerHost):
         super().__init__({**environment, **visible}, path, directory, code)
 
     def check(self) -> None:
-        """See ``WorkerHost``; also raises BackendError where Ray moved the actor to another node's GPUs."""
+        """See ``WorkerHost``. Also raises BackendError if Ray has moved the actor to another node's GPUs."""
         from chatlearn_core.exceptions import BackendError
 
         super().check()
@@ -80,7 +80,7 @@ class ActorHandle:
 
 
 class RayStore:
-    """Implements ``ObjectStore``: the object store of the cluster that this process has joined."""
+    """Implements ``ObjectStore`` with the object store of the cluster that this process has joined."""
 
     def put(self, value: Any) -> Any:
         return ray.put(value)

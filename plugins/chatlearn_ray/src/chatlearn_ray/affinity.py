@@ -1,4 +1,4 @@
-"""What of a plan says where workers gain to sit: from plugin records, options and transports. Pure."""
+"""Derives from plugin records, options and transports which workers should be placed together. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ IN_EVERY_LAYER: tuple[Dimension, ...] = ("tp", "cp", "sp", "ep")
 
 
 def placed_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gpus: bool) -> PlacedRole:
-    """What of a role matters for its place.
+    """Return the properties of a role that determine its placement.
 
     Args:
-        gpus: whether ``device: auto`` is a GPU; where the configuration gives the role some, it is one anyway.
+        role: the role's plan.
+        plan: the run's plan.
+        options: options of the runtime.
+        gpus: whether ``device: auto`` means a GPU; a role to which the configuration gives GPUs uses one in any case.
 
     Raises:
-        ConfigError: a device that Ray must choose, or two numbers of devices for one engine.
+        ConfigError: the device must be chosen by Ray, or an engine has two different numbers of devices.
     """
     device = role.device
     if role.holds_a_model:
@@ -30,8 +33,7 @@ def placed_role(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions, *, gp
             device = "cuda" if gpus or _is_given_gpus(role.name, options) else "cpu"
         elif device.startswith("cuda:"):
             raise ConfigError(
-                f"roles.{role.name}.device is {device!r}, but the runtime 'ray' hands out devices itself. Set it to "
-                "cuda"
+                f"roles.{role.name}.device is {device!r}, but the runtime 'ray' assigns devices itself. Set it to cuda"
             )
     together, together_why = ranks_together(role)
     near, near_why = next_to(role, plan, options)
@@ -57,10 +59,10 @@ def _is_given_gpus(role: str, options: RayRuntimeOptions) -> bool:
 
 
 def engine_devices(role: RolePlan) -> int | None:
-    """Devices of one replica of a generator by its engine arguments; None where these say nothing.
+    """Return the number of devices of one generator replica, from its engine arguments; None if they do not say.
 
     Raises:
-        ConfigError: they say another number than ``ranks``.
+        ConfigError: the number differs from ``ranks``.
     """
     if role.kind != "generator":
         return None
@@ -73,7 +75,7 @@ def engine_devices(role: RolePlan) -> int | None:
     if role.ranks not in (1, devices):
         product = " x ".join(f"{name} {value}" for name, value in given.items())
         raise ConfigError(
-            f"roles.{role.name}.ranks is {role.ranks}, but roles.{role.name}.engine makes {devices} ({product}). Leave "
+            f"roles.{role.name}.ranks is {role.ranks}, but roles.{role.name}.engine uses {devices} ({product}). Leave "
             "ranks out, or make them agree"
         )
     return devices
@@ -86,28 +88,28 @@ def _positive(role: RolePlan, name: str, value: Any) -> int:
 
 
 def ranks_together(role: RolePlan) -> tuple[int, str]:
-    """How many consecutive ranks of a trainer belong on one node, and why."""
+    """Return how many consecutive ranks of a trainer belong on one node, and why."""
     if role.kind != "trainer":
         return 1, ""
     sizes = role.parallel
     near = {dimension: sizes[dimension] for dimension in IN_EVERY_LAYER if dimension in sizes}
     reason = ", ".join(f"{dimension} {size}" for dimension, size in near.items())
-    # Ranks of an expert group lie among those of the other dimensions and of data parallelism.
+    # An expert group consists of ranks of the other dimensions and of data parallelism.
     return max(math.prod(size for dimension, size in near.items() if dimension != "ep"), near.get("ep", 1)), reason
 
 
 def next_to(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions) -> tuple[str | None, str]:
-    """The role next to which a role gains to sit, and why. On one machine everything is next to everything."""
+    """Return the role next to which a role should be placed, and why. On one machine there is no choice."""
     if options.cluster_address is None:
         return None, ""
     for sync in plan.weight_syncs:
         if sync.generator == role.name and "checkpoint" not in sync.record.channels:
-            return sync.trainer, f"{sync.record.name!r} moves weights between them, which is faster within a node"
+            return sync.trainer, f"{sync.record.name!r} moves weights between them, faster within a node"
     return None, ""
 
 
 def check_reach(sync: WeightRoute, placement_plan: PlacementPlan, options: RayRuntimeOptions) -> None:
-    """Raises ConfigError: a transport that reaches one host only, between roles that may be on several."""
+    """Raise a ConfigError for a transport that reaches only one host, between roles that may be on several."""
     if sync.record.reach != "host" or options.cluster_address is None:
         return
     if placement_plan.on_one_node(sync.trainer, sync.generator):

@@ -1,4 +1,4 @@
-"""Whether a cluster can hold what is to be reserved, with the arithmetic. Pure."""
+"""Checks whether a cluster can hold the reservations, and shows the arithmetic. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from chatlearn_ray.resources import TOLERANCE, ResourceAmounts, added, amounts_t
 
 
 def shortage(placement_plan: PlacementPlan, nodes: Mapping[str, ResourceAmounts]) -> str | None:
-    """Why a cluster with these nodes can never hold the run, with the arithmetic; None if it may.
+    """Return why a cluster with these nodes can never hold the run, with the arithmetic; None if it may.
 
     Args:
+        placement_plan: the reservations.
         nodes: node name -> its total resources, used or free.
     """
     have = added(nodes.values())
@@ -25,7 +26,7 @@ def shortage(placement_plan: PlacementPlan, nodes: Mapping[str, ResourceAmounts]
                 if any(bundle.get(resource) for bundle in group.bundles)
             )
             lines.append(
-                f"{resource}: {parts} = {amount:g}, and {len(nodes)} node(s) have {have.get(resource, 0.0):g}: "
+                f"{resource}: {parts} = {amount:g}, but {len(nodes)} node(s) have {have.get(resource, 0.0):g}: "
                 f"{amount - have.get(resource, 0.0):g} missing"
             )
     for group in placement_plan.groups:
@@ -43,7 +44,7 @@ def shortage(placement_plan: PlacementPlan, nodes: Mapping[str, ResourceAmounts]
                 )
             elif group.strategy == "STRICT_SPREAD" and len(fitting) < len(group.bundles):
                 lines.append(
-                    f"{group.name} needs {len(group.bundles)} nodes with {amounts_text(wanted)} each, and "
+                    f"{group.name} needs {len(group.bundles)} nodes with {amounts_text(wanted)} each, but only "
                     f"{len(fitting)} have it"
                 )
     return "\n".join(f"  {line}" for line in lines) or None

@@ -1,4 +1,4 @@
-"""``chatlearn cluster``: bring a Ray cluster up under a launcher."""
+"""The command ``chatlearn cluster``: brings a Ray cluster up under a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatlearn_ray.cluster_token import MODE, TOKEN_PATH, use_token
 from chatlearn_ray.launch import DEFAULT_PORT, node_role
 
 USAGE_STATS = "RAY_USAGE_STATS_ENABLED"
-"""Ray reports how it is used to its makers unless this is 0."""
+"""Ray sends usage statistics to its developers unless this variable is 0."""
 
 app = typer.Typer(help="Bring a Ray cluster up, for runs with runtime.options.address: auto.", no_args_is_help=True)
 
@@ -31,13 +31,13 @@ def up(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the cluster's token, on a disk that every node sees; the head writes it if it is not "
-            "there. By default RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
+            help="File with the cluster's token, on a shared disk; the head writes it if it does not "
+            "exist. By default RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
         ),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the command of this node, run nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print this node's command without running it.")] = False,
 ) -> None:
-    """Start head or worker on this node, as torchrun, SLURM or PAI-DLC numbered it. Run it once on every node."""
+    """Start head or worker on this node, as numbered by torchrun, SLURM or PAI-DLC. Run it once on every node."""
     role = node_role(os.environ)
     command = role.command(port)
     part = "head" if role.is_head else f"worker of {role.head}"

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: started here or joined, resources reserved, and left as it was found."""
+"""The Ray cluster of a run: starts or joins it, reserves resources, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from chatlearn_ray.watch import RayWatch, owned_processes
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_SAY_EVERY_S = 30.0
-_LOOK_EVERY_S = 1.0
+_LOG_INTERVAL_S = 30.0
+_POLL_INTERVAL_S = 1.0
 _SHUTDOWN_S = 30.0
-"""How long the leaving of a Ray that is lost may take."""
+"""Longest time in seconds to leave a lost Ray."""
 
 
 class Cluster:
-    """Joins Ray once; a Ray that this process had already is used and left running."""
+    """The connection to Ray. A Ray that this process has already joined is used and left running."""
 
     def __init__(self, options: RayRuntimeOptions) -> None:
         self.options = options
         self._owns = False
         self._groups: dict[str, PlacementGroup] = {}
-        self._asking: dict[str, asyncio.Lock] = {}
-        """By slot: who asks for its GPUs needs all of them."""
+        self._gpu_queries: dict[str, asyncio.Lock] = {}
+        """Slot -> lock, because a query of a slot's GPUs needs all of them."""
         self._watch: RayWatch | None = None
         self.lost: asyncio.Future[str] | None = None
-        """Done, with a sentence, when what the workers stand on is gone."""
+        """Completes with a message when the workers' Ray is lost."""
 
     def require_room(self, placement_plan: PlacementPlan) -> None:
-        """Check a run against a Ray that would be started here; a cluster that is joined may still grow.
+        """Check that a Ray started here could hold the run. A joined cluster is not checked, because it may grow.
 
         Raises:
-            ConfigError: this machine cannot hold it; shows the arithmetic.
+            ConfigError: this machine cannot hold the run; shows the arithmetic.
         """
         if self.options.cluster_address is not None or ray.is_initialized():
             return
@@ -65,14 +65,14 @@ class Cluster:
             raise ConfigError(f"the roles do not fit this machine:\n{missing}\n  {_REMEDY}")
 
     def join(self, placement_plan: PlacementPlan, run_dir: Path) -> None:
-        """Start Ray on this machine, or connect to the cluster that ``address`` names, and watch it from then on.
-        Blocks for seconds.
+        """Start Ray on this machine, or join the cluster at ``address``, and watch it. Blocks for seconds.
 
         Args:
-            run_dir: where a failure page is written if Ray takes this process with it.
+            placement_plan: the reservations.
+            run_dir: directory for a failure page if the loss of Ray ends this process.
 
         Raises:
-            BackendError: Ray does not start, or there is no cluster at that address.
+            BackendError: Ray does not start, or there is no cluster at the address.
         """
         if not ray.is_initialized():
             self._connect(placement_plan)
@@ -98,23 +98,23 @@ class Cluster:
         )
 
     def _sentence(self) -> str:
-        """What it means that Ray is lost."""
+        """Return the message about a lost Ray, with a placeholder ``{reason}``."""
         if self.options.cluster_address is None:
             remedy = (
-                "All workers ended with it. Run the same command again: it starts Ray anew and goes on from the last "
-                "checkpoint. What ended it may be in /tmp/ray/session_latest/logs/raylet.out, or in the log of the "
-                "system (no memory left?)"
+                "All workers ended with it. Run the same command again: it restarts Ray and continues from the last "
+                "checkpoint. The cause may be in /tmp/ray/session_latest/logs/raylet.out, or in the system log "
+                "(out of memory?)"
             )
         else:
             remedy = (
-                "The driver cannot reach any worker without it. Start Ray on this node again (chatlearn cluster up, or "
-                "ray start), then run the same command: it goes on from the last checkpoint"
+                "The driver cannot reach any worker without it. Restart Ray on this node (chatlearn cluster up, or "
+                "ray start), then run the same command: it continues from the last checkpoint"
             )
         where = self.options.cluster_address or "started by this run"
         return f"Ray ({where}) is lost on node {socket.gethostname()}: {{reason}}. {remedy}"
 
     def check(self) -> None:
-        """Raises RuntimeLostError: Ray is lost, and must not be called any more: it would end this process."""
+        """Raise a RuntimeLostError if Ray is lost; calling Ray would then end this process."""
         if self.lost is not None and self.lost.done():
             raise RuntimeLostError(self.lost.result())
 
@@ -155,10 +155,10 @@ class Cluster:
         self._owns = True
 
     async def reserve(self, placement_plan: PlacementPlan) -> None:
-        """Reserve every group of bundles; waits while the cluster is too small or busy, and says what is missing.
+        """Reserve every group of bundles. While the cluster is too small or busy, waits and logs what is missing.
 
         Raises:
-            BackendError: not there after ``resource_wait_s``; names what is missing.
+            BackendError: the resources are not available after ``resource_wait_s``; names what is missing.
         """
         start = time.monotonic()
         said = 0.0
@@ -166,19 +166,19 @@ class Cluster:
             self.check()
             waited = time.monotonic() - start
             if waited >= self.options.resource_wait_s or self.options.cluster_address is None:
-                raise BackendError(f"the roles do not fit the cluster, after {waited:.0f} s:\n{missing}\n  {_REMEDY}")
+                raise BackendError(f"the roles do not fit the cluster after {waited:.0f} s:\n{missing}\n  {_REMEDY}")
             if waited >= said:
-                logger.warning("waiting for resources since %.0f s; missing:\n%s", waited, missing)
-                said = waited + _SAY_EVERY_S
-            await asyncio.sleep(_LOOK_EVERY_S)
+                logger.warning("waiting for resources for %.0f s; missing:\n%s", waited, missing)
+                said = waited + _LOG_INTERVAL_S
+            await asyncio.sleep(_POLL_INTERVAL_S)
         for group in placement_plan.groups:
             self._groups[group.name] = placement_group([dict(b) for b in group.bundles], strategy=group.strategy)
         for name, reserved in self._groups.items():
-            while not await asyncio.to_thread(reserved.wait, _LOOK_EVERY_S):
+            while not await asyncio.to_thread(reserved.wait, _POLL_INTERVAL_S):
                 self.check()
                 waited = time.monotonic() - start
                 free = amounts_text(ray.available_resources())  # type: ignore[no-untyped-call]  # Ray has no types here
-                state = f"{name} waits for its place since {waited:.0f} s; free in the cluster: {free}"
+                state = f"{name} has been waiting for its place for {waited:.0f} s; free in the cluster: {free}"
                 if waited >= self.options.resource_wait_s:
                     raise BackendError(
                         f"{state}. It needs {', '.join(amounts_text(b) for b in reserved.bundle_specs)}; other jobs "
@@ -186,10 +186,10 @@ class Cluster:
                     )
                 if waited >= said:
                     logger.warning("%s", state)
-                    said = waited + _SAY_EVERY_S
+                    said = waited + _LOG_INTERVAL_S
 
     def actor_options(self, placement: WorkerPlacement) -> dict[str, Any]:
-        """How to ask Ray for an actor on a placement."""
+        """Return Ray's options for an actor at a placement."""
         amounts = dict(placement.amounts)
         return {
             "num_cpus": amounts.pop("CPU", 0),
@@ -206,20 +206,20 @@ class Cluster:
         )
 
     async def gpus_of(self, placement: WorkerPlacement) -> NodeGpus | None:
-        """Which GPUs a placement's share of its slot is; None where Ray divides the slot.
+        """Return the GPUs of a placement in a slot that the runtime divides; None if Ray divides the slot.
 
-        The slot's reservation holds its GPUs, and nobody asks Ray for one of them except this, for a moment. Asked anew
-        for each worker that is launched: a slot whose node was lost has others.
+        The slot's reservation holds its GPUs, and only this method requests them from Ray, briefly. It asks again for
+        each worker, because a slot whose node was lost gets other GPUs.
 
         Raises:
-            BackendTimeoutError: the slot has no node within ``start_timeout_s``.
-            BackendError: its node was lost meanwhile.
+            BackendTimeoutError: the slot gets no node within ``start_timeout_s``.
+            BackendError: the slot's node was lost in the meantime.
         """
         if not placement.gpus:
             return None
         of_slot = self._groups[placement.group].bundle_specs[placement.bundle]["GPU"]
         ask: Any = ray.remote(num_cpus=0, num_gpus=of_slot)(gpus_of_slot)
-        async with self._asking.setdefault(placement.slot, asyncio.Lock()):
+        async with self._gpu_queries.setdefault(placement.slot, asyncio.Lock()):
             reference = ask.options(scheduling_strategy=self._in_slot(placement)).remote()
             try:
                 async with asyncio.timeout(self.options.start_timeout_s):
@@ -232,18 +232,18 @@ class Cluster:
                 ) from None
             except RayError as error:
                 raise BackendError(
-                    f"{placement.slot} (role {placement.role!r}): its GPUs cannot be had: {error}"
+                    f"{placement.slot} (role {placement.role!r}): its GPUs cannot be determined: {error}"
                 ) from error
         return found.some(placement.gpus)
 
     def leave(self) -> None:
-        """Give reservations back, and stop a Ray that was started here. Twice is fine."""
+        """Release the reservations, and stop a Ray that was started here. A repeated call does nothing."""
         groups, self._groups = self._groups, {}
         watch, self._watch = self._watch, None
         is_lost = self.lost is not None and self.lost.done()
         try:
             if is_lost:
-                self._leave_what_is_lost(watch)
+                self._leave_lost_ray(watch)
             elif ray.is_initialized():
                 for group in groups.values():
                     remove_placement_group(group)
@@ -253,12 +253,12 @@ class Cluster:
                     with _own_signal_handlers():
                         ray.shutdown()
         finally:
-            if watch is not None and not is_lost:  # else the guard sees to it that this process ends
+            if watch is not None and not is_lost:  # otherwise the guard must stay to end this process
                 watch.close()
         self._owns = False
 
-    def _leave_what_is_lost(self, watch: RayWatch | None) -> None:
-        """A raylet that is stopped would keep this process from ending."""
+    def _leave_lost_ray(self, watch: RayWatch | None) -> None:
+        """Leave a lost Ray without waiting for a stopped raylet, which would keep this process from ending."""
         if watch is not None:
             watch.end_ray()
         if not self._owns:
@@ -268,19 +268,19 @@ class Cluster:
             leaving.start()
             leaving.join(_SHUTDOWN_S)
         if leaving.is_alive():
-            logger.error("Ray does not let this process leave within %.0f s", _SHUTDOWN_S)
+            logger.error("Ray did not shut down within %.0f s", _SHUTDOWN_S)
             atexit.unregister(ray.shutdown)
 
 
 _NO_TOKEN = (
-    "does not take this driver's token, or the driver has none: name the file that the cluster was brought up with "
+    "does not accept this driver's token, or the driver has none: name the cluster's token file "
     "(runtime.options.token_file), or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 )
 _REMEDY = "Add nodes, or lower roles.*.ranks and replicas, or what they take (runtime.options.roles, pools)"
 
 
 def this_machine(options: RayRuntimeOptions, placement_plan: PlacementPlan) -> ResourceAmounts:
-    """What a Ray started here offers: real GPUs; CPUs and custom resources are names, so as many as are asked for."""
+    """Return the resources of a Ray started here: real GPUs, and as many CPUs and custom resources as requested."""
     import torch
 
     need = placement_plan.total
@@ -291,7 +291,7 @@ def this_machine(options: RayRuntimeOptions, placement_plan: PlacementPlan) -> R
 
 
 def nodes() -> Mapping[str, ResourceAmounts]:
-    """Nodes that are alive and their total resources."""
+    """Return the live nodes with their total resources."""
     listed = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
     return {
         f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}": node["Resources"] for node in listed if node["Alive"]
@@ -300,7 +300,7 @@ def nodes() -> Mapping[str, ResourceAmounts]:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray puts its own handler on SIGTERM; the program's stays."""
+    """Keep the program's own signal handlers, because Ray replaces the one for SIGTERM."""
     try:
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         yield

@@ -1,4 +1,4 @@
-"""The token of a cluster: every node and every driver needs the same one, also where nodes have homes of their own."""
+"""The token of a cluster, which every node and driver needs, even without shared home directories."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 MODE = "RAY_AUTH_MODE"
 DEFAULT_WAIT_S = 120.0
-"""The head may come up later than the others; the file may take a while to show on a network disk."""
+"""Seconds to wait, because the head may start later than other nodes, and a network disk shows the file late."""
 _LOOK_S = 0.2
 _NUM_BYTES = 32
 
 
 def default_token_file() -> Path:
-    """Where Ray looks if nothing else is said."""
+    """Return Ray's default location."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def use_token(
     environment: MutableMapping[str, str], token_file: Path | None, *, is_head: bool, wait_s: float = DEFAULT_WAIT_S
 ) -> str:
-    """Let a Ray that is started with ``environment`` ask for a token and have one; returns where it is from.
+    """Configure ``environment`` so that Ray requires a token and has one. Returns a description of the token's source.
 
-    What the environment says counts, unless a file is named: ``RAY_AUTH_MODE=disabled``, ``RAY_AUTH_TOKEN`` or
-    ``RAY_AUTH_TOKEN_PATH``. Else it is Ray's file in the home directory. The head writes a file that is not there yet;
-    other nodes wait for it.
+    The environment decides unless a file is named: ``RAY_AUTH_MODE=disabled``, ``RAY_AUTH_TOKEN`` or
+    ``RAY_AUTH_TOKEN_PATH``. Otherwise it is Ray's file in the home directory. The head writes a missing file; other
+    nodes wait for it.
 
     Raises:
         ConfigError: there is no token on this node.
@@ -43,13 +43,13 @@ def use_token(
     if environment.get(MODE, "token").lower() != "token":
         if token_file is not None:
             raise ConfigError(f"--token-file is given, but {MODE} is {environment[MODE]!r}; unset one of them")
-        return f"no token ({MODE}={environment[MODE]}): whoever reaches the cluster's ports can run code on it"
+        return f"no token ({MODE}={environment[MODE]}): any process that reaches the cluster's ports can run code on it"
     environment[MODE] = "token"
     if token_file is None and environment.get(TOKEN):
         return f"token: the variable {TOKEN}"
     named = token_file or (Path(environment[TOKEN_PATH]) if environment.get(TOKEN_PATH) else None)
     path = (named or default_token_file()).expanduser().absolute()
-    environment.pop(TOKEN, None)  # Ray would prefer it to the file
+    environment.pop(TOKEN, None)  # Ray would prefer the variable to the file
     environment[TOKEN_PATH] = str(path)
     if is_head:
         write_token(path)
@@ -59,23 +59,23 @@ def use_token(
 
 
 def observe_token() -> None:
-    """Let the Ray of this process, which read the variables when it was imported, read them again."""
+    """Make this process's Ray read the token variables again, which it read on import."""
     try:
         inside: Any = importlib.import_module("ray._raylet")
         inside.Config.initialize("")
         inside.AuthenticationTokenLoader.instance().reset_cache()
     except (ImportError, AttributeError) as error:  # Ray 2.60 has both; neither is public
         raise ConfigError(
-            f"the installed Ray does not take a token once it is imported ({error}); leave runtime.options.token_file "
-            f"out and set {MODE}=token and {TOKEN_PATH} in the environment of the driver"
+            f"the installed Ray cannot take a token after its import ({error}); remove runtime.options.token_file "
+            f"and set {MODE}=token and {TOKEN_PATH} in the environment of the driver"
         ) from error
 
 
 def write_token(path: Path) -> None:
-    """Write a new token, for the owner's eyes only; a file that is there stays.
+    """Write a new token, readable only by its owner; an existing file is kept.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     if path.exists():
         return
@@ -98,20 +98,15 @@ def _wait_for(path: Path, wait_s: float, *, is_default: bool) -> None:
     deadline = time.monotonic() + wait_s
     while not path.exists():
         if time.monotonic() >= deadline:
-            where = (
-                "this node has a home of its own, and" if is_default else "it should be on a disk that all nodes see:"
-            )
+            where = "this node has its own home directory," if is_default else "the file should be on a shared disk:"
             raise ConfigError(
-                f"the cluster's token is not in {path} after {wait_s:g} s; {where} the head writes it there only. Name "
-                f"a file on a disk that every node sees (chatlearn cluster up --token-file FILE), or let the launcher "
-                f"set {TOKEN} on every node"
+                f"the cluster's token is not in {path} after {wait_s:g} s; {where} and the head writes only its own"
+                " copy. "
+                "Name a file on a shared disk (chatlearn cluster up --token-file FILE), or let the launcher"
+                f" set {TOKEN} on every node"
             )
         time.sleep(_LOOK_S)
 
 
 def _is_open(path: Path) -> str:
-    return (
-        ", which others than its owner can read: chmod 600"
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        else ""
-    )
+    return ", which other users can read: chmod 600" if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) else ""

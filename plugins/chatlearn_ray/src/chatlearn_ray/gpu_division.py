@@ -1,7 +1,7 @@
-"""Which GPUs of a slot with several each worker drives. Pure.
+"""Divides the GPUs of a slot with several among its workers. Pure functions.
 
-Ray divides single GPUs only: it cannot give two GPUs to an engine and the same two to two ranks. So a slot's GPUs are
-reserved from Ray as a whole, and divided here.
+Ray divides only single GPUs: it cannot give two GPUs to an engine and the same two to two ranks. The runtime therefore
+reserves all GPUs of a slot from Ray, and divides them here.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from chatlearn_core.exceptions import ConfigError
 
 @dataclass(slots=True, frozen=True)
 class GpuDemand:
-    """One worker in a slot."""
+    """The GPUs that one worker in a slot needs."""
 
     role: str
     num_gpus: int
-    """How many it drives; they are neighbours."""
+    """Number of GPUs that it drives; they are adjacent."""
     takes_turns: bool = True
-    """Whether it may share its GPUs with other roles: one that does not take turns has them alone."""
+    """Whether it may share its GPUs with other roles; otherwise it has them exclusively."""
 
 
 def divide_gpus(num_gpus: int, demands: Sequence[GpuDemand], pool: str, slot: int) -> list[tuple[int, ...]]:
-    """The GPUs of each worker, counted from 0 within the slot.
+    """Return the GPUs of each worker, counted from 0 within the slot.
 
-    Workers of one role never share a GPU. Every worker gets those on which the fewest others sit, the lowest of them:
-    roles that fit beside one another do not share, and the others share evenly. A worker of ``n`` GPUs starts at a
-    multiple of ``n``, so that its GPUs are neighbours by hardware too. Who does not take turns gets the last ones.
+    Workers of one role never share a GPU. Every worker gets the GPUs with the fewest other workers, the lowest of
+    several: roles that fit together do not share, others share evenly. A worker with ``n`` GPUs starts at a multiple of
+    ``n``, so that its GPUs are adjacent in hardware too. Workers that take no turns get the last GPUs. Example: on 4
+    GPUs, two ranks with one GPU each and an engine with two get ``[(0,), (1,), (2, 3)]``.
 
     Args:
-        num_gpus: of the slot.
-        pool, slot: where this is, for messages.
+        num_gpus: number of GPUs in the slot.
+        demands: the workers.
+        pool, slot: the slot, for messages.
 
     Raises:
-        ConfigError: the workers of a role drive more GPUs than there are for it; shows the arithmetic.
+        ConfigError: the workers of a role need more GPUs than are left for it; shows the arithmetic.
     """
     guests: list[set[str]] = [set() for _ in range(num_gpus)]
     alone: dict[str, int] = {}

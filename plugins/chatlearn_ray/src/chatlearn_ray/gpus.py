@@ -1,6 +1,6 @@
-"""The GPUs of a slot that is divided here and not by Ray: which they are, on the machine that has them.
+"""Identifies the GPUs of a slot that the runtime divides, on the machine that has them.
 
-Imports nothing beyond the standard library, so that environment variables are set before torch is imported.
+Imports only the standard library, so that environment variables can be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ class NodeGpus:
     """GPUs of one node."""
 
     node: str
-    """Ray's identifier."""
+    """Ray's identifier of the node."""
     ids: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names them: by number or UUID."""
+    """Entries for CUDA_VISIBLE_DEVICES: numbers or UUIDs."""
 
     def some(self, indices: tuple[int, ...]) -> NodeGpus:
-        """Those at these places."""
+        """Return the GPUs at these indices."""
         return NodeGpus(self.node, tuple(self.ids[index] for index in indices))
 
 
 def assigned_gpus() -> tuple[str, ...]:
-    """The GPUs that Ray assigned to this process."""
+    """Return the GPUs that Ray assigned to this process."""
     import ray
 
     return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 def gpus_of_slot() -> NodeGpus:
-    """What a task that asks Ray for all GPUs of a bundle learns, in an order that does not depend on Ray's."""
+    """Return all GPUs of a bundle, in an order that does not depend on Ray; runs as a task that requests
+    all of them.
+    """
     import ray
 
     ids = sorted(assigned_gpus(), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
@@ -40,7 +42,7 @@ def gpus_of_slot() -> NodeGpus:
 
 
 def node_here() -> str:
-    """Ray's identifier of the node of this process."""
+    """Return Ray's identifier of this process's node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

@@ -1,7 +1,7 @@
-"""``chatlearn cluster up``: which Ray command this node runs, from what the launcher put into the environment. Pure.
+"""``chatlearn cluster up``: derives this node's Ray command from the launcher's environment variables. Pure functions.
 
 torchrun and PAI-DLC set the same variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``): under torchrun ``RANK`` counts
-processes and ``GROUP_RANK`` nodes, in PAI-DLC ``RANK`` counts nodes. SLURM has its own.
+processes and ``GROUP_RANK`` counts nodes; in PAI-DLC ``RANK`` counts nodes. SLURM has its own variables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from chatlearn_core.exceptions import ConfigError
 
 DEFAULT_PORT = 6379
-"""Ray's. ``MASTER_PORT`` stays with the launcher's own rendezvous."""
+"""Ray's default port. ``MASTER_PORT`` is used by the launcher's own rendezvous."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,29 +22,31 @@ class NodeRole:
 
     launcher: str
     rank: int
-    """0 is the head."""
+    """0 for the head."""
     num_nodes: int
     head: str
     """Host name or address of the head."""
     local_rank: int = 0
-    """Of several processes a node only the first starts Ray."""
+    """Index of this process on its node; only the first starts Ray."""
 
     @property
     def is_head(self) -> bool:
         return self.rank == 0
 
     def command(self, port: int = DEFAULT_PORT) -> list[str]:
-        """The ``ray start`` of this node; it stays in the foreground, so that the launcher sees it end."""
+        """Return the ``ray start`` command of this node; it stays in the foreground, so that the launcher notices its
+        end.
+        """
         if self.is_head:
             return ["ray", "start", "--head", f"--port={port}", "--include-dashboard=false", "--block"]
         return ["ray", "start", f"--address={self.head}:{port}", "--block"]
 
 
 def node_role(environment: Mapping[str, str]) -> NodeRole:
-    """Read torchrun's, PAI-DLC's or SLURM's variables, in this order.
+    """Read the variables of torchrun, PAI-DLC or SLURM, in this order.
 
     Raises:
-        ConfigError: none of them is there, or one holds no number.
+        ConfigError: there are none, or one is not a number.
     """
     if "GROUP_RANK" in environment:
         return NodeRole(
@@ -70,14 +72,14 @@ def node_role(environment: Mapping[str, str]) -> NodeRole:
             _number(environment, "SLURM_LOCALID", 0),
         )
     raise ConfigError(
-        "no launcher is known here: neither torchrun (GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR), nor PAI-DLC (RANK, "
-        "WORLD_SIZE, MASTER_ADDR), nor SLURM (SLURM_NODEID, SLURM_NNODES, SLURM_JOB_NODELIST) set its variables. Start "
-        "this command through one of them on every node, or run `ray start` by hand"
+        "no launcher was found: neither torchrun (GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR), nor PAI-DLC (RANK, "
+        "WORLD_SIZE, MASTER_ADDR), nor SLURM (SLURM_NODEID, SLURM_NNODES, SLURM_JOB_NODELIST) has set its variables."
+        " Run this command through one of them on every node, or run `ray start` manually"
     )
 
 
 def first_host(node_list: str) -> str:
-    """First host of a SLURM list: ``gpu[003-005,9],cpu1`` gives ``gpu003``."""
+    """Return the first host of a SLURM list: ``gpu[003-005,9],cpu1`` gives ``gpu003``."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^\[,]*)", node_list)
     if match is None:
         raise ConfigError(f"SLURM_JOB_NODELIST is {node_list!r}; it must name at least one host")

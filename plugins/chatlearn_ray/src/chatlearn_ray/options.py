@@ -1,4 +1,4 @@
-"""What a configuration may set under ``runtime.options`` of the runtime ``ray``."""
+"""Options of the runtime ``ray``, under ``runtime.options``."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ if TYPE_CHECKING:
 Amount = Annotated[float, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
-NOBODY = "nobody"
-"""As ``near``: let Ray choose."""
+NO_ROLE = "none"
+"""Value of ``near``: let Ray choose."""
 
 
 class PoolOptions(Section):
-    """A named pool: equal slots, reserved together, that one or several roles sit in."""
+    """A named pool: equal slots, reserved together, for one or several roles."""
 
-    slots: Positive = Field(description="How many places; a slot lies on one node.")
+    slots: Positive = Field(description="Number of slots; each is on one node.")
     cpus: Amount = Field(1.0, description="CPUs of one slot.")
     gpus: Amount = Field(
         0.0,
-        description="GPUs of one slot. Of several, each worker gets the whole ones that it drives; roles share them.",
+        description="GPUs of one slot. With several, each worker gets whole GPUs, which roles share.",
     )
     resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources of one slot.")
     strategy: Literal["pack", "spread", "one_node", "node_each"] = Field(
         "pack",
-        description="pack: as few nodes as can be; one_node: exactly one; spread, node_each: the opposites.",
+        description="pack: few nodes; one_node: exactly one; spread: many nodes; node_each: one per slot.",
     )
 
 
 class PlacementOptions(Section):
-    """Where one role sits, and what each of its workers takes."""
+    """Placement of one role, and the resources of each of its workers."""
 
-    pool: str | None = Field(None, description="A pool of runtime.options.pools; by default places of its own.")
-    first_slot: Count = Field(0, description="Its first worker's slot in the pool; roles that overlap share devices.")
-    cpus: Amount | None = Field(None, description="CPUs a worker; 1, or its equal share of the pool's slot.")
+    pool: str | None = Field(
+        None, description="A pool of runtime.options.pools; by default the role gets its own places."
+    )
+    first_slot: Count = Field(0, description="Slot of its first worker in the pool; overlapping roles share devices.")
+    cpus: Amount | None = Field(
+        None, description="CPUs per worker; by default 1, or an equal share of the pool's slot."
+    )
     gpus: Amount | None = Field(
         None,
-        description="GPUs a worker, fractions of one allowed; by default what it drives on cuda, or its equal share of "
-        "a slot with one GPU. In a slot with several, whole ones.",
+        description="GPUs per worker, possibly a fraction; by default what it drives on cuda, or an equal share of "
+        "a slot with one GPU. In a slot with several, a whole number.",
     )
-    resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources a worker.")
+    resources: dict[str, Amount] = Field(default_factory=dict, description="Custom Ray resources per worker.")
     per_slot: Positive | None = Field(
         None,
-        description="Workers in one slot of the pool; by default 1, in a slot with several GPUs as many as there are "
+        description="Workers in one slot of the pool; by default 1, or in a slot with several GPUs as many as it has "
         "GPUs for.",
     )
     one_node: bool = Field(False, description="Keep all ranks of a replica on one node.")
     together: Positive | None = Field(
-        None, description="How many consecutive ranks share a node; by default those that talk in every layer."
+        None, description="Number of consecutive ranks on one node; by default those that communicate in every layer."
     )
     near: str | None = Field(
-        None, description="The role on whose nodes it should sit; a generator's trainer by default, or nobody."
+        None, description="Role on whose nodes to place it, or none; by default a generator's trainer."
     )
 
 
@@ -69,7 +73,7 @@ class RayRuntimeOptions(WorkersOptions):
     address: str | None = Field(
         None,
         description="null: start Ray on this machine, or join the cluster of RAY_ADDRESS (ray job submit sets it); "
-        "auto or host:port: join a cluster that runs.",
+        "auto or host:port: join a running cluster.",
     )
     token_file: str | None = Field(
         None,
@@ -78,27 +82,27 @@ class RayRuntimeOptions(WorkersOptions):
     )
     num_cpus: Positive | None = Field(
         None,
-        description="Logical CPUs of a Ray started here; by default the machine's, or more if the roles ask for it.",
+        description="Logical CPUs of a Ray started here; by default the machine's, or more if roles request more.",
     )
     num_gpus: Count | None = Field(None, description="GPUs of a Ray started here; by default the machine's.")
     object_store_mb: Positive | None = Field(
-        None, description="Object store of a Ray started here, MiB; Ray's own choice by default."
+        None, description="Object store size in MiB of a Ray started here; by default Ray's own choice."
     )
-    temp_dir: str | None = Field(None, description="Where a Ray started here keeps its session; /tmp/ray by default.")
+    temp_dir: str | None = Field(None, description="Session directory of a Ray started here; /tmp/ray by default.")
     working_dir: str | None = Field(
         None,
-        description="Uploaded to every node, for code that other machines do not see; by default workers enter this "
-        "directory where they find it.",
+        description="Directory to upload to every node, for code that other machines lack; by default workers use the "
+        "driver's directory where it exists.",
     )
     ship_code: bool = Field(
         True,
-        description="Send the Python files of the current directory to workers on machines that do not have them.",
+        description="Send the Python files of the current directory to workers on machines that lack them.",
     )
     pools: dict[str, PoolOptions] = Field(default_factory=dict, description="Named resource pools.")
-    roles: dict[str, PlacementOptions] = Field(default_factory=dict, description="Where roles sit, by role name.")
+    roles: dict[str, PlacementOptions] = Field(default_factory=dict, description="Placement of roles, by role name.")
     resource_wait_s: Annotated[float, Field(ge=0)] = Field(
         300.0,
-        description="How long to wait for a cluster's resources; what cannot fit a Ray started here fails at once.",
+        description="Seconds to wait for a cluster's resources; with a Ray started here, a shortage fails at once.",
     )
 
     @field_validator("roles")
@@ -116,22 +120,25 @@ class RayRuntimeOptions(WorkersOptions):
                 )
             if known is not None and name not in known:
                 raise ValueError(
-                    f"{name!r} is no role of the configuration, which has {_listed(known)}; rename or remove it"
+                    f"{name!r} is not a role of the configuration, which has {_listed(known)}; rename or remove it"
                 )
-            if known is not None and placement.near not in (None, NOBODY, *known):
-                raise ValueError(f"{name}.near is {placement.near!r}; it must be {NOBODY!r} or one of {_listed(known)}")
+            if known is not None and placement.near not in (None, NO_ROLE, *known):
+                raise ValueError(
+                    f"{name}.near is {placement.near!r}; it must be {NO_ROLE!r} or one of {_listed(known)}"
+                )
         return placements
 
     @property
     def cluster_address(self) -> str | None:
-        """The cluster to join; None where Ray is started here."""
+        """Address of the cluster to join; None if Ray is started here."""
         return self.address or os.environ.get("RAY_ADDRESS") or None
 
     @property
     def placement(self) -> Literal["host", "anywhere"]:
-        """How far apart roles may be: a Ray that is started here has one node, and so has a pool of one slot or one
-        node that all roles with a setting share. (A role that takes part in a weight sync and sits elsewhere is refused
-        by the runtime.)
+        """How far apart roles may be.
+
+        A Ray started here has one node, and so has a pool with one slot or one node that all configured roles share.
+        (The runtime refuses a role outside of it that takes part in a weight sync.)
         """
         pools = {placement.pool for placement in self.roles.values()}
         name = pools.pop() if len(self.roles) > 1 and len(pools) == 1 else None
@@ -140,11 +147,11 @@ class RayRuntimeOptions(WorkersOptions):
         return "host" if self.cluster_address is None or one_node else "anywhere"
 
     def placement_between(self, trainer: RoleSize, generator: RoleSize) -> Placement:
-        """How far apart these two may be: roles that share a pool's slots have each other on every node of it."""
+        """How far apart these two roles may be: roles that share a pool's slots are together on every node of it."""
         pools = {self.roles.get(name, PlacementOptions()).pool for name in (trainer.name, generator.name)}
         if self.placement == "host" or len(pools) > 1 or None in pools:
             return self.placement
-        from chatlearn_ray.placement import placement_between  # not needed to list plugins, and less light
+        from chatlearn_ray.placement import placement_between  # imported here, because listing plugins does not need it
 
         return placement_between(trainer, generator, self)
 

@@ -1,7 +1,7 @@
-"""Who sits where: from roles and pools to bundles that are reserved together, and a placement for every worker. Pure.
+"""Places all workers: turns roles and pools into bundles that are reserved together. Pure functions.
 
-A bundle lies on one node. Roles with places of their own get a group of bundles a replica; a pool is one group, in
-which roles that occupy the same slot share it.
+A bundle is on one node. A role with its own places gets a group of bundles for each replica; a pool is one group, in
+which roles in the same slot share it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chatlearn_core.plugins.compatibility import RoleSize
 from chatlearn_core.plugins.records import Placement
 from chatlearn_core.protocols import Device
 from chatlearn_ray.gpu_division import GpuDemand, divide_gpus
-from chatlearn_ray.options import NOBODY, PlacementOptions, PoolOptions, RayRuntimeOptions
+from chatlearn_ray.options import NO_ROLE, PlacementOptions, PoolOptions, RayRuntimeOptions
 from chatlearn_ray.resources import TOLERANCE, ResourceAmounts, added, amounts_text, floored, positive
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -30,7 +30,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(slots=True, frozen=True)
 class PlacedRole:
-    """What of a role matters for its place."""
+    """The properties of a role that determine its placement."""
 
     name: str
     kind: str
@@ -38,22 +38,22 @@ class PlacedRole:
     replicas: int
     ranks: int
     devices: int | None = None
-    """Devices of one replica of a generator, where its engine's arguments say it; otherwise its ranks."""
+    """Devices of one generator replica, if its engine's arguments say it; otherwise its ranks."""
     together: int = 1
-    """Consecutive ranks of a trainer that belong on one node."""
+    """Number of consecutive ranks of a trainer that belong on one node."""
     together_why: str = ""
     near: str | None = None
-    """The role next to which it gains to sit."""
+    """Role next to which this role should be placed."""
     near_why: str = ""
 
     @property
     def num_workers(self) -> int:
-        """Processes: a rank of a trainer each, a replica of another role each."""
+        """Number of processes: one per rank of a trainer, one per replica of another role."""
         return self.ranks if self.kind == "trainer" else self.replicas
 
     @property
     def devices_per_worker(self) -> int:
-        """A generator's process drives all devices of its engine."""
+        """Number of devices of a process; a generator's process drives all devices of its engine."""
         return (self.devices or self.ranks) if self.kind == "generator" else 1
 
     @property
@@ -70,7 +70,7 @@ class BundleGroup:
     strategy: Strategy
     bundles: tuple[ResourceAmounts, ...]
     why: tuple[str, ...] = ()
-    """What keeps its bundles, or the ranks in one of them, together."""
+    """Reasons why its bundles, or the ranks in one bundle, are kept together."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,9 +82,10 @@ class WorkerPlacement:
     group: str
     bundle: int
     amounts: ResourceAmounts
-    """What Ray counts."""
+    """Resources that Ray counts."""
     gpus: tuple[int, ...] = ()
-    """GPUs of a slot with several, counted from 0 within it, which Ray does not count: ``gpu_division`` gave them."""
+    """GPUs in a slot with several, counted from 0 within it and assigned by ``gpu_division``; Ray does not
+    count them."""
 
     @property
     def slot(self) -> str:
@@ -99,9 +100,10 @@ class WorkerPlacement:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """What it will occupy, as far as that is known before Ray assigns GPUs: those that it was given of a slot with
-        several are known, workers with fractions of a GPU in one slot share it, whole GPUs are a worker's own, and on
-        the host workers of one slot share its memory.
+        """The devices that the worker will occupy, as far as known before Ray assigns GPUs.
+
+        Assigned GPUs of a divided slot are known. Workers with fractions of a GPU in one slot share it, whole GPUs
+        belong to one worker, and workers without GPUs share the host memory of their slot.
         """
         if self.gpus:
             return tuple(Device(f"{self.slot}, GPU {gpu}", is_gpu=True) for gpu in self.gpus)
@@ -119,36 +121,36 @@ class PlacementPlan:
     placements: tuple[WorkerPlacement, ...]
 
     def of(self, role: str) -> list[WorkerPlacement]:
-        """A role's placements, by worker."""
+        """Return a role's placements, by worker."""
         return [placement for placement in self.placements if placement.role == role]
 
     def why(self, role: str) -> list[str]:
-        """What keeps a role's workers together, or next to another's, beyond what the configuration says."""
+        """Return why a role's workers are kept together, or next to another role's, beyond the configuration."""
         own = {placement.group for placement in self.placements if placement.role == role}
         return [text for group in self.groups if group.name in own for text in group.why if f"{role!r}" in text]
 
     def on_one_node(self, *roles: str) -> bool:
-        """Whether all workers of these roles are sure to share a node."""
+        """Whether all workers of these roles are certainly on one node."""
         groups = {placement.group for placement in self.placements if placement.role in roles}
         strict = {group.name for group in self.groups if group.strategy == "STRICT_PACK" or len(group.bundles) == 1}
         return len(groups) == 1 and groups <= strict
 
     def beside(self, role: str, other: str) -> bool:
-        """Whether every worker of a role is sure to have one of the other's on its node: a slot lies on one node."""
+        """Whether every worker of a role certainly has one of the other role on its node; a slot is on one node."""
         slots = {placement.slot for placement in self.of(other)}
         return all(placement.slot in slots for placement in self.of(role))
 
     @property
     def total(self) -> ResourceAmounts:
-        """Everything that is reserved."""
+        """Sum of all reserved resources."""
         return added(bundle for group in self.groups for bundle in group.bundles)
 
 
 def place_roles(roles: Sequence[PlacedRole], options: RayRuntimeOptions) -> PlacementPlan:
-    """Give every worker a placement.
+    """Assign a placement to every worker.
 
     Raises:
-        ConfigError: a pool with too few slots, or a slot that its roles overfill.
+        ConfigError: a pool has too few slots, or a slot's roles take too much.
     """
     known = {role.name for role in roles}
     groups: list[BundleGroup] = []
@@ -167,7 +169,7 @@ def place_roles(roles: Sequence[PlacedRole], options: RayRuntimeOptions) -> Plac
             (r, options.roles[r.name]) for r in roles if r.name in options.roles and options.roles[r.name].pool == name
         ]
         if not guests:
-            continue  # an evaluation has some of the roles only: an unused place is not reserved
+            continue  # an evaluation has only some roles: do not reserve unused places
         groups.append(BundleGroup(f"pool {name!r}", STRATEGIES[pool.strategy], (bundle,) * pool.slots))
         placements += _placements_in_pool(name, pool, bundle, guests)
     order = {role.name: index for index, role in enumerate(roles)}
@@ -182,10 +184,10 @@ def _places_of_its_own(role: PlacedRole, wanted: PlacementOptions) -> tuple[list
     amounts = positive({"CPU": cpus, "GPU": gpus, **wanted.resources})
     strategy: Strategy = "STRICT_PACK" if wanted.one_node else "PACK"
     if role.kind == "trainer":
-        # A bundle lies on one node: the ranks that talk most share one, and the group keeps the bundles near.
+        # A bundle is on one node: ranks that communicate most share one, and the group keeps bundles near.
         together = role.together if wanted.together is None else wanted.together
         if role.num_workers % together:
-            together = 1  # the backend says what is wrong with its layout
+            together = 1  # the backend reports what is wrong with its layout
         bundle = {resource: amount * together for resource, amount in amounts.items()}
         why = []
         if together > 1:
@@ -202,10 +204,10 @@ def _places_of_its_own(role: PlacedRole, wanted: PlacementOptions) -> tuple[list
 def _moved_next_to(
     role: PlacedRole, options: RayRuntimeOptions, groups: list[BundleGroup], placements: list[WorkerPlacement]
 ) -> tuple[list[BundleGroup], list[WorkerPlacement]]:
-    """The role's bundles in the group of the role that it belongs near: Ray packs a group on as few nodes as it can."""
+    """Move the role's bundles into the group of the role it belongs near, because Ray packs a group on few nodes."""
     wanted = options.roles.get(role.name, PlacementOptions())
     near = wanted.near or role.near
-    if near is None or near in (role.name, NOBODY) or wanted.one_node:
+    if near is None or near in (role.name, NO_ROLE) or wanted.one_node:
         return groups, placements
     pools = {name: options.roles[name].pool for name in (role.name, near) if name in options.roles}
     own = {placement.group: None for placement in placements if placement.role == role.name}
@@ -213,7 +215,10 @@ def _moved_next_to(
     if host is None or any(pools.values()) or host.name in own:
         return groups, placements
     if wanted.near is None and host.strategy != "PACK":
-        return groups, placements  # near is a wish: it must not make a rule of the other role's one for both
+        return (
+            groups,
+            placements,
+        )  # a derived ``near`` is a preference: it must not subject this role to the other role's strict strategy
     reason = role.near_why if wanted.near is None else f"runtime.options.roles.{role.name}.near"
     moved = [group for group in groups if group.name in own]
     first = {}
@@ -236,11 +241,11 @@ def _moved_next_to(
 def _placements_in_pool(
     name: str, pool: PoolOptions, bundle: ResourceAmounts, guests: Sequence[tuple[PlacedRole, PlacementOptions]]
 ) -> list[WorkerPlacement]:
-    """Placements of all roles of a pool. A slot with several GPUs is divided here, any other one by Ray."""
+    """Place all roles of a pool. The runtime divides slots with several GPUs itself; Ray divides all others."""
     is_divided = pool.gpus > 1
     if is_divided and pool.gpus != int(pool.gpus):
         raise ConfigError(
-            f"runtime.options.pools.{name}.gpus is {pool.gpus:g}: a slot with several GPUs has whole ones"
+            f"runtime.options.pools.{name}.gpus is {pool.gpus:g}; a slot with several GPUs needs a whole number"
         )
     for role, wanted in guests:
         _check_gpus(role, wanted, name, pool.gpus)
@@ -280,14 +285,15 @@ def _placements_in_pool(
 
 
 def _check_gpus(role: PlacedRole, wanted: PlacementOptions, pool: str, of_slot: float) -> None:
-    """Raises ConfigError: a slot cannot give a worker the GPUs that it drives."""
+    """Raise a ConfigError if a slot cannot give a worker the GPUs that it drives."""
     needed = role.devices_per_worker if role.wants_gpu else 0
     gpus_key = f"runtime.options.roles.{role.name}.gpus"
     if of_slot > 1 and wanted.gpus is not None and (wanted.gpus != int(wanted.gpus) or wanted.gpus < needed):
         raise ConfigError(
             f"{gpus_key} is {wanted.gpus:g}, but a worker of role {role.name!r} in a slot of {of_slot:g} GPUs drives "
-            f"whole ones{f', {needed} of them' if needed else ''}. Leave it out: roles that share GPUs take turns on "
-            "them"
+            f"whole GPUs{f', {needed} of them' if needed else ''}. Remove the setting: roles that share GPUs take"
+            " turns "
+            "on them"
         )
     if needed and wanted.gpus is None and needed > max(of_slot, 1.0):
         raise ConfigError(
@@ -303,7 +309,7 @@ def _check_gpus(role: PlacedRole, wanted: PlacementOptions, pool: str, of_slot: 
 
 
 def _workers_per_slot(role: PlacedRole, wanted: PlacementOptions, of_slot: float) -> int:
-    """As the configuration says; otherwise as many as a slot with several GPUs has GPUs for."""
+    """Return the configured number; by default as many workers as a slot with several GPUs has GPUs for."""
     if wanted.per_slot is not None:
         return wanted.per_slot
     drives = _driven_gpus(role, wanted)
@@ -311,7 +317,7 @@ def _workers_per_slot(role: PlacedRole, wanted: PlacementOptions, of_slot: float
 
 
 def _driven_gpus(role: PlacedRole, wanted: PlacementOptions) -> int:
-    """How many GPUs of a slot with several one worker drives."""
+    """Return the number of GPUs that one worker drives in a slot with several."""
     if wanted.gpus is not None:
         return int(wanted.gpus)
     return role.devices_per_worker if role.wants_gpu else 0
@@ -334,7 +340,7 @@ def _with_gpus(
     index: int,
     num_gpus: int,
 ) -> list[WorkerPlacement]:
-    """The placements of a slot with the GPUs that each drives; a reward takes no turns, so its GPUs are its own."""
+    """Assign GPUs to the placements of a slot; a reward takes no turns, so its GPUs are exclusive."""
     driven = [_driven_gpus(role, wanted) for role, wanted, _ in slot]
     demands = [
         GpuDemand(role.name, count, takes_turns=role.kind in ("trainer", "generator"))
@@ -349,11 +355,11 @@ def _with_gpus(
 
 
 def placement_between(trainer: RoleSize, generator: RoleSize, options: RayRuntimeOptions) -> Placement:
-    """How far apart these two may be placed: see ``RayRuntimeOptions.placement_between``."""
+    """Return how far apart these two roles may be; see ``RayRuntimeOptions.placement_between``."""
     try:
         placement_plan = place_roles([_placed(trainer, options), _placed(generator, options)], options)
     except ConfigError:
-        return "anywhere"  # which the runtime refuses, with the reason
+        return "anywhere"  # the runtime then refuses it, with the reason
     if placement_plan.on_one_node(trainer.name, generator.name):
         return "host"
     return "hosts" if placement_plan.beside(generator.name, trainer.name) else "anywhere"

@@ -1,4 +1,4 @@
-"""Registers the runtime ``ray``. Imports nothing heavy: listing plugins never imports Ray."""
+"""Registers the runtime ``ray``. Imports nothing heavy, so that listing plugins never imports Ray."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ RAY = ("ray>=2.60",)
 
 @hookimpl
 def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
-    """The runtime over several processes and machines."""
+    """Register the runtime for several processes and machines."""
     return [
         RuntimeSpec(
             name="ray",
-            summary="Every rank and replica a Ray actor, on this machine or a cluster.",
+            summary="Every rank and replica is a Ray actor, on this machine or a cluster.",
             factory="chatlearn_ray.runtime:RayRuntime",
             options="chatlearn_ray.options:RayRuntimeOptions",
             requires=(RAY,),
@@ -27,7 +27,7 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """``chatlearn cluster``."""
+    """Register ``chatlearn cluster``."""
     return [
         CliCommandSpec(
             name="cluster",

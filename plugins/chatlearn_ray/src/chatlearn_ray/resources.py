@@ -1,17 +1,17 @@
-"""Amounts of Ray resources: sums and words for them. Pure."""
+"""Sums and descriptions of Ray resources. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
 ResourceAmounts = Mapping[str, float]
-"""Ray resource name (``CPU``, ``GPU``, custom) -> amount."""
+"""Ray resource name (``CPU``, ``GPU``, custom) -> amount. Example: ``{"CPU": 1.0, "GPU": 0.5}``."""
 TOLERANCE = 1e-6
-"""Ray counts in ten-thousandths."""
+"""Tolerance of comparisons; Ray counts in ten-thousandths."""
 
 
 def added(parts: Iterable[ResourceAmounts]) -> dict[str, float]:
-    """Sum by resource."""
+    """Return the sum of each resource."""
     total: dict[str, float] = {}
     for part in parts:
         for resource, amount in part.items():
@@ -20,17 +20,17 @@ def added(parts: Iterable[ResourceAmounts]) -> dict[str, float]:
 
 
 def positive(amounts: ResourceAmounts) -> dict[str, float]:
-    """Without what is zero."""
+    """Return the amounts without zeros."""
     return {resource: amount for resource, amount in amounts.items() if amount > 0}
 
 
 def floored(amount: float) -> float:
-    """To Ray's precision, so that equal shares never exceed the whole."""
+    """Round down to Ray's precision, so that equal shares never exceed the whole."""
     return int(amount * 10_000 + TOLERANCE) / 10_000
 
 
 def amounts_text(amounts: ResourceAmounts) -> str:
-    """``1 CPU, 0.5 GPU``; what Ray adds by itself (memory, node names) is left out."""
+    """Describe amounts as ``1 CPU, 0.5 GPU``, without the resources that Ray adds (memory, node names)."""
     shown = [f"{amount:g} {resource}" for resource, amount in _interesting(amounts)]
     return ", ".join(shown) or "nothing"
 

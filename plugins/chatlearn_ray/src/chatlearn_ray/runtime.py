@@ -1,4 +1,4 @@
-"""The runtime ``ray``: every rank and replica an actor, on this machine or a cluster."""
+"""The runtime ``ray``: every rank and replica is an actor, on this machine or a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chatlearn_workers.user_code import collect_code
 
 
 class RayRuntime(WorkersRuntime):
-    """Starts workers as actors of Ray, in slots that are reserved together.
+    """Starts workers as Ray actors, in slots that are reserved together.
 
     Raises:
         ConfigError: the pools do not fit the roles, or this machine cannot hold them.
@@ -37,10 +37,10 @@ class RayRuntime(WorkersRuntime):
             check_reach(route, self._placement_plan, options)
         self.cluster.require_room(self._placement_plan)
         self._code: Any = None
-        """A reference to the ``UserCode`` in the object store."""
+        """Reference to the ``UserCode`` in the object store."""
 
     def _place(self, gpus: bool | None) -> PlacementPlan:
-        """Placements of all roles; ``device: auto`` is a GPU where there are ``gpus`` (None: look at this machine)."""
+        """Place all roles; ``device: auto`` means a GPU if ``gpus`` is true (None: if this machine has one)."""
         if gpus is None:
             gpus = (
                 self.options.cluster_address is None
@@ -74,9 +74,9 @@ class RayRuntime(WorkersRuntime):
         return self.cluster.lost
 
     def _shipped_code(self) -> Any:
-        """The Python files of this directory, where workers may be on machines that do not have it.
+        """Return this directory's Python files, if workers may run on machines without it; otherwise None.
 
-        With a ``working_dir``, of the runtime or of a job, Ray itself brings the code.
+        With a ``working_dir``, of the runtime or of a job, Ray itself distributes the code.
         """
         options = self.options
         if options.cluster_address is None or not options.ship_code or options.working_dir is not None:
@@ -89,7 +89,7 @@ class RayRuntime(WorkersRuntime):
         return self._placement_plan.of(role.name)[index]
 
     def _planned_devices(self, role: RolePlan, index: int) -> Sequence[Device]:
-        """Slots, where Ray is to choose the GPUs in them."""
+        """Return slots as devices if Ray will choose the GPUs in them."""
         return self._placement(role, index).devices
 
     def _place_text(self, role: RolePlan, index: int) -> str:

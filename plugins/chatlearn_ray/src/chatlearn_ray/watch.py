@@ -1,4 +1,4 @@
-"""Watching the Ray that a run stands on: its processes on this machine, and whether its head still answers."""
+"""Watches the run's Ray: its processes on this machine, and whether its head still answers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from chatlearn_ray import guard
 logger = logging.getLogger(__name__)
 
 _LOOKS = 6
-"""In the time after which a silent head is given up. Looks are counted, not seconds: while this process is suspended
-nobody else is to blame."""
+"""Checks in the time after which a silent head counts as lost. Counting checks instead of seconds avoids blaming Ray
+while this process is suspended."""
 _END_S = guard.WORKERS_S + guard.DEATH_S + 5.0
 
 
 class RayWatch:
-    """Watches the Ray of this process, and has a guard beside it that outlives it (``guard``).
+    """Watches the Ray of this process, with a guard process that outlives it (``guard``).
 
     Args:
-        owned: processes of a Ray that was started here, by name; they end with this process. Empty for a cluster that
-            was joined.
-        silence_s: how long a process may be stopped, or the head not answer.
-        sentence: what it means for the run, with ``{reason}`` in it.
-        page: where the guard writes that if this process cannot.
-        on_lost: called on a thread with the sentence; ``heard`` says that it was taken in.
+        owned: processes of a Ray that was started here, by name; they end with this process. Empty for a joined
+            cluster.
+        silence_s: seconds for which a process may be stopped, or the head may not answer.
+        sentence: message about a lost Ray, with a placeholder ``{reason}``.
+        page: file for the guard's message if this process cannot write one.
+        on_lost: called with the message, on another thread; answer with ``heard``.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class RayWatch:
         self._closed = threading.Event()
         self._ended = threading.Event()
         self._num_answers = 0
-        """Of the head."""
-        self._is_held_for_dead = False
+        """Number of the head's answers."""
+        self._is_considered_dead = False
         raylet = raylet_here()
         watched = {f"its {name}": pid for name, pid in owned.items() if name in ("raylet", "gcs_server")}
         if raylet is not None:
@@ -82,11 +82,11 @@ class RayWatch:
         threading.Thread(target=self._ask_head, name="ray watch questions", daemon=True).start()
 
     def heard(self) -> None:
-        """This process is not held up by a call of Ray's, and ends by itself."""
+        """Tell the guard that this process is not blocked in a call of Ray, and will end by itself."""
         self._write("heard")
 
     def leaving(self) -> None:
-        """From now on this process ends its Ray itself: that its processes end is no loss."""
+        """Tell the guard that this process now ends its Ray itself, so that the end of Ray's processes is no loss."""
         self._write("leaving")
 
     def end_ray(self) -> None:
@@ -96,7 +96,7 @@ class RayWatch:
             logger.error("Ray's processes on this machine did not end within %.0f s", _END_S)
 
     def close(self) -> None:
-        """Watch no more. Twice is fine."""
+        """Stop watching. A repeated call does nothing."""
         if not self._closed.is_set():
             self._closed.set()
             self._write("bye")
@@ -114,7 +114,7 @@ class RayWatch:
             self._guard.stdin.write(line.encode() + b"\n")
 
     def _read(self) -> None:
-        """What the guard says, and what the head does not."""
+        """Read the guard's messages, and check for the head's answers."""
         assert self._guard.stdout is not None
         output, unread, num_missed, num_answers = self._guard.stdout.fileno(), b"", 0, 0
         while not self._closed.is_set():
@@ -123,8 +123,8 @@ class RayWatch:
                 num_answers = self._num_answers
                 if num_missed > _LOOKS:
                     self._lose(f"its head (GCS) has not answered for {self._silence_s:g} s")
-                elif self._is_held_for_dead:
-                    self._lose("its head holds this node for dead, since the raylet did not answer")
+                elif self._is_considered_dead:
+                    self._lose("its head considers this node dead, because the raylet did not answer")
                 continue
             data = os.read(output, 4096)
             if not data:
@@ -144,15 +144,15 @@ class RayWatch:
         while not self._closed.wait(self._silence_s / _LOOKS / 2):
             try:
                 nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
-            except Exception as error:  # Ray raises many kinds; silence is what is acted upon
+            except Exception as error:  # Ray raises many kinds; only missing answers count
                 logger.debug("ray.nodes: %s", error)
                 continue
-            self._is_held_for_dead = any(node["NodeID"] == self._node and not node["Alive"] for node in nodes)
+            self._is_considered_dead = any(node["NodeID"] == self._node and not node["Alive"] for node in nodes)
             self._num_answers += 1
 
 
 def raylet_here() -> int | None:
-    """The process of the raylet that this driver talks to; None where that cannot be found."""
+    """Return the process id of the raylet that this driver uses; None if it cannot be found."""
     node = ray._private.worker._global_node
     if node is None:
         return None
@@ -166,6 +166,6 @@ def raylet_here() -> int | None:
 
 
 def owned_processes() -> dict[str, int]:
-    """Ray's processes that this one has started, by name."""
+    """Return Ray's processes that this process has started, by name."""
     node = ray._private.worker._global_node
     return {name: infos[0].process.pid for name, infos in node.all_processes.items()} if node is not None else {}

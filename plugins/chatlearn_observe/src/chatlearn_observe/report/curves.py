@@ -1,4 +1,4 @@
-"""The metrics of a run as columns, and which of them share a chart."""
+"""Converts a run's metrics to columns, and selects the charts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class Chart:
     names: tuple[str, ...]
     note: str = ""
     spread: str | None = None
-    """A metric drawn as a band of that width to both sides, as far as ``low`` and ``high``."""
+    """Metric whose value is the half-width of a band, limited by ``low`` and ``high``."""
     low: str | None = None
     high: str | None = None
-    """Metrics that bound a band: by themselves, or what ``spread`` may not go beyond."""
+    """Metrics that bound the band: directly, or as limits of ``spread``."""
     points: bool = False
-    """Measured at some steps only."""
+    """Whether the metric is measured only at some steps."""
 
 
 CHARTS = (
     Chart(
         "Reward",
         ("reward",),
-        "Mean of a step; band: one standard deviation, as far as the step's lowest and highest reward",
+        "Mean of a step; band: one standard deviation, within the step's lowest and highest reward",
         spread="reward_std",
         low="reward_min",
         high="reward_max",
     ),
-    Chart("Held-out accuracy", ("eval/accuracy",), "Share of evaluation samples that are right", points=True),
+    Chart("Held-out accuracy", ("eval/accuracy",), "Share of correct evaluation samples", points=True),
     Chart("Held-out reward", ("eval/reward",), points=True),
     Chart("KL to the reference", ("policy/reference_kl", "policy/kl_loss", "reward_kl"), "Mean over tokens"),
     Chart("KL of the update", ("policy/ppo_kl",), "From the policy that sampled to the policy being trained"),
-    Chart("Entropy", ("policy/entropy",), "Of the policy's next token, nats"),
+    Chart("Entropy", ("policy/entropy",), "Entropy of the policy's next token, nats"),
     Chart(
         "Response length",
         ("response_length/mean",),
@@ -52,23 +52,23 @@ CHARTS = (
     Chart(
         "Generator-trainer mismatch",
         ("mismatch/prob_diff_mean", "mismatch/kl"),
-        "Mean gap of the two probabilities of a sampled token",
+        "Mean difference of the two probabilities of a sampled token",
     ),
     Chart("Gradient norm", ("policy/grad_norm", "grad_norm"), "Before clipping"),
     Chart("Loss", ("policy/loss", "loss", "policy/pg_loss")),
     Chart("Learning rate", ("policy/lr", "lr")),
-    Chart("Throughput", ("perf/throughput",), "Trained tokens a second"),
-    Chart("Excluded samples", ("samples/excluded",), "Left out of training, with a reason"),
+    Chart("Throughput", ("perf/throughput",), "Trained tokens per second"),
+    Chart("Excluded samples", ("samples/excluded",), "Samples excluded from training, with a reason"),
     Chart("Groups without spread", ("zero_spread_groups",), "Share of groups whose rewards are all equal"),
     Chart("Staleness", ("staleness/mean", "staleness"), "Policy versions between sampling and training"),
 )
 
 _AFTER_ACCURACY = 2
-"""Where in ``CHARTS`` those of single evaluation sets belong."""
+"""Index in ``CHARTS`` at which the charts of single evaluation sets are inserted."""
 
 
 def metric_columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float | str | None]]:
-    """``{name: one value a record}``: None where a record lacks it, text (``"nan"``) where it is not finite.
+    """Return ``{name: one value per record}``: None if a record lacks the metric, text (``"nan"``) if it is not finite.
 
     Numbers keep seven significant digits.
     """
@@ -77,7 +77,7 @@ def metric_columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float
 
 
 def charts_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The charts that a run has the metrics for; every named evaluation set has an accuracy of its own."""
+    """Return the charts for which the run has metrics; every named evaluation set gets its own accuracy chart."""
     charts = [*CHARTS[:_AFTER_ACCURACY]]
     for name in sorted(columns):
         if name.startswith("eval/") and name.endswith("/accuracy") and name != "eval/accuracy":
@@ -94,7 +94,7 @@ def charts_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _band(chart: Chart, columns: Mapping[str, Sequence[Any]], metric: str) -> dict[str, list[float | None]]:
-    """``low`` and ``high`` of the band, one value a record; empty where the run has no metrics for it."""
+    """Return ``low`` and ``high`` of the band, one value per record; empty if the run has no metrics for it."""
     spread, lowest, highest = (
         None if name is None else columns.get(name) for name in (chart.spread, chart.low, chart.high)
     )

@@ -1,4 +1,4 @@
-"""The head of a report: what this run is, how far it came, and what happened on the way."""
+"""The head of a report: the run's identity, progress and events."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STATUS = {
     "failed": ("failed", "Failed"),
     "interrupted": ("open", "Interrupted"),
 }
-"""``status`` of ``summary.json``: how it looks, how it reads."""
+"""``status`` in ``summary.json`` -> (style, label)."""
 _MOST_EVENTS = 500
 
 
 @dataclass(slots=True, frozen=True)
 class Overview:
-    """Facts as they are shown."""
+    """Facts to show."""
 
     name: str
     status: str
@@ -32,12 +32,12 @@ class Overview:
     facts: list[tuple[str, str]]
     """(label, value), the most important first."""
     measure: str
-    """What ``before`` and ``after`` are: accuracy, or where the rewards give none, the mean reward."""
+    """Name of the measure in ``before`` and ``after``: accuracy, or mean reward if rewards give no accuracy."""
     before: str | None
-    """On held-out data before training; None if it was not measured."""
+    """Value on held-out data before training; None if it was not measured."""
     after: str | None
     gained: str | None
-    """With sign; of an accuracy in percentage points."""
+    """Difference with sign; for an accuracy in percentage points."""
     versions: list[tuple[str, str]]
 
 
@@ -49,11 +49,11 @@ class ShownEvent:
     step: str
     text: str
     time: str = ""
-    """UTC, to the second."""
+    """UTC, in seconds."""
 
 
 def overview_of(files: RunFiles) -> Overview:
-    """What the head of the page says. A run without ``summary.json`` is running, or was killed."""
+    """Return the content of the page's head. A run without ``summary.json`` is running, or was killed."""
     summary, config = files.summary, files.config
     steps = files.metrics[-1]["step"] if files.metrics else 0
     train = config.get("train") if isinstance(config.get("train"), dict) else {}
@@ -83,7 +83,7 @@ def overview_of(files: RunFiles) -> Overview:
 
 
 def shown_events(files: RunFiles) -> list[ShownEvent]:
-    """The newest events, oldest first; what is left out is said by a first line."""
+    """Return the newest events, oldest first; a first line says how many are left out."""
     events = [_event(record) for record in files.events]
     if len(events) <= _MOST_EVENTS:
         return events
@@ -92,7 +92,7 @@ def shown_events(files: RunFiles) -> list[ShownEvent]:
 
 
 def duration(seconds: float) -> str:
-    """``3 h 07 min``, ``4 min 12 s``, ``8.3 s``."""
+    """Format a duration: ``3 h 07 min``, ``4 min 12 s``, ``8.3 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -102,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """With the precision that parts of a step need: ``41.2 ms``, ``1.25 s``."""
+    """Format a duration precisely enough for parts of a step: ``41.2 ms``, ``1.25 s``."""
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
 
 
@@ -144,7 +144,7 @@ def _wall_time(files: RunFiles) -> str:
 
 
 def _before_and_after(files: RunFiles, metric: str) -> tuple[float | None, float | None]:
-    """From the summary, or from the first and last evaluation so far."""
+    """Return both values from the summary, or from the first and last evaluation so far."""
     told = _mapping(files.summary.get(metric))
     measured = [(r["step"], r[metric]) for r in files.metrics if _is_number(r.get(metric))]
     before = told.get("before", measured[0][1] if measured and measured[0][0] == 0 else None)
@@ -154,7 +154,7 @@ def _before_and_after(files: RunFiles, metric: str) -> tuple[float | None, float
 
 def _event(record: Mapping[str, Any]) -> ShownEvent:
     facts = {name: value for name, value in record.items() if name not in ("event", "step", "time")}
-    if "text" in facts:  # says what the others say
+    if "text" in facts:  # the text already contains the others
         facts = {"text": facts["text"]}
     texts = facts.values() if len(facts) == 1 else (f"{name}: {value}" for name, value in facts.items())
     step = record.get("step")

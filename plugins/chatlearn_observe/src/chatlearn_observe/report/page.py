@@ -1,7 +1,7 @@
-"""Puts a report together from ``assets/``: a template, styles, and scripts, all in one file.
+"""Assembles a report from ``assets/``: a template, styles and scripts, in one file.
 
-The page asks nothing of a network and its content security policy forbids it to: only the very styles and scripts of
-this package, by their hash, run.
+The page needs no network, and its content security policy forbids access: only the styles and scripts of this package
+run, identified by their hashes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from chatlearn_observe.report.overview import duration, short_duration
 
 _ASSETS = files("chatlearn_observe.report") / "assets"
 _SCRIPTS = ("dom.js", "state.js", "chart.js", "curves.js", "step_time.js", "tokens.js", "rollouts.js", "main.js")
-"""In the order in which they depend on each other; together one function, so that they share no global."""
+"""Scripts in order of dependence; they are joined in one function and share no globals."""
 
 
 def render_page(**content: Any) -> str:
-    """The page as text; everything in ``content`` is escaped."""
+    """Return the page as text; everything in ``content`` is escaped."""
     script = '(() => {\n"use strict";\n' + "".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     style = _asset("report.css")
     policy = (
@@ -52,7 +52,7 @@ def render_page(**content: Any) -> str:
 
 
 def json_for_html(data: Any) -> str:
-    """JSON that may stand inside a ``script`` element: no text in it can end the element or open a comment."""
+    """Return JSON that is safe inside a ``script`` element: no text in it can end the element or open a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -64,5 +64,5 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names an inline element."""
+    """Return the hash by which a content security policy identifies an inline element."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""The rollouts that a report holds: which of them, and in what form."""
+"""Selects the rollouts for a report, and converts them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from chatlearn_observe.report.run_files import RolloutFile, read_lines
 from chatlearn_observe.report.tokens import Decode, TokenTexts
 
 MAX_TOKENS = 1_000_000
-"""Most completion tokens in a report: about 25 MB of HTML with three numbers a token."""
+"""Largest number of completion tokens in a report: about 25 MB of HTML with three numbers per token."""
 _SAMPLES_PER_FILE = 16
-"""A step is left out rather than shown with fewer samples than this."""
+"""A step is omitted rather than shown with fewer samples than this."""
 _TOKEN_DATA = ("generator_logprobs", "trainer_logprobs", "reference_logprobs", "advantages")
 _DIGITS = 4
 _MANY_TOKENS = 1 << 31
-"""More than any vocabulary has; larger ids are damage, and tokenizers take no more than 32 bits."""
+"""Larger than any vocabulary; larger ids are damaged, and tokenizers accept at most 32 bits."""
 
 
 @dataclass(slots=True)
 class RolloutData:
-    """What the browser of rollouts shows."""
+    """Data for the browser of rollouts."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """What the samples of one prompt share: ``id, kind, step, source, prompt, truth``."""
+    """Common fields of the samples of one prompt: ``id, kind, step, source, prompt, truth``."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """One a sample: ``group`` is an index, ``tokens`` are indices into ``pieces``, or token ids if that is None."""
+    """One entry per sample: ``group`` is an index, ``tokens`` are indices into ``pieces``, or token ids if that is
+    None."""
     pieces: list[str] | None = None
     left_out: str = ""
-    """What the run directory has and the report has not; empty if it has all."""
+    """How many recorded samples the report omits; empty if none."""
 
 
 def collect_rollouts(
@@ -39,7 +40,7 @@ def collect_rollouts(
 ) -> RolloutData:
     """Read at most ``max_rollouts`` samples, spread evenly over steps, whole groups first.
 
-    Only files of which something is shown are read. Long completions reduce the number further (``MAX_TOKENS``).
+    Only files with shown samples are read. Long completions reduce the number further (``MAX_TOKENS``).
     """
     sizes = {file: _num_lines(file, notes) for file in files}
     chosen = choose_files([file for file in files if sizes[file]], list(filter(None, sizes.values())), max_rollouts)
@@ -67,7 +68,9 @@ def collect_rollouts(
 
 
 def choose_files(files: Sequence[RolloutFile], sizes: Sequence[int], max_rollouts: int) -> list[RolloutFile]:
-    """The files to show samples of: all if each can get a fair number, else evenly spaced ones, ends included."""
+    """Return the files with shown samples: all if each can get enough, else evenly spaced ones, including first and
+    last.
+    """
     if sum(sizes) <= max_rollouts:
         return list(files)
     fair = min(_SAMPLES_PER_FILE, math.ceil(sum(sizes) / len(sizes)))
@@ -78,7 +81,9 @@ def choose_files(files: Sequence[RolloutFile], sizes: Sequence[int], max_rollout
 
 
 def shared_out(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide ``budget`` evenly; what a small one does not need goes to the others."""
+    """Divide ``budget`` evenly by ``sizes``; small entries leave the rest to others. ``([2, 9, 9], 12)`` gives ``[2, 5,
+    5]``.
+    """
     shares = [0] * len(sizes)
     left = budget
     for done, index in enumerate(sorted(range(len(sizes)), key=lambda i: (sizes[i], i))):
@@ -88,7 +93,7 @@ def shared_out(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 def _whole_groups(file: RolloutFile, share: int, notes: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """The first groups of a file that fit into its share; a first group that is larger than that is cut."""
+    """Yield the first groups of a file that fit into its share; a first group that is too large is truncated."""
     taken = 0
     for _, members in groupby(read_lines(file.path, notes), key=lambda record: record.get("group")):
         group = list(members)[: share if not taken else None]
@@ -132,7 +137,7 @@ def _add_group(
 
 
 def _listed(record: dict[str, Any], name: str) -> list[Any]:
-    """The list under a name; a damaged record may have anything there."""
+    """Return the list under a name; empty if a damaged record has something else there."""
     value = record.get(name)
     return value if isinstance(value, list) else []
 
@@ -143,7 +148,7 @@ def _text(record: dict[str, Any], name: str) -> str | None:
 
 
 def _compact(values: Sequence[Any]) -> list[Any] | Any:
-    """Rounded; a single number where all tokens have the same, as advantages of GRPO do."""
+    """Round values; return a single number if all tokens have the same, as for GRPO's advantages."""
     rounded = [round(value, _DIGITS) if isinstance(value, float) else value for value in values]
     return rounded[0] if len(set(map(repr, rounded))) == 1 else rounded
 

@@ -1,4 +1,4 @@
-"""Reading a run directory without touching it, whatever state it is in."""
+"""Reads a run directory in any state, without changing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from chatlearn_core.exceptions import ChatLearnError
 
 _LONGEST_INT = 18
-"""Digits of a whole number, fewer than 64 bits can hold."""
+"""Longest whole number in digits; it fits into 64 bits."""
 RolloutKind = Literal["step", "eval"]
 _ROLLOUT_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl")
 
@@ -31,29 +31,29 @@ class RolloutFile:
 
 @dataclass(slots=True)
 class RunFiles:
-    """What the files of one run hold. What is missing is empty; what cannot be read is said in ``notes``."""
+    """Contents of a run's files. Missing files are empty; unreadable ones are reported in ``notes``."""
 
     path: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """One record a step, in order of steps; NaN and infinity are text."""
+    """One record per step, in order of steps; NaN and infinity are text."""
     events: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     flow_svg: str = ""
     rollout_files: list[RolloutFile] = field(default_factory=list)
-    """In order of steps."""
+    """Sorted by step."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_run(path: Path) -> RunFiles:
-    """Read everything but the rollouts, which may be large.
+    """Read everything except the rollouts, which may be large.
 
     Raises:
-        ChatLearnError: there is no such directory, or it is not that of a run; names runs below it, if any.
+        ChatLearnError: the directory does not exist or belongs to no run; names runs in its subdirectories, if any.
     """
     if not path.is_dir():
-        raise ChatLearnError(f"there is no directory {path}. Give the directory that a run wrote: its output_dir")
+        raise ChatLearnError(f"directory {path} does not exist. Give the output_dir of a run")
     if not _is_run(path):
         raise ChatLearnError(_not_a_run(path))
     files = RunFiles(path)
@@ -79,9 +79,9 @@ def read_run(path: Path) -> RunFiles:
 
 
 def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a line that cannot be read is left out, and added to ``notes``.
+    """Yield the JSON objects of a file, one per line; an unreadable line is skipped and reported in ``notes``.
 
-    A last line without its end is one that is just being written, or that a kill cut short.
+    A last line without a newline is being written, or was truncated by a kill.
     """
     if not path.exists():
         return
@@ -93,29 +93,29 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 try:
                     record = _parse_json(line)
                 except (ValueError, RecursionError) as error:
-                    reason = "is not whole yet" if not line.endswith("\n") else f"cannot be read ({error})"
+                    reason = "is incomplete" if not line.endswith("\n") else f"cannot be read ({error})"
                     notes.append(f"{path.name}, line {number} {reason} and is left out")
                     continue
                 if isinstance(record, dict):
                     yield record
                 else:
-                    notes.append(f"{path.name}, line {number} is no JSON object and is left out")
+                    notes.append(f"{path.name}, line {number} is not a JSON object and is left out")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
 
 
 def _parse_json(text: str) -> Any:
-    """JSON whose numbers are finite, and whose whole numbers have 64 bits at most; others are text."""
+    """Parse JSON; numbers that are not finite, and whole numbers beyond 64 bits, become text."""
     return json.loads(text, parse_constant=str, parse_float=_finite_or_text, parse_int=_int_or_text)
 
 
 def _int_or_text(text: str) -> int | str:
-    """Arithmetic with floats takes no whole number of hundreds of digits."""
+    """Return a number, or text if it is too long, because float arithmetic fails on very long whole numbers."""
     return int(text) if len(text) <= _LONGEST_INT else text
 
 
 def _finite_or_text(text: str) -> float | str:
-    """JSON that goes into the page may hold no infinity, which 1e999 is."""
+    """Return a number, or text for infinity (1e999), which JSON in the page may not contain."""
     value = float(text)
     return value if math.isfinite(value) else text
 
@@ -128,8 +128,8 @@ def _not_a_run(path: Path) -> str:
     below = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
     runs = f" Runs below it: {', '.join(below[:10])}." if below else ""
     return (
-        f"{path} is not the directory of a run: it holds neither config.yaml nor metrics.jsonl.{runs} "
-        "Give the directory that a run wrote: its output_dir"
+        f"{path} is not the directory of a run: it has neither config.yaml nor metrics.jsonl.{runs} "
+        "Give the output_dir of a run"
     )
 
 
@@ -154,5 +154,5 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(content, dict):
         return content
-    notes.append(f"{path.name} holds a {type(content).__name__}, not a mapping, and is left out")
+    notes.append(f"{path.name} contains a {type(content).__name__}, not a mapping, and is left out")
     return {}

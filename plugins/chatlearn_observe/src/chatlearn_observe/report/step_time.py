@@ -1,4 +1,4 @@
-"""Where the time of a step went, from ``timing_s/*``."""
+"""Computes the parts of a step's time from ``timing_s/*``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Place = Literal["stacked", "overlaps", "after"]
-"""``stacked``: a stretch of the step; ``overlaps``: runs while others do; ``after``: outside the timed step."""
+"""``stacked``: an interval of the step; ``overlaps``: runs during others; ``after``: outside the timed step."""
 
 _PREFIX = "timing_s/"
 _UPDATE_PARTS = ("forward", "backward", "optimizer")
@@ -24,31 +24,31 @@ class StepTimePart:
     name: str
     place: Place
     seconds: list[float]
-    """Length: number of timed steps; 0 where the part did not run."""
+    """One value per timed step; 0 if the part did not run."""
     median_s: float
-    """Over the steps in which it ran."""
+    """Median over the steps in which the part ran."""
     total_s: float
     share: float
-    """Of the total of ``step``; parts that overlap others may bring the sum above 1."""
+    """Fraction of the total of ``step``; with overlapping parts the fractions may add up to more than 1."""
 
 
 @dataclass(slots=True, frozen=True)
 class StepTimes:
-    """Times of all steps that have any."""
+    """Times of all timed steps."""
 
     steps: list[int]
     step_s: list[float]
-    """Wall time of each step, evaluation and checkpoint not included."""
+    """Wall time of each step, without evaluation and checkpoint."""
     parts: list[StepTimePart]
     overlap_s: list[float]
-    """By how much the stacked parts of a step exceed its wall time: they ran at the same time for that long."""
+    """Time by which the stacked parts of a step exceed its wall time, because they overlapped."""
 
 
 def step_times(metrics: Sequence[Mapping[str, Any]]) -> StepTimes | None:
-    """The times of the steps, in stacking order; None if no step was timed.
+    """Return the times of the steps, in stacking order; None if no step was timed.
 
-    ``update`` is split into forward, backward, optimizer and what remains. ``reward`` runs while generation goes on,
-    so it is not stacked. ``eval`` lies outside ``step``. What no timer covers is ``rest``.
+    ``update`` is split into forward, backward, optimizer and the rest. ``reward`` runs during generation, so it is not
+    stacked. ``eval`` is outside ``step``. Time without a timer is ``rest``.
     """
     timed = [record for record in metrics if _seconds(record, "step") > 0]
     if not timed:

@@ -1,4 +1,4 @@
-"""The text of single tokens, so that a completion can be coloured token by token."""
+"""Finds the text of single tokens, so that a completion can be coloured token by token."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.protocols.lifecycle import ModelSource
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of token ids, special tokens included."""
+"""Function from token ids to text, including special tokens."""
 
 _INCOMPLETE = "\ufffd"
-"""What a byte-level tokenizer gives for a part of a character."""
+"""Result of a byte-level tokenizer for an incomplete character."""
 _LONGEST_CHARACTER = 4
-"""Bytes of UTF-8."""
+"""Largest number of UTF-8 bytes in a character."""
 
 
 def find_decoder(run_dir: Path, config: Mapping[str, Any], tokenizer: str | None) -> tuple[Decode | None, str]:
-    """The tokenizer of a run, loaded by the installed model family.
+    """Load the tokenizer of a run with the installed model family.
 
     Args:
+        run_dir: the run's directory.
+        config: the run's configuration.
         tokenizer: a model directory or hub id to use instead of the run's own.
 
     Returns:
-        How to decode, or None; and what was used, or why nothing could be.
+        The decoding function, or None; and the source of the tokenizer, or why there is none.
     """
     model = config.get("model") if isinstance(config.get("model"), dict) else {}
     assert isinstance(model, dict)
@@ -49,7 +51,7 @@ def find_decoder(run_dir: Path, config: Mapping[str, Any], tokenizer: str | None
             family = registry.load_factory(record)(registry.load_options(record)())
             loaded = family.load_tokenizer(ModelSource(path=place, tokenizer_path=place))
         except (ChatLearnError, OSError, ValueError) as error:
-            # A report is read where the model may be long gone: the ids are shown instead, with the reason.
+            # The model may no longer exist: the report then shows ids, with the reason.
             reasons.append(f"{place}: {error}")
             continue
         return partial(_decode, loaded), place
@@ -61,11 +63,10 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 class TokenTexts:
-    """Splits decoded text into one piece a token, and keeps every distinct piece once.
+    """Splits decoded text into one piece per token, and stores every distinct piece once.
 
-    A token's piece is what it adds to the text of the token before it, so a tokenizer that drops the space before a
-    first word keeps it here. Where a character is spread over several tokens, its last one has the text and those
-    before it are empty.
+    A token's piece is the text that it adds after the previous token, so a space that a tokenizer drops before a first
+    word is kept here. If a character spans several tokens, the last one has the text and the earlier ones are empty.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -75,15 +76,15 @@ class TokenTexts:
 
     @property
     def pieces(self) -> list[str]:
-        """Distinct pieces; ``indices`` points into it."""
+        """Distinct pieces; ``indices`` points into this list."""
         return list(self._index)
 
     def indices(self, token_ids: Sequence[int]) -> list[int]:
-        """For each token the place of its piece in ``pieces``."""
+        """Return the index in ``pieces`` of each token's piece."""
         return [self._index.setdefault(piece, len(self._index)) for piece in self.split(token_ids)]
 
     def split(self, token_ids: Sequence[int]) -> list[str]:
-        """One piece a token."""
+        """Return one piece per token."""
         pieces: list[str] = []
         before: int | None = None
         start = 0
@@ -93,7 +94,7 @@ class TokenTexts:
             while _INCOMPLETE in text and end < min(len(token_ids), start + _LONGEST_CHARACTER):
                 end += 1
                 text = self._text(before, tuple(token_ids[start:end]))
-            if _INCOMPLETE in text:  # never becomes a character: the token stands for itself
+            if _INCOMPLETE in text:  # never becomes a character: keep the token alone
                 end = start + 1
                 text = self._text(before, tuple(token_ids[start:end]))
             pieces += [""] * (end - start - 1) + [text]

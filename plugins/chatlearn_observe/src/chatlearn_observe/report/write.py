@@ -1,4 +1,4 @@
-"""From a run directory to a file."""
+"""Writes the report of a run directory."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ DEFAULT_MAX_ROLLOUTS = 1000
 
 @dataclass(slots=True, frozen=True)
 class ReportSettings:
-    """What goes into a report."""
+    """Settings of a report."""
 
     max_rollouts: int = DEFAULT_MAX_ROLLOUTS
     tokenizer: str | None = None
-    """Model directory whose tokenizer gives tokens their text; None: the run's own."""
+    """Model directory whose tokenizer decodes tokens; None: the run's own."""
     token_text: bool = True
     """False: tokens are shown as ids, and no tokenizer is loaded."""
 
 
 @dataclass(slots=True, frozen=True)
 class WrittenReport:
-    """What was written."""
+    """Facts about a written report."""
 
     path: Path
     num_steps: int
     num_rollouts: int
     notes: tuple[str, ...]
-    """What could not be read or shown."""
+    """Problems with reading or showing data."""
 
 
 def write_report(run_dir: Path, output: Path | None = None, settings: ReportSettings | None = None) -> WrittenReport:
-    """Write the report of a run, whatever state it is in.
+    """Write the report of a run in any state.
 
     Args:
+        run_dir: the run's directory.
         output: file to write; ``run_dir / "report.html"`` by default.
+        settings: settings of the report; None for the defaults.
 
     Raises:
-        ChatLearnError: ``run_dir`` is not that of a run, or the file cannot be written; names the path.
+        ChatLearnError: ``run_dir`` belongs to no run, or the file cannot be written; names the path.
     """
     files = read_run(run_dir)
     page, rollouts = build_report(files, settings or ReportSettings())
     path = output or run_dir / "report.html"
     try:
-        # A lone surrogate, which a JSON file may hold and UTF-8 may not, is written as its JSON escape.
+        # JSON may contain a lone surrogate, which UTF-8 cannot encode: write its JSON escape.
         path.write_bytes(page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ChatLearnError(
@@ -64,8 +66,8 @@ def write_report(run_dir: Path, output: Path | None = None, settings: ReportSett
 
 
 def build_report(files: RunFiles, settings: ReportSettings) -> tuple[str, RolloutData]:
-    """The page and the rollouts in it."""
-    decode, origin = None, "token ids were asked for"
+    """Return the page and its rollouts."""
+    decode, origin = None, "token ids were requested"
     if settings.token_text and files.rollout_files and settings.max_rollouts:
         decode, origin = find_decoder(files.path, files.config, settings.tokenizer)
         if decode is None:
