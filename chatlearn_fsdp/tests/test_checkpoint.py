@@ -64,7 +64,7 @@ def test_a_checkpoint_of_another_head_is_refused(make_trainer, tmp_path) -> None
         make_trainer(head="value").load(tmp_path / "saved")
 
 
-def test_a_reference_reads_what_a_trainer_wrote(make_trainer, make_batch, policy_loss, weights_of, tmp_path) -> None:
+def test_a_reference_reads_a_trainer_s_checkpoint(make_trainer, make_batch, policy_loss, weights_of, tmp_path) -> None:
     trainer, reference = make_trainer(), make_trainer(trainable=False)
     trainer.update(make_batch(), policy_loss)
     trainer.save(tmp_path / "saved")

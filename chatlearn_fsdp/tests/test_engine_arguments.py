@@ -11,7 +11,7 @@ def trainer(path: str, **arguments: object) -> FSDPTrainer:
     return FSDPTrainer(FSDPOptions(), RoleContext("critic", ModelSource(path, path), engine_arguments=arguments))
 
 
-def test_what_the_backend_owns_is_refused_before_a_model_is_read() -> None:
+def test_owned_arguments_are_refused_before_a_model_is_read() -> None:
     with pytest.raises(ConfigError, match=r"roles\.critic\.engine.*\n  device_map: owned .*set roles\.<role>\.device"):
         trainer("nowhere", device_map="auto")
     assert engine_problems({"torch_dtype": "float32", "hidden_size": 3, "use_safetensors": "no"}) == {

@@ -100,7 +100,7 @@ def test_padding_counts_in_micro_batches_and_their_metric(tmp_path, make_trainer
     assert metrics["perf/tokens"].value == make_batch().num_tokens
 
 
-def test_what_is_not_right_is_refused_with_what_is(tmp_path, make_trainer) -> None:
+def test_wrong_settings_are_refused_with_the_correct_ones(tmp_path, make_trainer) -> None:
     with pytest.raises(ModelError) as refused:
         make_trainer(path=save("gemma2", tmp_path), attention="sdpa")
     message = str(refused.value)
@@ -112,7 +112,7 @@ def test_what_is_not_right_is_refused_with_what_is(tmp_path, make_trainer) -> No
         make_trainer(path=str(tmp_path), **advised)
 
 
-def test_an_attention_that_the_architecture_does_not_have_is_refused_with_what_it_has(tmp_path, make_trainer) -> None:
+def test_an_unsupported_attention_is_refused_with_the_supported_ones(tmp_path, make_trainer) -> None:
     with pytest.raises(
         ModelError, match=r"GPTJForCausalLM has no attention 'sdpa'.*Correct for this model: attention eager"
     ):

@@ -48,7 +48,7 @@ def index_of(directory):
     return pickle.loads((directory / ".metadata").read_bytes())
 
 
-def test_what_torch_wrote_is_read(saved) -> None:
+def test_files_written_by_torch_are_read(saved) -> None:
     content = empty()
     read(saved, content)
     assert torch.equal(content["model"]["a"], torch.arange(3.0))
@@ -88,7 +88,7 @@ def plant(directory, made: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", CALLED, ids=".".join)
-def test_an_index_cannot_change_what_it_names(saved, name) -> None:
+def test_an_index_cannot_change_the_objects_it_names(saved, name) -> None:
     plant(saved, "c{}\n{}\n".format(*name).encode())
     try:
         read(saved, content := empty())
@@ -149,7 +149,7 @@ def test_a_shard_cannot_execute(saved, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"N.", b"]q\x00.", b"\xff" * 50, b"(" * 100_000 + b"."])
-def test_damage_is_told_from_an_attack(saved, content) -> None:
+def test_damage_and_attacks_get_different_errors(saved, content) -> None:
     (saved / ".metadata").write_bytes(content)
     with pytest.raises(pickle.UnpicklingError):
         read(saved, empty())

@@ -109,7 +109,7 @@ class TestSeveralRanks:
         tokens = sum(rank["metrics"].get("perf/tokens", 0) for rank in answers["save-ulysses"])
         assert tokens == answers["save-one"][0]["metrics"]["perf/tokens"]
 
-    def test_export_is_what_the_trainer_computes(self, answers, paths, seven_sequences) -> None:
+    def test_the_export_computes_the_same_as_the_trainer(self, answers, paths, seven_sequences) -> None:
         exported = load_causal_lm(str(paths / "export"), attention="sdpa")
         rank = answers["mixture"][1]
         (only,) = DP2[1]

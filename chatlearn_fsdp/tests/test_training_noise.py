@@ -64,7 +64,7 @@ def test_the_first_on_policy_update_has_ratio_one(make_trainer, make_batch, gpt2
 
 
 @pytest.mark.parametrize("options", [{"dropout": True}, {"lora": {"rank": 2, "dropout": 0.5}}], ids=str)
-def test_noise_that_is_asked_for_is_there_and_said(make_trainer, make_batch, gpt2, options, caplog) -> None:
+def test_requested_noise_is_applied_and_logged(make_trainer, make_batch, gpt2, options, caplog) -> None:
     trainer, batch, loss = make_trainer(path=gpt2, learning_rate=0.1, **options), make_batch(), ClippedLoss()
     for _ in range(2):  # a new adapter is zero whatever goes into it
         batch.token_data["trainer_logprobs"] = trainer.compute(batch, LOGPROBS)["logprobs"]
@@ -76,7 +76,7 @@ def test_noise_that_is_asked_for_is_there_and_said(make_trainer, make_batch, gpt
     ) in caplog.text
 
 
-def test_noise_that_is_left_out_is_said(make_trainer, gpt2, caplog) -> None:
+def test_omitted_noise_is_logged(make_trainer, gpt2, caplog) -> None:
     make_trainer(path=gpt2, trainable=False)
     make_trainer()
     assert not caplog.text, "nothing trains, or nothing was asked for"

@@ -49,7 +49,7 @@ def test_the_memory_of_all_ranks_is_given_back_and_summed(engine, directory, ass
 
 
 def test_a_rank_that_is_killed_while_generating_takes_the_replica_with_it(engine) -> None:
-    """The last test of this engine: every request fails, the engine's own words are kept, nobody is left behind."""
+    """The last test of this engine: every request fails, the engine's own words are kept, no process is left behind."""
     generator = engine.generator
     processes = engine.processes()
     [rank] = [pid for title, pid in processes.items() if "scheduler" in title and "TP1" in title]

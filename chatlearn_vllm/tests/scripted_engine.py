@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 SURPRISE = 1_000_000_000
-"""As ``max_tokens``: taking the request fails as nobody expects."""
+"""As ``max_tokens``: taking the request raises an unexpected error."""
 
 
 class ScriptedEngine:

@@ -21,7 +21,7 @@ PATIENCE_S = 20
 
 
 class Peers:
-    """A collective of threads: whoever comes waits for all others, and all must have come for the same."""
+    """A collective of threads: each waits for all others, and all must request the same operation."""
 
     def __init__(self, size):
         self.size = size
@@ -29,7 +29,7 @@ class Peers:
         self._brought = defaultdict(dict)
         """By number of the meeting: what each rank came for, and with what."""
         self._next = [0] * size
-        self._somebody_left = False
+        self._has_left = False
 
     def meet(self, rank, what, values=()):
         with self._came:
@@ -37,7 +37,7 @@ class Peers:
             self._next[rank] += 1
             brought[rank] = (what, values)
             self._came.notify_all()
-            self._came.wait_for(lambda: len(brought) == self.size or self._somebody_left, PATIENCE_S)
+            self._came.wait_for(lambda: len(brought) == self.size or self._has_left, PATIENCE_S)
             if len(brought) < self.size:
                 raise ConnectionError(f"rank {rank} is alone in {what}")
         assert {what} == {what for what, _ in brought.values()}, f"the ranks met for {brought}"
@@ -46,7 +46,7 @@ class Peers:
     def leave(self):
         """As a process that ends: those who wait for it hear of it."""
         with self._came:
-            self._somebody_left = True
+            self._has_left = True
             self._came.notify_all()
 
 

@@ -48,7 +48,7 @@ def test_weights_are_read_back_bit_by_bit_and_packed_again(make_linear, shape, d
     kernel = weakref.ref(layer.cpu_linear)
     unpacked = UnpackedLinear(layer, keep_values=True)
     assert torch.equal(unpacked._values, values)
-    assert kernel() is None, "somebody still holds the packed copy"
+    assert kernel() is None, "a reference to the packed copy remains"
     assert not is_packed(layer)
     assert packed_bytes(layer) == 0
     unpacked.pack()

@@ -65,7 +65,7 @@ def load(path: Path, kind: Any = Prompts, **fields: Any) -> ExampleSet:
 
 @pytest.mark.parametrize("recipe", ["gsm8k", "math"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_prepared_rows_mean_what_the_raw_rows_mean(tmp_path: Path, recipe: str, suffix: str) -> None:
+def test_prepared_rows_are_equivalent_to_raw_rows(tmp_path: Path, recipe: str, suffix: str) -> None:
     raw, output = PUBLISHED / f"{recipe}.jsonl", tmp_path / f"out{suffix}"
     result = chatlearn_data("prepare", recipe, "--input", raw, "--output", output, "--split", "test")
     assert f"{output}: 5 rows" in result.output.replace("\n", "")
@@ -140,7 +140,7 @@ def test_arithmetic_refuses_an_unknown_style(tmp_path: Path) -> None:
         chatlearn_data("prepare", "arithmetic", "-o", tmp_path, "--answer-style", "prose")
 
 
-def test_show_says_how_rows_are_understood(tmp_path: Path) -> None:
+def test_show_describes_how_rows_are_interpreted(tmp_path: Path) -> None:
     shown = chatlearn_data("show", PUBLISHED / "gsm8k.jsonl", "-n", 2).output
     assert shown.count("(format gsm8k)") == 2
     assert "ground truth: 72" in shown
@@ -150,7 +150,7 @@ def test_show_says_how_rows_are_understood(tmp_path: Path) -> None:
     assert "bad row: column 'prompt' must be text" in chatlearn_data("show", bad).output
 
 
-def test_show_says_which_turns_and_tools_a_row_has(tmp_path: Path) -> None:
+def test_show_lists_turns_and_tools_of_a_row(tmp_path: Path) -> None:
     row = {
         "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
         "tools": [{"type": "function", "function": {"name": "add"}}],
@@ -177,7 +177,7 @@ def test_show_counts_control_tokens(tmp_path: Path) -> None:
     assert chatlearn_data("show", file, "-n", 1, "--model", tmp_path / "model").output == counted
 
 
-def test_show_survives_what_a_row_may_hold(tmp_path: Path) -> None:
+def test_show_handles_any_row_content(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "red \x1b[31m, a bell \a and\nlines"}) + "\n")
     shown = chatlearn_data("show", file).output

@@ -17,7 +17,7 @@ CASES = [(family, tie) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") fo
 
 
 @pytest.mark.parametrize(("family", "tie"), CASES)
-def test_names_and_values_are_what_save_pretrained_writes(tiny, family, tie) -> None:
+def test_names_and_values_equal_those_of_save_pretrained(tiny, family, tie) -> None:
     path = tiny(family, tie)
     saved = load_file(path / "model.safetensors")
     loaded = load_causal_lm(str(path))

@@ -129,7 +129,7 @@ CHAT = [
 
 
 @pytest.mark.parametrize(("kind", "template"), ALL)
-def test_what_a_message_spells_is_text_and_what_the_template_spells_is_a_token(
+def test_control_tokens_in_messages_are_text_and_those_of_the_template_are_tokens(
     kind: str, template: str, pair: Any
 ) -> None:
     tokenizer, twin = pair(kind, template)
@@ -243,7 +243,7 @@ LEADING = LEADING.replace("<|Assistant|>{{ THOUGHT", "{{ THOUGHT").replace("<|As
 
 @pytest.mark.parametrize("template", [ROLES, LEADING])
 @pytest.mark.parametrize("thought", ["", "'<think></think>'"])
-def test_tokens_that_do_not_delimit_turns_stay_what_they_are(thought: str, template: str) -> None:
+def test_tokens_that_do_not_delimit_turns_are_unchanged(thought: str, template: str) -> None:
     roles = ["<|User|>", "<|Assistant|>", "<|Tool|>", "<|End|>"]
     others = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "user"]
     tokenizer: Any = PreTrainedTokenizerFast(

@@ -137,7 +137,7 @@ def test_without_a_control_token_the_end_of_sequence_ends_the_last_turn() -> Non
     assert turns_of(tokenizer, renderer.demonstration(CHAT[:-1], CHAT[-1:])) == ["That is 4.<|endoftext|>"]
 
 
-def test_a_turn_that_nothing_stands_before_cannot_be_imitated() -> None:
+def test_a_turn_without_a_prompt_cannot_be_imitated() -> None:
     silent = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|eot|>{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="the prompt has no tokens"):
         ChatTemplateRenderer(make_tokenizer(silent)).demonstration("2+2?", "4")
@@ -182,7 +182,7 @@ def test_tools_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize(("eos", "written"), [("<|endoftext|>", "<|im_end|>"), ("<|im_end|>", "<|im_end|>")])
-def test_what_samples_stops_where_a_turn_ends(eos: str, written: str) -> None:
+def test_sampling_stops_at_the_end_of_a_turn(eos: str, written: str) -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE, eos)
     assert ChatTemplateRenderer(tokenizer).end_of_turn_id == tokenizer.convert_tokens_to_ids(written)
     assert ChatTemplateRenderer(tokenizer, apply_chat_template=False).end_of_turn_id is None

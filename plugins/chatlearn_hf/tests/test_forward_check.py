@@ -36,7 +36,7 @@ def check_of(model_type: str, attention: str = VARLEN_ATTENTION, head: str = "lm
         ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 12}),
     ],
 )
-def test_what_can_be_packed_is_packed(model_type, fields) -> None:
+def test_packable_models_are_packed(model_type, fields) -> None:
     check = check_of(model_type, **fields)
     choice = check.choose("varlen")
     assert (choice.way, choice.note(model_type)) == (PACKED, None)
@@ -57,7 +57,7 @@ def test_what_can_be_packed_is_packed(model_type, fields) -> None:
         ("stablelm", "sdpa", "ModelError: attention 'chatlearn_varlen' runs packed rows only"),
     ],
 )
-def test_what_cannot_be_packed_is_padded_and_told(model_type, attention, reason) -> None:
+def test_other_models_are_padded_with_a_note(model_type, attention, reason) -> None:
     choice = check_of(model_type).choose("varlen")
     assert choice.way == Way(attention, "padded")
     note = choice.note(model_type)
@@ -136,7 +136,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("model_type", LONG)
-def test_what_lies_beyond_thousands_of_tokens_is_compared_with_a_stand_in(model_type) -> None:
+def test_long_thresholds_are_compared_with_a_stand_in(model_type) -> None:
     choice = check_of(model_type, **LONG[model_type]).choose("varlen")
     if model_type in ("phimoe", "llama4_text"):
         assert choice.way == Way("sdpa", "padded")
@@ -196,7 +196,7 @@ def test_low_precision_allows_rounding_and_no_more() -> None:
         assert ForwardCheck(model, dtype=torch.bfloat16).choose("varlen").way == way
 
 
-def test_a_model_with_attention_of_its_own_is_loaded_with_what_it_has() -> None:
+def test_a_model_with_its_own_attention_is_loaded_with_it() -> None:
     register_varlen_attention()
 
     def load(attention, model_type, asked):

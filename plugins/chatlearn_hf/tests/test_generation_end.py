@@ -26,7 +26,7 @@ def test_the_end_of_a_turn_is_among_the_ends(named: Any, expected: Any, tmp_path
     assert json.loads(file.read_text()) == {"temperature": 0.6, "eos_token_id": expected}
 
 
-def test_what_has_no_template_or_does_not_generate_stays_as_it_is(tmp_path: Path) -> None:
+def test_models_without_template_or_generation_config_are_unchanged(tmp_path: Path) -> None:
     tokenizer = build_tiny_tokenizer(300)
     stop_at_end_of_turn(tmp_path, tokenizer)
     assert not list(tmp_path.iterdir())

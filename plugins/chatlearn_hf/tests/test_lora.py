@@ -163,7 +163,7 @@ def test_a_value_head_learns_whole(tiny) -> None:
     assert len(adapters(model)) == 2
 
 
-def test_without_peft_it_says_what_to_install(tiny, monkeypatch) -> None:
+def test_without_peft_the_error_says_what_to_install(tiny, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(BackendError, match=r"chatlearn-fsdp\[lora\]"):
         adapted(tiny())
@@ -198,6 +198,6 @@ def test_an_untied_head_may_have_an_adapter(tiny) -> None:
     assert list(adapters(adapted(tiny("qwen3", False), target_modules=("lm_head",)))) == ["lm_head.weight"]
 
 
-def test_what_all_linear_leaves_out_is_said(tiny, caplog) -> None:
+def test_layers_left_out_by_all_linear_are_logged(tiny, caplog) -> None:
     adapted(tiny("qwen3_moe"))
     assert "Qwen3MoeForCausalLM gets no adapters for down_proj, gate_up_proj" in caplog.text

@@ -35,7 +35,7 @@ def test_logits_and_gradients_are_those_of_the_whole_model(model_type) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "cohere", "minicpm3"])
-def test_what_it_replaces_differs(model_type) -> None:
+def test_the_replaced_attention_differs(model_type) -> None:
     """Hidden states through the output embedding alone are not these models' logits."""
     model = build_tiny(model_type)
     hidden = torch.randn(3, 32)
@@ -52,7 +52,7 @@ def test_the_model_keeps_its_trunk_and_sees_a_head_that_is_replaced() -> None:
 
 
 def test_a_model_without_a_language_model_head_is_refused() -> None:
-    with pytest.raises(ModelError, match="LlamaModel does not keep its head apart"):
+    with pytest.raises(ModelError, match="LlamaModel does not separate its head"):
         own_head(build_tiny("llama").model)
 
 

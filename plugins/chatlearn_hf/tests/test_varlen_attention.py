@@ -97,7 +97,7 @@ def test_positions_restart() -> None:
         ({"packed_layout": PackedLayout([2]), "indices": torch.zeros(1)}, "indices"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(arguments, reason) -> None:
+def test_unsupported_attention_is_refused(arguments, reason) -> None:
     rows = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ModelError, match=reason):
         varlen_attention_forward(Layer(), rows, rows, rows, None, **arguments)

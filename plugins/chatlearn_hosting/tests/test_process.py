@@ -279,7 +279,7 @@ def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
             await_end(hosted.pid)
         assert not Path(theirs).exists()
         assert not Path(semaphore).exists()
-        assert Path(shared).exists(), "somebody else maps it"
+        assert Path(shared).exists(), "another process maps it"
     Path(shared).unlink()
 
 

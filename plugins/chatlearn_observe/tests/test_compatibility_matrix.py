@@ -57,7 +57,7 @@ def test_every_combination_once_with_its_reasons() -> None:
     assert (near.generator, near.fits, near.reach, near.reasons, near.missing) == ("near", True, "process", (), ())
 
 
-def test_what_a_recorded_run_has_shown(tmp_path: Path) -> None:
+def test_recorded_test_results_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "kit.json"
     result = {"trainer": "fsdp", "generator": "near", "weight_sync": "direct", "passed": False, "detail": "shape"}
     file.write_text(json.dumps({"results": [result]}))

@@ -47,7 +47,7 @@ def failure(**changed: Any) -> RunFailure:
     return replace(made, **changed)
 
 
-def test_the_page_says_what_where_when_and_how_to_go_on() -> None:
+def test_the_page_says_what_failed_where_when_and_how_to_continue() -> None:
     page = failure_page(hang(), failure())
     assert page.startswith("# Run 'sums' failed while updating, step 7 of 100\n")
     for row in (
@@ -66,7 +66,7 @@ def test_the_page_says_what_where_when_and_how_to_go_on() -> None:
     assert "python 3.11.7, chatlearn-core 0.1.0" in page
 
 
-def test_the_stack_of_the_worker_stands_there_once() -> None:
+def test_the_stack_of_the_worker_appears_once() -> None:
     page = failure_page(hang(), failure())
     assert page.count("dist.all_reduce(gradient)") == 1
     section = page[page.index("## Where it was, in the worker") :]
@@ -101,17 +101,17 @@ def test_errors_that_came_at_the_same_time_are_all_named() -> None:
     assert page.count("the reward's disk is full") == 2, "headline and list"
 
 
-def test_an_error_that_nobody_foresaw_has_its_traceback() -> None:
+def test_an_unexpected_error_has_its_traceback() -> None:
     try:
         {}["answer"]
     except KeyError as error:
         page = failure_page(error, failure())
     assert "a bug, here or in a plugin" in page
-    assert "in test_an_error_that_nobody_foresaw_has_its_traceback" in page
+    assert "in test_an_unexpected_error_has_its_traceback" in page
     assert "KeyError: 'answer'" in page
 
 
-def test_events_tell_what_came_before() -> None:
+def test_earlier_events_are_listed() -> None:
     events = (
         {"time": "2026-01-01T10:00:00+00:00", "event": "resume", "note": "resuming after step 2"},
         {"time": "2026-01-01T10:01:00+00:00", "event": "replica_rebuilt", "step": 4, "text": "replica 0\ndied | so"},
@@ -135,7 +135,7 @@ def test_it_stays_one_page(long: BackendError) -> None:
     assert "characters more" in page or "lines" in page
 
 
-def test_text_of_others_is_printable() -> None:
+def test_third_party_text_is_made_printable() -> None:
     page = failure_page(BackendError("reward said \x1b[31m half \ud800"), failure())
     assert "reward said \\x1b[31m half \\ud800" in page
     page.encode()

@@ -90,7 +90,7 @@ def test_metrics_are_drawn_over_the_step_and_the_run_is_finished_once(wandb: Fak
     assert run.num_finished == 1
 
 
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(wandb: FakeWandb, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_same_wandb_run(wandb: FakeWandb, tmp_path: Path) -> None:
     for _ in range(2):
         logger = logger_of(WandbOptions(), tmp_path)
         logger.start({})

@@ -112,7 +112,7 @@ class Folder:
             return [os.getppid()]
         if victim == "node":
             pids = self._everyone_on(os.getppid())
-            return [*(pid for pid in pids if pid != os.getpid()), os.getpid()]  # nobody acts who is stopped
+            return [*(pid for pid in pids if pid != os.getpid()), os.getpid()]  # a stopped process cannot act
         return [next(process["pid"] for process in self._alive() if process["kind"] == victim)]
 
     def kill_node_of(self, kind: str) -> None:
@@ -158,7 +158,7 @@ class TrappedTrainer(FakeTrainer):
 
     def update(self, batch, loss):
         metrics = super().update(batch, loss)
-        reach("update", "trainer")  # the weights have changed, nobody knows
+        reach("update", "trainer")  # the weights have changed, but no other process knows
         return metrics
 
     def weights(self, export="full_tensors", payload="full"):

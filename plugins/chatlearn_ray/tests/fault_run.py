@@ -1,8 +1,8 @@
-"""One small run in which somebody is killed. Imported by tests, and a program of its own where the driver dies.
+"""One small run in which a process is killed. Imported by tests, and a program of its own where the driver dies.
 
     python fault_run.py SITE FOLDER CONFIG TARGET PHASE
 
-``TARGET`` ``none`` kills nobody.
+``TARGET`` ``none`` kills no process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KILLED = ("generator", "reward", "trainer", "node", "driver")
 TARGETS = (*KILLED, *(FROZEN + target for target in KILLED if target != "driver"))
 """Who is killed, or stopped and never goes on by itself."""
 HEARTBEAT_S = 3.0
-"""Of runs in which somebody is stopped."""
+"""For runs in which a process is stopped."""
 
 
 @dataclass(slots=True, frozen=True)
 class Trap:
-    """Where somebody is killed."""
+    """The place of a kill."""
 
     call: str
     """The backend's call that shows the phase from within."""
@@ -105,7 +105,7 @@ class Watch:
         if self.target == "none":
             return
         if self.phase_name == "recovering" and not self.is_lost and (step, phase) == (FAULT_STEP, "updating"):
-            self.is_lost = True  # nobody recovers before a rank was lost
+            self.is_lost = True  # no recovery starts before a rank is lost
             self.folder.arm("update", "trainer", "trainer")
         trap = trap_for(self.target, self.phase_name)
         if not self.is_set and phase == self.phase_name and trap.step in (None, step):

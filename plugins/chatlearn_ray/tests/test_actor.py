@@ -47,7 +47,7 @@ def failing_actor(error: RayError) -> Any:
         (RayTaskError("invoke", "traceback", ValueError("x")), CallError),
     ],
 )
-async def test_an_error_of_ray_is_told_in_the_librarys_words(error: RayError, meaning: type[CallError]) -> None:
+async def test_ray_errors_become_errors_of_the_library(error: RayError, meaning: type[CallError]) -> None:
     handle = ActorHandle(failing_actor(error))
     for call in (handle.call("invoke", 1), handle.ask("is_there")):
         with pytest.raises(CallError) as caught:

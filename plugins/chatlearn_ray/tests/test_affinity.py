@@ -119,9 +119,7 @@ GIVEN = {"slots": 1, "gpus": 2}
     ],
     ids=["nothing said", "pool with GPUs", "pool without", "a share", "none of the pool's"],
 )
-def test_auto_is_a_gpu_for_a_role_that_is_given_some_before_anybody_saw_the_cluster(
-    options: dict[str, Any], device: str
-) -> None:
+def test_auto_is_a_gpu_for_a_role_with_gpus_before_the_cluster_is_known(options: dict[str, Any], device: str) -> None:
     made = placed_role(role("trainer"), plan(), RayRuntimeOptions.model_validate(options), gpus=False)
     assert made.device == device
 

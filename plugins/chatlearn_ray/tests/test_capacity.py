@@ -13,7 +13,7 @@ def place(*roles: PlacedRole, **options: object) -> PlacementPlan:
     return place_roles(roles, RayRuntimeOptions.model_validate(options))
 
 
-def test_what_fits_has_no_shortage() -> None:
+def test_a_fitting_plan_has_no_shortage() -> None:
     assert shortage(place(TRAINER, REWARD), {"a": {"CPU": 8, "GPU": 2}, "b": {"CPU": 8, "GPU": 2}}) is None
 
 

@@ -51,7 +51,7 @@ def test_without_anything_it_is_rays_file_in_the_home(tmp_path: Path, monkeypatc
     assert (tmp_path / ".ray" / "auth_token").exists()
 
 
-def test_a_node_without_the_token_says_how_to_give_it_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_the_token_says_how_to_provide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(
         ConfigError, match=r"its own home directory, and the head writes only its own copy.*--token-file FILE"
@@ -61,14 +61,14 @@ def test_a_node_without_the_token_says_how_to_give_it_one(tmp_path: Path, monkey
         use_token({}, tmp_path / "token", is_head=False, wait_s=0.0)
 
 
-def test_a_file_that_others_can_read_is_told(tmp_path: Path) -> None:
+def test_a_token_file_readable_by_others_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("0" * 64)
     file.chmod(0o644)
     assert use_token({}, file, is_head=False).endswith("can read: chmod 600")
 
 
-def test_authentication_that_is_switched_off_stays_off_and_is_told(tmp_path: Path) -> None:
+def test_disabled_authentication_stays_off_and_is_reported(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_MODE": "disabled"}
     assert "any process that reaches the cluster's ports can run code" in use_token(environment, None, is_head=True)
     assert environment == {"RAY_AUTH_MODE": "disabled"}
@@ -76,7 +76,7 @@ def test_authentication_that_is_switched_off_stays_off_and_is_told(tmp_path: Pat
         use_token(environment, tmp_path / "token", is_head=True)
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_token_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="token cannot be written to"):
         write_token(tmp_path / "file" / "token")

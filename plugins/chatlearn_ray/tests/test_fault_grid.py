@@ -1,5 +1,5 @@
-"""Real SIGKILLs and SIGSTOPs: whoever dies or freezes, in whichever phase of a run, nothing is lost, nothing is made
-twice, and it goes on.
+"""Real SIGKILLs and SIGSTOPs: whichever process dies or stops, in any phase of a run, nothing is lost or repeated, and
+the run continues.
 
 Five kinds of process (a generator replica, a reward worker, a trainer rank, a whole node, the driver) die in every
 phase that the executor enumerates, and all but the driver are stopped; a run ends with the same bits as one in which
@@ -53,7 +53,7 @@ def cells() -> Iterator[Any]:
 
 
 class Scene:
-    """A place for runs: model, data, configuration, and the result of a run in which nobody dies."""
+    """A place for runs: model, data, configuration, and the result of a run without failures."""
 
     def __init__(self, folder: Path, site: Path) -> None:
         from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
@@ -95,7 +95,7 @@ class Cell:
         return watch
 
     def checkpoint(self) -> Path:
-        """Of the step before the fault, from the run that nobody disturbed."""
+        """Of the step before the fault, from the undisturbed run."""
         assert self.scene.undisturbed is not None
         return self.scene.undisturbed / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
 
@@ -153,7 +153,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture
 async def expected(scene: Scene, ray_session: None) -> dict[str, Any]:
-    """The result of a run in which nobody dies; made once."""
+    """The result of a run without failures; computed once."""
     if scene.undisturbed is None:
         assert not (scene.folder / "undisturbed").exists(), "the undisturbed run failed: see the first error"
         cell = scene.cell("undisturbed")
@@ -191,7 +191,7 @@ async def test_nothing_is_lost_when(
 
 
 def check_kills(cell: Cell, target: str, phase: str) -> None:
-    """Whoever was to be killed was, inside the phase, and nobody besides."""
+    """Exactly the intended process was killed, inside the phase."""
     killed = [trap["victim"] for trap in cell.faults.sprung()]
     assert killed == (["trainer", target] if phase == "recovering" else [target])
 

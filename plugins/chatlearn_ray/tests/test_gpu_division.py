@@ -27,7 +27,7 @@ def test_a_third_role_sits_where_fewest_do() -> None:
     assert divide(4, *demands) == [(0,), (1,), (2, 3), (0, 1), (2,), (3,)]
 
 
-def test_who_takes_no_turns_is_alone_and_leaves_neighbours_to_the_others() -> None:
+def test_a_worker_without_turns_gets_exclusive_gpus_and_leaves_adjacent_ones() -> None:
     demands = [*workers("generator", 3, 2), *workers("reward", 1, 1, takes_turns=False)]
     assert divide(8, *demands) == [(0, 1), (2, 3), (4, 5), (7,)]
 
@@ -43,7 +43,9 @@ ROLES = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, ma
 
 
 @given(st.integers(2, 8), ROLES)
-def test_whatever_fits_gets_neighbours_and_no_gpu_twice_in_a_role(num_gpus: int, asked: list[tuple[int, int]]) -> None:
+def test_every_fitting_demand_gets_adjacent_gpus_and_no_gpu_twice_in_a_role(
+    num_gpus: int, asked: list[tuple[int, int]]
+) -> None:
     roles = [(f"r{i}", count, size) for i, (count, size) in enumerate(asked)]
     demands = [demand for name, count, size in roles for demand in workers(name, count, size)]
     if any(count > num_gpus // size for _, count, size in roles):

@@ -45,7 +45,7 @@ def test_first_host(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 
-def test_without_a_launcher_it_says_which_are_known() -> None:
+def test_without_a_launcher_the_error_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"neither torchrun .* nor PAI-DLC .* nor SLURM"):
         node_role({"PATH": "/bin"})
 

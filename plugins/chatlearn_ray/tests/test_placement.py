@@ -104,7 +104,7 @@ def test_consecutive_ranks_that_belong_together_share_a_bundle() -> None:
 
 
 @pytest.mark.parametrize(("together", "bundles"), [(4, 1), (1, 4)])
-def test_a_setting_says_otherwise(together: int, bundles: int) -> None:
+def test_a_setting_overrides_the_rule(together: int, bundles: int) -> None:
     trainer = PlacedRole("trainer", "trainer", "cuda", 1, 4, together=2, together_why="ulysses 2")
     placement_plan = place(trainer, roles={"trainer": {"together": together}})
     assert len(placement_plan.groups[0].bundles) == bundles

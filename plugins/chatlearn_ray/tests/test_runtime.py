@@ -170,7 +170,7 @@ async def test_a_killed_replica_is_rebuilt_and_its_requests_start_again(roles: A
             await fleet.generate(request("late"))
 
 
-async def test_a_killed_reward_worker_is_rebuilt_and_asked_again(roles: Any, tmp_path: Path) -> None:
+async def test_a_killed_reward_worker_is_rebuilt_and_its_call_repeated(roles: Any, tmp_path: Path) -> None:
     trap = tmp_path / "die"
     trap.touch()
     role = roles.role("reward", "reward", "where", die_once=str(trap))
@@ -195,7 +195,7 @@ async def test_a_reward_that_blocks_costs_the_samples_that_block_and_shows_where
         assert runtime.reward("reward").num_restarts == 0, "that was the sample's doing"
 
 
-async def test_a_sample_that_kills_its_worker_is_found_out_and_the_run_goes_on(roles: Any) -> None:
+async def test_a_sample_that_kills_its_worker_is_identified_and_the_run_continues(roles: Any) -> None:
     role = roles.role("reward", "reward", "where", die_on="s1")
     told: list[str] = []
     async with running(roles.plan(role), max_reward_restarts=1) as runtime:
@@ -220,7 +220,7 @@ async def test_a_slow_request_times_out_and_the_replica_lives_on(roles: Any, tmp
             await fleet.generate(request("r0"))
         slow.unlink()
         fleet.timeout_s = 60.0
-        assert (await answered(runtime, request("r1"))).text == "r0,abort r0,r1", "nobody waits for r0: it is aborted"
+        assert (await answered(runtime, request("r1"))).text == "r0,abort r0,r1", "no call waits for r0: it is aborted"
         assert fleet.num_restarts == 0
 
 
@@ -244,9 +244,7 @@ async def test_a_replica_that_hangs_is_rebuilt_and_its_requests_start_again(
     assert "time.sleep(3600)" in text, "the stack of what hung"
 
 
-async def test_a_request_that_is_made_again_does_not_get_what_the_first_one_was_given(
-    roles: Any, tmp_path: Path
-) -> None:
+async def test_a_repeated_request_does_not_get_the_first_answer(roles: Any, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
     role = roles.role("generator", "generator", "echo", delay_file=str(slow))
@@ -365,7 +363,7 @@ async def test_a_role_that_does_not_start_closes_the_others(roles: Any) -> None:
             await asyncio.sleep(0.1)  # places are given back in the background
 
 
-async def test_what_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:
+async def test_a_run_that_cannot_fit_is_refused_before_anything_starts(roles: Any) -> None:
     role = roles.role("trainer", "trainer", "counting", ranks=2)
     runtime = RayRuntime(RayRuntimeOptions.model_validate({"roles": {"trainer": {"cpus": 40}}}), roles.plan(role))
     with pytest.raises(BackendError, match=r"CPU: 80 \(role 'trainer'\) = 80, but 1 node\(s\) have 32: 48 missing"):

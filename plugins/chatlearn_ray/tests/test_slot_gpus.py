@@ -92,7 +92,7 @@ async def test_ranks_and_an_engine_on_two_gpus_each_share_a_slot_through_every_l
         assert devices["trainer"] == devices["generator"]
         assert len(devices["trainer"]) == 4
         assert all(device.is_gpu for device in devices["trainer"])
-        assert ray.available_resources().get("GPU", 0.0) == 0.0, "nobody else gets a GPU of the slot"
+        assert ray.available_resources().get("GPU", 0.0) == 0.0, "no other worker gets a GPU of the slot"
         [place] = [line for line in runtime.describe()["generator"]["places"] if line.startswith("replica 1")]
         assert "slot 0: 2 CPU, its GPUs 2 and 3 -> process " in place
 
@@ -110,7 +110,7 @@ async def test_ranks_and_an_engine_on_two_gpus_each_share_a_slot_through_every_l
         await runtime.close()
 
 
-async def test_a_slot_that_gets_no_node_any_more_is_an_error_that_says_so(roles: Any, gpu_node: GpuNode) -> None:
+async def test_a_slot_without_a_node_is_a_clear_error(roles: Any, gpu_node: GpuNode) -> None:
     role = replace(roles.role("trainer", "trainer", "counting", ranks=2), device="auto")
     options = {"pools": POOL["pools"], "roles": {"trainer": {"pool": "node"}}}
     runtime = RayRuntime(RayRuntimeOptions.model_validate(options), roles.plan(role))

@@ -71,7 +71,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     sleeper.wait()
 
 
-def test_a_process_of_ray_that_ends_is_told(
+def test_the_end_of_a_ray_process_is_reported(
     make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
 ) -> None:
     make(raylet=process.pid)
@@ -79,7 +79,7 @@ def test_a_process_of_ray_that_ends_is_told(
     assert said.get(timeout=30) == f"Lost: its raylet (process {process.pid}) has ended!"
 
 
-def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(
+def test_a_stopped_process_is_reported_and_a_continued_one_is_not(
     make: Callable[..., RayWatch], said: queue.Queue[str], process: subprocess.Popen[bytes]
 ) -> None:
     make(gcs_server=process.pid)
@@ -91,7 +91,7 @@ def test_one_that_is_stopped_is_told_and_one_that_goes_on_again_is_not(
     assert said.get(timeout=30) == f"Lost: its gcs_server (process {process.pid}) has been stopped (SIGSTOP) for 0.6 s!"
 
 
-def test_a_head_that_is_silent_is_told(make: Callable[..., RayWatch], said: queue.Queue[str], head: FakeRay) -> None:
+def test_a_silent_head_is_reported(make: Callable[..., RayWatch], said: queue.Queue[str], head: FakeRay) -> None:
     make()
     with pytest.raises(queue.Empty):
         said.get(timeout=2)
@@ -99,7 +99,7 @@ def test_a_head_that_is_silent_is_told(make: Callable[..., RayWatch], said: queu
     assert said.get(timeout=30) == "Lost: its head (GCS) has not answered for 0.6 s!"
 
 
-def test_a_head_that_holds_this_node_for_dead_is_told(
+def test_a_head_that_considers_this_node_dead_is_reported(
     make: Callable[..., RayWatch], said: queue.Queue[str], head: FakeRay
 ) -> None:
     make()
@@ -107,7 +107,7 @@ def test_a_head_that_holds_this_node_for_dead_is_told(
     assert "considers this node dead" in said.get(timeout=30)
 
 
-def test_what_was_started_here_is_ended_and_what_was_not_is_left(
+def test_only_processes_that_were_started_here_are_ended(
     make: Callable[..., RayWatch], process: subprocess.Popen[bytes]
 ) -> None:
     with subprocess.Popen(["sleep", "120"]) as own:

@@ -5,7 +5,7 @@ import pytest
 from chatlearn_trainer_kit.finite_updates import NAMED_SAMPLES, all_finite, refused_update
 
 
-def test_ranks_agree_on_what_is_finite() -> None:
+def test_ranks_agree_on_finite_values() -> None:
     asked = []
 
     def agree(finding: bool) -> bool:

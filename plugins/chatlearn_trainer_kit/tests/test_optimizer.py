@@ -36,7 +36,7 @@ def test_sgd_is_the_definition_and_spares_biases_from_decay() -> None:
     ],
     ids=["adamw", "momentum", "sgd"],
 )
-def test_state_loaded_into_a_new_optimizer_goes_on_alike(options, names) -> None:
+def test_state_loaded_into_a_new_optimizer_continues_identically(options, names) -> None:
     whole, part = make_model(), make_model()
     chosen = OptimizerOptions(learning_rate=0.01, **options)
     optimizers = [build_optimizer(model, chosen) for model in (whole, part)]

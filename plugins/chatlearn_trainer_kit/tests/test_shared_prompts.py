@@ -83,7 +83,7 @@ def test_equal_completions_stay_apart() -> None:
     assert shared.rows([0, 1]).tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
 
 
-def test_a_prompt_that_continues_another_shares_what_that_shares() -> None:
+def test_a_prompt_that_continues_another_shares_the_same_tokens() -> None:
     """Turns of one dialogue: each prompt begins with the one before."""
     shared = find_shared_prompts(batch_of([(3, [1, 2, 3], [9]), (3, [1], [9]), (3, [1, 2], [9])]))
     assert shared.rows([0, 1, 2]).tolist() == [2, 4, 0, 1, 2, 3, 2, 4, 5]

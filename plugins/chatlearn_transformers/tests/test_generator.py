@@ -83,7 +83,7 @@ async def test_abort_and_resume_equal_an_undisturbed_run(sampling, make_generato
         assert resumed.version_spans == (VersionSpan(0, 12, 0),)
 
 
-async def test_abort_of_what_still_waits(make_generator, ask):
+async def test_waiting_requests_can_be_aborted(make_generator, ask):
     generator = make_generator(max_num_sequences=1)
     tasks = start(generator, *(ask(str(i), PROMPT) for i in range(3)))
     await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_abort_of_what_still_waits(make_generator, ask):
     same(resumed, await generator.generate(ask("fresh", PROMPT)))
 
 
-async def test_pause_keep_goes_on_where_it_was(make_generator, ask):
+async def test_kept_requests_continue_after_a_pause(make_generator, ask):
     generator = make_generator()
     undisturbed = await generator.generate(ask("a", PROMPT, seed=3))
     (task,) = start(generator, ask("b", PROMPT, seed=3))
@@ -227,7 +227,7 @@ async def test_a_failing_forward_fails_every_request_with_its_cause(make_generat
         await generator.generate(ask("c", PROMPT))
 
 
-async def test_close_fails_what_waits_and_may_be_repeated(make_generator, ask):
+async def test_close_fails_pending_requests_and_may_be_repeated(make_generator, ask):
     generator = make_generator()
     tasks = start(generator, ask("a", PROMPT), ask("b", PROMPT))
     await asyncio.sleep(0)
@@ -276,7 +276,7 @@ async def test_a_request_that_cannot_be_served_is_refused(prompt, sampling, mess
     assert (await generator.generate(ask("y", PROMPT))).finish_reason == "length"
 
 
-async def test_resuming_what_does_not_fit_is_refused(make_generator, ask):
+async def test_resuming_an_incompatible_completion_is_refused(make_generator, ask):
     generator = make_generator()
     whole = await generator.generate(ask("a", PROMPT))
     with pytest.raises(BackendError, match=r"basis raw with sampling of basis processed\(temperature=0.5"):

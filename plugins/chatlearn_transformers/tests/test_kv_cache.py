@@ -13,7 +13,7 @@ def states(num_rows, length, seed):
     )
 
 
-def test_rows_hold_what_was_written_through_growth_and_moves():
+def test_rows_keep_their_content_through_growth_and_moves():
     cache = SlotCache()
     cache.reserve(3, 5)
     prompt_keys, prompt_values = states(2, 5, 0)

@@ -109,14 +109,16 @@ def test_a_window_too_long_to_look_at_is_refused_with_the_remedy(make_decoder, m
         ("qwen3_next", LINEAR),
     ],
 )
-def test_what_no_common_cache_holds_is_computed_one_sequence_at_a_time(family, config, make_decoder, model_dir, caplog):
+def test_models_without_a_common_cache_are_computed_one_sequence_at_a_time(
+    family, config, make_decoder, model_dir, caplog
+):
     assert decoding_problem(make_decoder(family, **config), "m", 64) is not None
     model = load_causal_lm(str(model_dir(family, **config)), attention="eager")
     assert isinstance(start_decoder(model, "m", fused_attention=True, max_length=64), SequentialDecoder)
     assert f"m (model type {family}) is generated from one sequence at a time, which is slow: all" in caplog.text
 
 
-def test_what_neither_decoder_computes_is_refused_with_both_reasons(model_dir):
+def test_models_that_neither_decoder_computes_are_refused_with_both_reasons(model_dir):
     model = load_causal_lm(str(model_dir("bert")), attention="eager")
     with pytest.raises(ModelError, match=r"model type 'bert'\): sequences together, .*; one at a time, .* Use another"):
         start_decoder(model, "m", fused_attention=True, max_length=64)

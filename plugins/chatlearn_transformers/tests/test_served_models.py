@@ -17,7 +17,7 @@ def test_right_and_refused(model_dir):
     assert "model type 'bert'" in refused.reason
 
 
-def test_what_the_comparison_before_a_run_misses_is_wrong(model_dir, monkeypatch):
+def test_a_difference_missed_by_the_probe_is_reported_as_wrong(model_dir, monkeypatch):
     monkeypatch.setattr(probe, "decoding_problem", lambda *args: None)
     decode = Decoder.decode
     # Positions are off by one from the eleventh token on.

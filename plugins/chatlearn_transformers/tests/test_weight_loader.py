@@ -208,7 +208,7 @@ async def test_a_tied_head_may_come_under_both_names(alias_first, other_dir, mak
     assert (await generator.generate(ask("a", PROMPT, temperature=0.0))).token_ids.tolist() == greedy(new)
 
 
-async def test_a_tensor_that_comes_twice_is_refused(make_generator, load_model, model_dir):
+async def test_a_repeated_tensor_is_refused(make_generator, load_model, model_dir):
     generator = make_generator()
     item = next(iter(tensors_of(load_model, model_dir()).items()))
     await generator.loader.begin(1, generator.loader.expected_manifest())
@@ -216,7 +216,7 @@ async def test_a_tensor_that_comes_twice_is_refused(make_generator, load_model, 
         await generator.loader.load_tensors([item, item])
 
 
-async def test_a_stream_that_breaks_fails_what_was_kept(make_generator, load_model, model_dir, ask):
+async def test_a_failed_sync_fails_kept_requests(make_generator, load_model, model_dir, ask):
     generator = make_generator()
     await generator.pause()
     task = asyncio.create_task(generator.generate(ask("kept", PROMPT)))

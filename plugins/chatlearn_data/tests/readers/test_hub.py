@@ -47,7 +47,9 @@ def test_failure_names_the_dataset_the_cause_and_being_offline(monkeypatch: pyte
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"(?s)'owner/name' is neither local nor loadable.*ConnectionError: .*HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        DataError, match=r"(?s)'owner/name' is neither local nor loadable.*ConnectionError: .*HF_HUB_OFFLINE is set"
+    ):
         read("owner/name", "test")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(DataError) as caught:

@@ -7,7 +7,7 @@ import pytest
 from chatlearn_observe.report.curves import charts_of, metric_columns
 
 
-def test_columns_keep_gaps_and_what_is_not_finite() -> None:
+def test_columns_keep_gaps_and_non_finite_values() -> None:
     columns = metric_columns(
         [{"step": 0, "a": 1}, {"step": 1, "b": "nan"}, {"step": 2, "a": float("inf"), "b": 0.12345678}]
     )

@@ -32,7 +32,7 @@ def test_a_run_in_progress_takes_accuracy_and_time_from_its_metrics(run_dir: Pat
     assert dict(overview.facts)["Wall time"].endswith("in steps so far")
 
 
-def test_a_run_whose_rewards_do_not_say_what_is_right_shows_the_mean_reward(run_dir: Path) -> None:
+def test_a_run_without_accuracy_shows_the_mean_reward(run_dir: Path) -> None:
     files = read_run(run_dir)
     assert overview_of(files).measure == "accuracy"
     files.summary = {"eval/reward": {"before": 0.25, "after": 1.5}}

@@ -80,7 +80,7 @@ def test_nothing_comes_from_outside(page: Page, run_dir: Path) -> None:
     assert "fetch(" not in page.raw["script"][1]
 
 
-def test_the_policy_allows_these_scripts_and_styles_and_no_others(page: Page) -> None:
+def test_the_policy_allows_only_these_scripts_and_styles(page: Page) -> None:
     [policy] = [a["content"] or "" for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
@@ -144,7 +144,7 @@ def test_controls_have_names(page: Page) -> None:
     assert labels >= 8
 
 
-def test_what_could_not_be_read_is_shown(run_dir: Path) -> None:
+def test_unreadable_files_are_reported(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text("{")
     written = write_report(run_dir, settings=ReportSettings(token_text=False))
     assert "summary.json cannot be read" in written.notes[0]

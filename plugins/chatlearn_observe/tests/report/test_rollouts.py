@@ -62,7 +62,7 @@ def test_files_are_spaced_evenly_with_both_ends() -> None:
     assert choose_files(files_of(3), [64] * 3, 0) == []
 
 
-def test_what_a_small_one_does_not_need_goes_to_the_others() -> None:
+def test_unused_shares_of_small_files_go_to_the_others() -> None:
     assert shared_out([100, 2, 100], 30) == [14, 2, 14]
     assert shared_out([5, 5], 100) == [5, 5]
     assert shared_out([], 10) == []
