@@ -59,4 +59,4 @@ def test_broken_summary_and_config_are_said(run_dir: Path) -> None:
     assert files.summary == {}
     assert files.config == {}
     assert "summary.json cannot be read" in files.notes[0]
-    assert files.notes[1] == "config.yaml holds a list, not a mapping, and is left out"
+    assert files.notes[1] == "config.yaml contains a list, not a mapping, and is left out"
