@@ -57,7 +57,7 @@ def test_a_node_without_the_token_says_how_to_provide_it(tmp_path: Path, monkeyp
         ConfigError, match=r"its own home directory, and the head writes only its own copy.*--token-file FILE"
     ):
         use_token({}, None, is_head=False, wait_s=0.0)
-    with pytest.raises(ConfigError, match=r"on a disk that all nodes see: the head writes"):
+    with pytest.raises(ConfigError, match=r"the head writes the file, so it must be on a shared disk"):
         use_token({}, tmp_path / "token", is_head=False, wait_s=0.0)
 
 

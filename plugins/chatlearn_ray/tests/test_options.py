@@ -47,5 +47,5 @@ def test_without_a_configuration_roles_are_not_checked() -> None:
 def test_a_configuration_is_refused_with_file_key_and_value(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("runtime:\n  backend: ray\n  options:\n    roles:\n      judge: {cpus: 2}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:4: runtime\.options\.roles: 'judge' is no role"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: runtime\.options\.roles: 'judge' is not a role"):
         load_config(file, (), discover_plugins())

@@ -98,10 +98,13 @@ def _wait_for(path: Path, wait_s: float, *, is_default: bool) -> None:
     deadline = time.monotonic() + wait_s
     while not path.exists():
         if time.monotonic() >= deadline:
-            where = "this node has its own home directory," if is_default else "the file should be on a shared disk:"
+            cause = (
+                "this node has its own home directory, and the head writes only its own copy"
+                if is_default
+                else "the head writes the file, so it must be on a shared disk"
+            )
             raise ConfigError(
-                f"the cluster's token is not in {path} after {wait_s:g} s; {where} and the head writes only its own"
-                " copy. "
+                f"the cluster's token is not in {path} after {wait_s:g} s; {cause}. "
                 "Name a file on a shared disk (chatlearn cluster up --token-file FILE), or let the launcher"
                 f" set {TOKEN} on every node"
             )
