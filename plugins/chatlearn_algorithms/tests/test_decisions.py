@@ -24,7 +24,9 @@ def test_a_line_and_what_is_outside_it():
 def test_options_follow_their_schedules(make_context):
     context = replace(make_context(), schedules={"clip_high": Linear(LinearOptions(start=0.2, end=0.4, last_step=3))})
     algorithm = GRPO(GRPOOptions(), context)
-    assert [algorithm.updates(step)[0].loss.clip_high for step in (1, 2, 3, 4)] == pytest.approx([0.2, 0.3, 0.4, 0.4])
+    assert [algorithm.updates(step)[0].loss.objective.high for step in (1, 2, 3, 4)] == pytest.approx(
+        [0.2, 0.3, 0.4, 0.4]
+    )
     assert set(context.schedules) <= algorithm.scheduled
 
 

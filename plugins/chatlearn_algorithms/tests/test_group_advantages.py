@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatlearn_algorithms.group_advantages import derive_group_advantages, group_advantages
+from chatlearn_algorithms.scored_rewards import scored_rewards
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import RewardResult, scored_batch
+from chatlearn_core.types import Metric, RewardResult, scored_batch
 
 EPSILON = 1e-5
 
@@ -19,8 +21,10 @@ def assign(samples, **settings):
     """Derive from the samples that are not excluded, and write what comes back into them."""
     admitted = [sample for sample in samples if sample.exclusion is None]
     batch = scored_batch(admitted)
-    settings = {"std": "population", "epsilon": EPSILON, "drop_zero_spread": False, **settings}
-    derived = derive_group_advantages(batch, **settings)
+    settings = {"std": "population", "drop_zero_spread": False, **settings}
+    std, drop = settings["std"], settings["drop_zero_spread"]
+    advantages_of = partial(group_advantages, std=std, epsilon=EPSILON)
+    derived = derive_group_advantages(batch, scored_rewards(batch), advantages_of, drop_zero_spread=drop)
     rows = [values.split(batch.lengths) for values in derived.token_data.values()]
     for index, sample in enumerate(admitted):
         sample.token_data |= {name: of[index].numpy() for name, of in zip(derived.token_data, rows, strict=True)}
@@ -85,6 +89,8 @@ def test_zero_spread_groups(make_group, drop):
     reason = "zero_spread_group" if drop else None
     assert [s.exclusion for s in samples] == [reason, reason, None, None]
     assert metrics["zero_spread_groups"].value == 0.5
+    discarded = sum(int(sample.loss_mask.sum()) for sample in samples[:2])
+    assert metrics.get("rollout/discarded_tokens") == (Metric(discarded, reducer="sum") if drop else None)
     if not drop:
         assert samples[0].sequence_data["advantage"] == 0.0
 

@@ -7,6 +7,7 @@ import torch
 
 from chatlearn_algorithms.grpo import GRPO
 from chatlearn_algorithms.grpo_options import DrGRPOOptions, GRPOOptions
+from chatlearn_algorithms.objectives import Clip
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.types import LogprobBasis, pack_samples, scored_batch
 
@@ -17,7 +18,7 @@ class Role:
     calls: list[str]
 
     def __getattr__(self, method):
-        def call(value):
+        def call(value, **arguments):
             self.calls.append(f"{self.name}.{method}({value})")
             return f"{self.name}_{method}"
 
@@ -43,6 +44,7 @@ class Roles:
         ({}, ["reward_score", "trainer_logprobs"]),
         ({"recompute_old_logprobs": False}, ["reward_score"]),
         ({"kl_coef": 0.1}, ["reward_score", "reference_logprobs", "trainer_logprobs"]),
+        ({"kl_coef": 0.1, "kl_estimator": "full"}, ["reward_score", "reference_topk", "trainer_logprobs"]),
     ],
 )
 def test_flow_asks_for_what_the_options_need(make_context, options, parts):
@@ -72,8 +74,8 @@ def test_loss_has_the_options(make_context):
         importance_min=0.5,
     )
     loss = GRPO(options, make_context(LogprobBasis(0.7), reference="trainer")).loss()
-    names = ("clip_low", "clip_high", "dual_clip", "entropy_coef")
-    for name in (*names, "kl_coef", "kl_estimator", "kl_weight", "kl_clamp"):
+    assert loss.objective == Clip(0.1, 0.3, 3.0)
+    for name in ("entropy_coef", "kl_coef", "kl_estimator", "kl_weight", "kl_clamp"):
         assert getattr(loss, name) == getattr(options, name)
     assert loss.aggregation.name == options.aggregation
     assert (loss.temperature, loss.log_entropy, loss.old_logprobs) == (0.7, False, "trainer_logprobs")
@@ -180,7 +182,7 @@ def test_roles_have_the_names_that_the_options_say(make_context):
     ]
     [update] = algorithm.updates(1)
     assert (algorithm.policy, update.role, update.epochs, update.mini_batches) == ("actor", "actor", None, None)
-    assert (update.loss.old_logprobs, update.loss.reference_logprobs) == ("actor_logprobs", "anchor_logprobs")
+    assert (update.loss.old_logprobs, update.loss.reference) == ("actor_logprobs", "anchor")
     assert dict(options.required_roles) == {"sampler": "generator", "judge": "reward", "actor": "trainer"}
     with pytest.raises(ConfigError, match="needs a role 'anchor' of kind trainer"):
         GRPO(options, make_context())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chatlearn_algorithms.group_advantages import group_advantages
 from chatlearn_algorithms.grpo_options import GRPOOptions
+from chatlearn_algorithms.objectives import Clip
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.types import TrainBatch, cumulative_lengths
@@ -96,8 +97,7 @@ def trl_kl(case: Case) -> None:
     settings = case["settings"]
     check_loss(
         case,
-        clip_low=settings["clip_low"],
-        clip_high=settings["clip_high"],
+        objective=Clip(settings["clip_low"], settings["clip_high"]),
         kl_coef=settings["beta"],
         kl_weight="ratio",
         kl_clamp="none",
@@ -188,8 +188,7 @@ def openrlhf_correction(case: Case) -> None:
     }[case["quantity"]]
     check_loss(
         case,
-        clip_low=settings["clip_low"],
-        clip_high=settings["clip_high"],
+        objective=Clip(settings["clip_low"], settings["clip_high"]),
         aggregation="token_mean",
         **corrected(mode, level, threshold, minimum),
     )
@@ -263,7 +262,7 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     over_sequences = ((entropies.reshape(mask.shape) * mask).sum(-1) / mask.sum(-1).clamp(min=1))[mask.any(-1)].mean()
     assert bonus("token_mean") == pytest.approx(-coef * over_tokens.item(), abs=1e-6)
     assert bonus("seq_mean_token_mean") == pytest.approx(-coef * over_sequences.item(), abs=1e-6)
-    policy = PolicyLoss(clip_high=0.28)
+    policy = PolicyLoss(objective=Clip(high=0.28))
     batch = policy.prepare(batch_of(inputs))
     value = policy({"logprobs": logprobs, "entropy": entropies}, batch).total.item() + bonus("token_mean")
     assert value == pytest.approx(case["expected"]["value"], abs=1e-5)

@@ -4,13 +4,13 @@ import pickle
 import subprocess
 import sys
 from importlib import import_module
-from typing import get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
 from pydantic import BaseModel
 
-from chatlearn_algorithms import grpo_options, plugin
+from chatlearn_algorithms import plugin, policy_gradient_options
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.policy_loss import PolicyLoss
 from chatlearn_algorithms.sft import SFTLoss
@@ -31,13 +31,18 @@ from chatlearn_losses import (
 SPECS = {spec.name: spec for spec in plugin.chatlearn_algorithms()}
 
 
-def test_registers_the_three():
-    assert set(SPECS) == {"grpo", "dr_grpo", "sft"}
+POLICY_GRADIENTS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline",
+    "maxrl", "ppo", "decoupled_ppo")  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {"gdpo": {"rewards": {"correct": 1.0}}}
+
+
+def test_registers_the_policy_gradients_and_sft():
+    assert {*POLICY_GRADIENTS, "sft"} <= set(SPECS)
     assert dict(GRPOOptions().required_roles) == {"generator": "generator", "reward": "reward", "trainer": "trainer"}
     assert dict(SFTOptions().required_roles) == {"trainer": "trainer"}
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "sft"])
+@pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "sft"])
 def test_import_strings_lead_to_a_working_algorithm(name, make_context):
     def load(target: str) -> type:
         module, attribute = target.split(":")
@@ -45,11 +50,23 @@ def test_import_strings_lead_to_a_working_algorithm(name, make_context):
 
     options = load(SPECS[name].options)
     assert issubclass(options, BaseModel)
-    algorithm = load(SPECS[name].factory)(options(), make_context())
-    assert [update.role for update in algorithm.updates(1)] == ["trainer"]
+    algorithm = load(SPECS[name].factory)(options(**NEEDED.get(name, {})), make_context())
+    assert [update.role for update in algorithm.updates(1)][-1] == "trainer"
+    assert pickle.loads(pickle.dumps(algorithm.updates(1)[-1].loss)) == algorithm.updates(1)[-1].loss
 
 
-@pytest.mark.parametrize("module", ["plugin", "grpo_options", "sft_options", "aggregation_options"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "plugin",
+        "grpo_options",
+        "policy_gradient_options",
+        "reinforce_options",
+        "ppo_options",
+        "sft_options",
+        "aggregation_options",
+    ],
+)
 def test_listing_imports_nothing_heavy(module):
     code = f"import sys, chatlearn_algorithms.{module}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -59,14 +76,15 @@ def test_listing_imports_nothing_heavy(module):
 @pytest.mark.parametrize(
     ("option", "primitive"),
     [
-        (grpo_options.KLName, KLEstimator),
-        (grpo_options.KLWeightName, KLWeight),
-        (grpo_options.KLClampName, KLClamp),
-        (grpo_options.Level, CorrectionLevel),
+        (policy_gradient_options.KLName, KLEstimator | Literal["full"]),
+        (policy_gradient_options.KLWeightName, KLWeight),
+        (policy_gradient_options.KLClampName, KLClamp),
+        (policy_gradient_options.Level, CorrectionLevel),
     ],
 )
 def test_option_names_are_those_of_the_primitives(option, primitive):
-    assert get_args(option) == get_args(primitive)
+    parts = get_args(primitive) if get_origin(primitive) is Union else (primitive,)
+    assert get_args(option) == tuple(name for part in parts for name in get_args(part))
 
 
 def test_every_mode_of_the_primitives_is_registered_and_gives_its_weights(make_context):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatlearn_losses.clip import clipped_policy_loss
+from chatlearn_losses.clip import clipped_policy_loss, clipped_weight_loss
 
 
 def loop_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> float:
@@ -55,3 +55,21 @@ def test_where_the_gradient_stops(ratio, advantage, slope, clipped, dual_clipped
 def test_dual_clip_caps_the_loss():
     result = clipped_policy_loss(torch.tensor([3.5]), torch.tensor([-2.0]), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert result.per_token.item() == pytest.approx(6.0)
+
+
+@given(
+    ratio=st.floats(0.01, 20),
+    advantage=st.floats(-3, 3),
+    logprob=st.floats(-9, 0),
+    low=st.floats(0, 1),
+    high=st.floats(0, 4),
+)
+def test_clipped_weights_lose_no_gradient(ratio, advantage, logprob, low, high):
+    leaf = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    tensors = (torch.tensor([of], dtype=torch.float64) for of in (ratio, advantage))
+    result = clipped_weight_loss(leaf, *tensors, clip_low=low, clip_high=high)
+    weight = min(max(ratio, 1 - low), 1 + high)
+    assert result.per_token.item() == pytest.approx(-weight * advantage * logprob, abs=1e-12)
+    result.per_token.sum().backward()
+    assert leaf.grad.item() == pytest.approx(-weight * advantage, abs=1e-12)
+    assert result.clipped.item() == (weight != ratio)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from chatlearn_losses.kl import MAX_KL, full_kl, kl_estimate
+from chatlearn_losses.kl import MAX_KL, full_kl, kl_estimate, topk_kl
 
 POLICY = [-1.0, -0.5, -2.0]
 REFERENCE = [-1.5, -0.5, -0.7]
@@ -141,3 +141,38 @@ def test_full_kl_with_excluded_tokens_and_half_precision():
     leaf = logits.clone().requires_grad_()
     full_kl(leaf, torch.zeros(1, 3)).sum().backward()
     assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_the_kl_over_the_most_likely_tokens_is_that_of_k_classes_and_a_rest(k):
+    """Against a loop over the classes; with k the vocabulary's size it is the whole KL, and so is its gradient."""
+    generator = torch.Generator().manual_seed(k)
+    logits, reference = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    ids = reference.topk(k, dim=-1).indices
+    policy, other = (of.log_softmax(-1) for of in (logits, reference))
+    found = topk_kl(policy.gather(-1, ids), other.gather(-1, ids))
+    for row in range(5):
+        chosen = ids[row].tolist()
+        p, q = policy[row].exp().tolist(), other[row].exp().tolist()
+        classes = [(p[v], q[v]) for v in chosen]
+        if k < 7:
+            classes.append(tuple(sum(of[v] for v in range(7) if v not in chosen) for of in (p, q)))
+        expected = sum(of_policy * math.log(of_policy / of_reference) for of_policy, of_reference in classes)
+        assert found[row].item() == pytest.approx(expected, abs=1e-7)
+    whole = full_kl(logits, reference)
+    assert (found <= whole + 1e-7).all()
+    if k == 7:
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-7)
+        (gradient,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+        (expected_gradient,) = torch.autograd.grad(whole.sum(), logits)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-6)
+
+
+def test_the_kl_over_the_most_likely_tokens_has_the_gradient_of_its_value():
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(4, 9, generator=torch.Generator().manual_seed(6), dtype=torch.float64).log_softmax(-1)
+    ids = reference.topk(3, dim=-1).indices
+    assert torch.autograd.gradcheck(
+        lambda of: topk_kl(of.log_softmax(-1).gather(-1, ids), reference.gather(-1, ids)), logits
+    )

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from chatlearn_losses.ratio import MAX_LOG_RATIO, importance_ratio, masked_log_ratio, sequence_log_ratio
+from chatlearn_losses.ratio import (
+    MAX_LOG_RATIO,
+    importance_ratio,
+    masked_log_ratio,
+    sequence_log_ratio,
+    straight_through_ratio,
+)
 
 MASK = torch.tensor([False, True, True, False, True])
 INDEX = torch.tensor([0, 0, 0, 1, 1])
@@ -48,3 +54,12 @@ def test_sequence_ratio_has_the_gradient_of_every_token():
     values = torch.tensor([0.0, 0.4, 0.2, 0.0, -0.4], requires_grad=True)
     sequence_log_ratio(values, MASK, INDEX, 2, mean=True)[0].backward()
     assert values.grad.tolist() == pytest.approx([0.0, 0.5, 0.5, 0.0, 0.0])
+
+
+def test_a_sequences_ratio_with_the_gradient_of_its_tokens():
+    """Value s; d/dπ_t of it is s at each token, as of the sequence's own ratio summed over its tokens."""
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    ratio = straight_through_ratio(torch.tensor([1.5, 1.5], dtype=torch.float64), logprobs)
+    assert ratio.tolist() == [1.5, 1.5]
+    ratio.sum().backward()
+    assert logprobs.grad.tolist() == [1.5, 1.5]

@@ -264,6 +264,7 @@ def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm
         roles={name: role.kind for name, role in loaded.config.roles.items()},
         generator_basis=generator_basis,
         generator=generator,
+        prompts_per_step=loaded.config.train.prompts_per_step,
         schedules=option_schedules(loaded, registry),
         aggregation=partial(select_aggregation, registry),
     )

@@ -39,6 +39,8 @@ class AlgorithmContext:
     """Whose logprobs these are, for messages: plugin and role."""
     aggregation: SelectAggregation = no_aggregation
     """Aggregations by name, as plugins register them (``chatlearn_aggregations``)."""
+    prompts_per_step: int = 1
+    """Examples that a step draws (``train.prompts_per_step``)."""
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     """Option -> how it changes with the steps (``schedules`` of the configuration)."""
 
@@ -102,7 +104,8 @@ class Algorithm(Protocol):
         arrays are there. Must not depend on anything but its arguments and the algorithm's options and state.
 
         Args:
-            batch: ``sequence_data["reward"]`` holds [S] float64 rewards if the flow has any, and
+            batch: ``sequence_data["reward"]`` holds [S] float64 rewards if the flow has any,
+                ``sequence_data["reward/<name>"]`` [S] float64 a component that all of them have, and
                 ``token_data["token_rewards"]`` [T] float32 those of single tokens if a reward gives them.
             step: from 1.
         """

@@ -17,14 +17,21 @@ TOKEN_REWARDS = "token_rewards"
 
 
 def scored_batch(samples: Sequence[Sample]) -> TrainBatch:
-    """The samples as a batch, with ``sequence_data["reward"]``, [S] float64, where they have rewards, and with
-    ``token_data["token_rewards"]``, [T] float32, where one of them has rewards of single tokens.
+    """The samples as a batch, with what rewards they have.
+
+    ``sequence_data["reward"]``, [S] float64, where all have one; ``sequence_data["reward/<name>"]``, [S] float64, of
+    each component that all of these have; ``token_data["token_rewards"]``, [T] float32, where one has rewards of single
+    tokens.
     """
     batch = pack_samples(samples)
     verdicts = [sample.reward for sample in samples]
     values = [None if verdict is None else verdict.value for verdict in verdicts]
     if samples and all(value is not None for value in values):
         batch.sequence_data[REWARD] = torch.tensor(values, dtype=torch.float64)
+        components = [{} if verdict is None else verdict.components for verdict in verdicts]
+        for name in [name for name in components[0] if all(name in of_sample for of_sample in components)]:
+            of_name = torch.tensor([of_sample[name] for of_sample in components], dtype=torch.float64)
+            batch.sequence_data[f"{REWARD}/{name}"] = of_name
     if any(verdict is not None and verdict.token_values is not None for verdict in verdicts):
         rows = []
         for sample, verdict in zip(samples, verdicts, strict=True):

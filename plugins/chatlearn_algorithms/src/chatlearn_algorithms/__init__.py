@@ -1,3 +1,3 @@
-"""Algorithms of ChatLearn: GRPO, Dr.GRPO and supervised fine-tuning, each a flow, an advantage and a loss."""
+"""Algorithms of ChatLearn: policy gradients and supervised fine-tuning, each a flow, an advantage and a loss."""
 
 __version__ = "0.1.0"

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from chatlearn_algorithms.grpo_options import AdvantageStd
-from chatlearn_core.exceptions import FlowError
+from chatlearn_algorithms.policy_gradient_options import AdvantageStd
+from chatlearn_algorithms.scored_rewards import ScoredRewards
 from chatlearn_core.types import Derived, Metric, Metrics, TrainBatch
 
+Floats = npt.NDArray[np.float64]
 GROUP_TOO_SMALL = "group_too_small"
 ZERO_SPREAD = "zero_spread_group"
 MIN_GROUP = 2
 """One completion has nothing to be compared with."""
 
 
-def group_advantages(
-    rewards: npt.NDArray[np.float64], std: AdvantageStd = "population", epsilon: float = 1e-5
-) -> npt.NDArray[np.float64]:
+def group_advantages(rewards: Floats, std: AdvantageStd = "population", epsilon: float = 1e-5) -> Floats:
     """(r − mean) / (std + ε) of one group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
@@ -35,77 +34,103 @@ def group_advantages(
     """
     if np.ptp(rewards) == 0.0:
         return np.zeros_like(rewards)
-    centred: npt.NDArray[np.float64] = rewards - rewards.mean()
+    centred: Floats = rewards - rewards.mean()
     if std == "none":
         return centred
     return centred / (float(rewards.std(ddof=0 if std == "population" else 1)) + epsilon)
 
 
-def derive_group_advantages(batch: TrainBatch, *, std: AdvantageStd, epsilon: float, drop_zero_spread: bool) -> Derived:
+def derive_group_advantages(
+    batch: TrainBatch, scored: ScoredRewards, advantages_of: Callable[[Floats], Floats], *, drop_zero_spread: bool
+) -> Derived:
     """The advantages of a batch of whole groups, and what a group cannot teach.
 
     Args:
-        batch: with ``sequence_data["reward"]`` [S] and, where single tokens have rewards,
-            ``token_data["token_rewards"]`` [T], which add to their sequence's. Sequences of equal ``group_index`` are
-            one group.
+        batch: sequences of equal ``group_index`` are one group.
+        scored: its rewards. Outcomes are compared. Whether a group has spread is asked of the verdicts, to which
+            neither a KL nor a length penalty belongs.
+        advantages_of: [G] outcomes of a group, not all equal -> [G] advantages.
+        drop_zero_spread: exclude groups with equal verdicts.
 
     Returns:
         ``token_data["advantages"]`` ([T] float32, a sequence's advantage on its loss mask and 0 elsewhere) and
         ``sequence_data["advantage"]`` [S]. Excluded are the rest of a group of which fewer than 2 were scored
-        (``group_too_small``), and, if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``). Metrics:
-        ``reward`` (mean), ``reward_std`` (mean over groups of the population standard deviation), ``reward_min``,
-        ``reward_max`` and ``zero_spread_groups`` (share of groups).
-
-    Raises:
-        FlowError: the batch has no rewards.
+        (``group_too_small``), and, if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``), whose
+        sampled tokens are counted as ``rollout/discarded_tokens``. Metrics: those of ``scored``, ``reward_std`` (mean
+        over groups of the population standard deviation) and ``zero_spread_groups`` (share of groups).
     """
-    rewards = _outcomes(batch)
+    outcomes = scored.outcomes.numpy()
     advantages = np.zeros(batch.num_sequences)
-    exclusions: dict[str, str] = {}
-    scored: list[npt.NDArray[np.float64]] = []
-    members_of: dict[int, list[int]] = {}
-    for index, group in enumerate(batch.group_index.tolist()):
-        members_of.setdefault(group, []).append(index)
-    for members in members_of.values():
-        of_group = rewards[members]
-        scored.append(of_group)
-        if len(members) < MIN_GROUP:
-            exclusions[batch.sample_ids[members[0]]] = GROUP_TOO_SMALL
-        elif drop_zero_spread and not np.ptp(of_group) > 0.0:
-            exclusions |= dict.fromkeys((batch.sample_ids[index] for index in members), ZERO_SPREAD)
-        else:
-            advantages[members] = group_advantages(of_group, std, epsilon)
+    for members in groups_of(batch):
+        if len(members) >= MIN_GROUP and np.ptp(outcomes[members]) > 0.0:
+            advantages[members] = advantages_of(outcomes[members])
+    exclusions = groups_too_small(batch)
+    metrics = scored.metrics | spread_metrics(batch, scored)
+    if drop_zero_spread:
+        exclusions, discarded = without_spread(batch, scored.verdicts)
+        metrics |= discarded
     of_sequence = torch.from_numpy(advantages)
-    of_token = torch.where(batch.loss_mask, of_sequence[batch.sequence_index], 0.0).float()
-    return Derived({"advantages": of_token}, {"advantage": of_sequence}, exclusions, _reward_metrics(scored))
+    return Derived({"advantages": on_actions(batch, of_sequence)}, {"advantage": of_sequence}, exclusions, metrics)
 
 
-def _outcomes(batch: TrainBatch) -> npt.NDArray[np.float64]:
-    """[S] undiscounted returns: the verdict plus the rewards of single tokens, where there are any."""
-    if not batch.num_sequences:
-        return np.zeros(0)
-    rewards = batch.sequence_data.get("reward")
-    if rewards is None:
-        raise FlowError(
-            f"samples {batch.sample_ids[0]} ... {batch.sample_ids[-1]} have no rewards. Group advantages need one for "
-            "every sample that is not excluded: join m.reward.score(samples) in the flow"
-        )
-    values: npt.NDArray[np.float64] = rewards.double().numpy().copy()
-    of_tokens = batch.token_data.get("token_rewards")
-    if of_tokens is not None:
-        bounds = batch.cu_seqlens.tolist()
-        values += [float(of_tokens[start:stop].sum()) for start, stop in pairwise(bounds)]
-    return values
+def on_actions(batch: TrainBatch, of_sequence: Tensor) -> Tensor:
+    """[T] float32: a sequence's number [S] at each token of its loss mask, 0 elsewhere."""
+    return torch.where(batch.loss_mask, of_sequence[batch.sequence_index], 0.0).float()
 
 
-def _reward_metrics(groups: Sequence[npt.NDArray[np.float64]]) -> Metrics:
+def groups_of(batch: TrainBatch) -> list[list[int]]:
+    """The sequences of each group, in the order of its first."""
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(batch.group_index.tolist()):
+        members.setdefault(group, []).append(index)
+    return list(members.values())
+
+
+def group_means(batch: TrainBatch, of_sequence: Tensor) -> Tensor:
+    """[S] the mean of each sequence's group."""
+    means = torch.zeros_like(of_sequence)
+    for members in groups_of(batch):
+        means[members] = of_sequence[members].mean()
+    return means
+
+
+def groups_too_small(batch: TrainBatch) -> dict[str, str]:
+    """Sample id -> ``group_too_small`` of those that have nothing to be compared with."""
+    return {batch.sample_ids[of[0]]: GROUP_TOO_SMALL for of in groups_of(batch) if len(of) < MIN_GROUP}
+
+
+def without_spread(batch: TrainBatch, *rewards: Tensor) -> tuple[dict[str, str], Metrics]:
+    """Sample id -> why, of groups that are too small or with equal rewards; and how many tokens the latter took.
+
+    Args:
+        rewards: [S] each; a group has spread if one of them differs in it.
+    """
+    exclusions, discarded, tokens = groups_too_small(batch), 0, _sampled_tokens(batch)
+    for members in groups_of(batch):
+        if len(members) >= MIN_GROUP and not any(np.ptp(values[members].numpy()) > 0.0 for values in rewards):
+            exclusions |= dict.fromkeys((batch.sample_ids[index] for index in members), ZERO_SPREAD)
+            discarded += sum(tokens[index] for index in members)
+    return exclusions, {"rollout/discarded_tokens": Metric(discarded, reducer="sum")} if discarded else {}
+
+
+def trained_tokens(batch: TrainBatch, exclusions: Collection[str]) -> Tensor:
+    """[T] bool: the loss mask of the sequences that are not excluded."""
+    kept = torch.tensor([sample not in exclusions for sample in batch.sample_ids], dtype=torch.bool)
+    return batch.loss_mask & kept[batch.sequence_index]
+
+
+def spread_metrics(batch: TrainBatch, scored: ScoredRewards) -> Metrics:
+    """``reward_std`` and ``zero_spread_groups``."""
+    verdicts = scored.verdicts.numpy()
+    groups = [verdicts[members] for members in groups_of(batch)]
     if not groups:
         return {}
-    rewards = np.concatenate(groups)
     return {
-        "reward": Metric(float(rewards.sum()), len(rewards)),
         "reward_std": Metric(float(sum(group.std() for group in groups)), len(groups)),
-        "reward_min": Metric(float(rewards.min()), reducer="min"),
-        "reward_max": Metric(float(rewards.max()), reducer="max"),
         "zero_spread_groups": Metric(float(sum(np.ptp(group) == 0.0 for group in groups)), len(groups)),
     }
+
+
+def _sampled_tokens(batch: TrainBatch) -> Sequence[int]:
+    counts = torch.zeros(batch.num_sequences, dtype=torch.int64)
+    return [int(n) for n in counts.index_add_(0, batch.sequence_index, batch.loss_mask.long()).tolist()]

@@ -1,150 +1,16 @@
-"""Options of GRPO and Dr.GRPO."""
+"""Options of GRPO and the algorithms that share its advantages: Dr.GRPO, DAPO, GSPO, CISPO and GDPO."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from chatlearn_algorithms.role_names import RolloutRoles
-
-# The names repeat those of chatlearn_losses, which imports torch; a test holds the two lists together.
-KLName = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
-KLWeightName = Literal["none", "ratio", "generator_ratio", "score"]
-KLClampName = Literal["k3", "all", "none"]
-Level = Literal["token", "sequence", "sequence_geometric"]
-AdvantageStd = Literal["population", "sample", "none"]
+from chatlearn_algorithms.policy_gradient_options import AdvantageStd, ClippedOptions, NormalisedOptions
 
 
-class GRPOOptions(BaseModel):
+class GRPOOptions(NormalisedOptions, ClippedOptions):
     """Group relative policy optimization (arXiv 2402.03300)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    group_size: int = Field(8, ge=2, description="Completions sampled for one prompt.")
-    advantage_std: AdvantageStd = Field(
-        "population", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
-    )
-    epsilon: float = Field(1e-5, gt=0, description="Added to the standard deviation.")
-    drop_zero_spread_groups: bool = Field(
-        False, description="Exclude groups whose rewards are all equal (DAPO): they carry no signal, only weight."
-    )
-    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="For negative advantages the loss is at most -advantage * dual_clip; off by default."
-    )
-    aggregation: str = Field("seq_mean_token_mean", description="How token losses become one number.")
-    aggregation_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of an aggregation that a plugin adds."
-    )
-    constant_length: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens that seq_mean_token_sum_norm divides by; the longest completion allowed by default.",
-    )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the role 'reference' in the loss; 0: no KL.")
-    kl_estimator: KLName = Field("k3", description="How the KL to the reference is estimated from sampled tokens.")
-    kl_weight: KLWeightName = Field(
-        "none",
-        description="What each token's KL is multiplied by, with gradient, so that k1 and k3 push toward the reference "
-        "as the KL itself does: ratio, of the policy to old (TRL); generator_ratio, to the generator, or score (both "
-        "NeMo-RL).",
-    )
-    kl_clamp: KLClampName = Field(
-        "k3",
-        description="What is cut, and gives no gradient there: k3 above 10 (verl), all estimates beyond 10 either way "
-        "(NeMo-RL, OpenRLHF), or none (TRL).",
-    )
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
-    log_entropy: bool = Field(True, description="Measure the policy's entropy even without a bonus.")
-    recompute_old_logprobs: bool = Field(
-        True,
-        description="Ratios are against logprobs that the trainer computes before its first update; false: against the "
-        "generator's own, which saves one forward pass and needs top_p=1, top_k=0.",
-    )
-    importance_correction: Literal["none", "truncate", "mask", "mask_sequences"] = Field(
-        "none",
-        description="Correct for the gap between the trainer's and the generator's logprobs: weights cut to the "
-        "bounds, 0 outside them, or 0 in sequences outside them.",
-    )
-    importance_level: Level = Field("token", description="Whose ratio the correction weighs by.")
-    importance_threshold: float = Field(2.0, gt=0, description="Upper bound of the correction's weights.")
-    importance_min: float | None = Field(
-        None, ge=0, description="Lower bound; by default none to truncate, and 1/importance_threshold to mask."
-    )
-
-    roles: RolloutRoles = Field(RolloutRoles(), description="What the roles are called, if not as by default.")
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> GRPOOptions:
-        if self.roles.reward is None and self.roles.environment is None:
-            raise ValueError("roles.reward=null needs an environment that gives rewards: set roles.environment")
-        if self.constant_length is not None and self.aggregation != "seq_mean_token_sum_norm":
-            raise ValueError(
-                f"constant_length={self.constant_length} has no meaning for aggregation={self.aggregation}: remove it, "
-                f"or set aggregation: seq_mean_token_sum_norm"
-            )
-        if self.importance_correction != "none" and not self.recompute_old_logprobs:
-            raise ValueError(
-                f"importance_correction={self.importance_correction} weighs by exp(old - generator), which is 1 with "
-                f"recompute_old_logprobs=false: set recompute_old_logprobs: true, or importance_correction: none"
-            )
-        if self.importance_correction == "mask_sequences" and self.importance_level == "token":
-            raise ValueError(
-                "importance_correction=mask_sequences looks at the ratio of a sequence, not at importance_level=token: "
-                "set importance_level: sequence_geometric (or sequence)"
-            )
-        least = self.importance_min
-        if least is None and self.importance_correction != "truncate":
-            least = 1 / self.importance_threshold
-        if least is not None and least > self.importance_threshold and self.importance_correction != "none":
-            raise ValueError(
-                f"importance_threshold={self.importance_threshold} is below the lower bound {least:g}, so nothing is "
-                f"between: raise it, or set importance_min below it (by default 1/importance_threshold to mask)"
-            )
-        if self.importance_min is not None and self.importance_correction == "none":
-            raise ValueError(
-                f"importance_min={self.importance_min} bounds weights that importance_correction=none does not make: "
-                f"remove it, or set importance_correction"
-            )
-        if self.kl_weight != "none" and self.kl_estimator not in ("k1", "k2", "k3"):
-            raise ValueError(
-                f"kl_weight={self.kl_weight} gives the KL the gradient that kl_estimator={self.kl_estimator} takes "
-                f"from k2 already, and both together twice that: set kl_weight: none, or kl_estimator: k1 or k3"
-            )
-        return self
-
-    @property
-    def required_roles(self) -> tuple[tuple[str, str], ...]:
-        """(name, kind) of the roles that a configuration must define. The reference has a message of its own."""
-        roles = self.roles
-        environment = roles.environment  # which says itself what generators it uses
-        needed = [(roles.generator, "generator") if environment is None else (environment, "environment")]
-        needed += [(roles.policy, "trainer")]
-        needed += [(roles.reward, "reward")] if roles.reward is not None else []
-        return tuple(needed)
-
-    @property
-    def stale_tokens(self) -> tuple[tuple[str, ...], str] | None:
-        """Partial rollouts: why tokens of older weights would be taken for the current policy's; None: corrected."""
-        if self.importance_correction != "none" or not self.recompute_old_logprobs:
-            return None
-        remedy = "set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false"
-        return ("importance_correction", "recompute_old_logprobs"), remedy
-
-    @property
-    def warnings(self) -> tuple[tuple[str, str], ...]:
-        """(option, sentence) pairs: what is allowed and hardly meant."""
-        if self.kl_coef and self.kl_estimator == "k1" and self.kl_weight == "none":
-            return (
-                (
-                    "kl_estimator",
-                    "k1 in a loss adds noise and no pull toward the reference: its gradient has expectation 0 while "
-                    "the policy is the one that sampled. Set kl_weight: ratio, or kl_estimator: k1_straight_through",
-                ),
-            )
-        return ()
 
 
 class DrGRPOOptions(GRPOOptions):
@@ -154,3 +20,94 @@ class DrGRPOOptions(GRPOOptions):
         "none", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
     )
     aggregation: str = Field("seq_mean_token_sum_norm", description="How token losses become one number.")
+
+
+class DAPOOptions(GRPOOptions):
+    """DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token mean, overlong shaping."""
+
+    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped above 1 + clip_high.")
+    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    drop_zero_spread_groups: bool = Field(True, description="Exclude groups whose rewards are all equal.")
+    dynamic_sampling: bool = Field(
+        True,
+        description="Draw further prompts until train.prompts_per_step groups have rewards that differ, at most "
+        "rollout.max_refills times.",
+    )
+    oversampling: float = Field(
+        1.0,
+        ge=1,
+        description="Prompts drawn for each group that is missing. What is left over waits for the next step, if "
+        "rollout.max_staleness is at least 1.",
+    )
+    overlong_buffer: int | None = Field(
+        None, ge=1, description="Tokens before the longest completion in which the reward falls; off by default."
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="What the reward falls by at the longest completion.")
+    overlong_length: int | None = Field(
+        None, ge=1, description="Longest completion, tokens; sampling.max_tokens by default."
+    )
+
+    @model_validator(mode="after")
+    def _dapo_agrees(self) -> DAPOOptions:
+        if self.dynamic_sampling and not self.drop_zero_spread_groups:
+            raise ValueError(
+                "dynamic_sampling=true replaces groups whose rewards are all equal, and drop_zero_spread_groups=false "
+                "trains on them, too: set drop_zero_spread_groups: true, or dynamic_sampling: false"
+            )
+        if self.oversampling > 1 and not self.dynamic_sampling:
+            raise ValueError(
+                f"oversampling={self.oversampling:g} says how many prompts dynamic_sampling draws, and that is off: "
+                "remove it, or set dynamic_sampling: true"
+            )
+        if self.overlong_buffer is None and self.overlong_length is not None:
+            raise ValueError(
+                f"overlong_length={self.overlong_length} bounds a penalty that is off: set overlong_buffer, or remove "
+                "overlong_length"
+            )
+        buffer, longest = self.overlong_buffer, self.overlong_length
+        if buffer is not None and longest is not None and buffer > longest:
+            raise ValueError(
+                f"overlong_buffer={buffer} is longer than overlong_length={longest}, so that every completion would "
+                "be punished: lower it"
+            )
+        return self
+
+
+class GSPOOptions(GRPOOptions):
+    """GSPO (arXiv 2507.18071): the clip is on the sequence's ratio, so its range is far smaller."""
+
+    clip_low: float = Field(3e-4, ge=0, lt=1, description="The sequence's ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(4e-4, ge=0, description="The sequence's ratio is clipped above 1 + clip_high.")
+
+
+class CISPOOptions(NormalisedOptions):
+    """CISPO (arXiv 2506.13585): the weight is clipped, by default from above alone."""
+
+    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    clip_low: float = Field(1.0, ge=0, le=1, description="The weight is at least 1 - clip_low; 1: no lower bound.")
+    clip_high: float = Field(4.0, ge=0, description="The weight is at most 1 + clip_high.")
+
+
+class GDPOOptions(GRPOOptions):
+    """GDPO (arXiv 2601.05242): each reward is normalised by itself before they are added."""
+
+    rewards: dict[str, float] = Field(
+        default_factory=dict,
+        min_length=1,
+        validate_default=True,
+        description="Component of the reward -> its weight, such as {correct: 1.0, format: 0.5}: parts of the role "
+        "'reward' by their names, or components that a reward returns.",
+    )
+    whiten_over: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="What the sum is normalised over: the sequences of the step as in the paper, or its tokens (verl).",
+    )
+
+    @model_validator(mode="after")
+    def _gdpo_agrees(self) -> GDPOOptions:
+        if self.kl_placement == "reward":
+            raise ValueError(
+                "gdpo normalises each reward by itself, and a KL in the reward (kl_placement=reward) is none of them: "
+                "set kl_placement: loss"
+            )
+        return self

@@ -16,20 +16,9 @@ from chatlearn_core.plugins.records import (
 
 @hookimpl
 def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
-    """GRPO, Dr.GRPO and supervised fine-tuning."""
+    """Policy gradients, and supervised fine-tuning."""
     return [
-        AlgorithmSpec(
-            name="grpo",
-            summary="Group relative policy optimization (arXiv 2402.03300)",
-            factory="chatlearn_algorithms.grpo:GRPO",
-            options="chatlearn_algorithms.grpo_options:GRPOOptions",
-        ),
-        AlgorithmSpec(
-            name="dr_grpo",
-            summary="GRPO without its length and difficulty biases (arXiv 2503.20783)",
-            factory="chatlearn_algorithms.grpo:GRPO",
-            options="chatlearn_algorithms.grpo_options:DrGRPOOptions",
-        ),
+        *_policy_gradients(),
         AlgorithmSpec(
             name="sft",
             summary="Supervised fine-tuning on demonstrations",
@@ -37,6 +26,53 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
             options="chatlearn_algorithms.sft_options:SFTOptions",
         ),
     ]
+
+
+_POLICY_GRADIENTS = {
+    "grpo": ("grpo:GRPO", "grpo_options:GRPOOptions", "Group relative policy optimization (arXiv 2402.03300)"),
+    "dr_grpo": (
+        "grpo:GRPO",
+        "grpo_options:DrGRPOOptions",
+        "GRPO without its length and difficulty biases (arXiv 2503.20783)",
+    ),
+    "dapo": (
+        "dapo:DAPO",
+        "grpo_options:DAPOOptions",
+        "GRPO with clip-higher, dynamic sampling and overlong shaping (arXiv 2503.14476)",
+    ),
+    "gspo": ("gspo:GSPO", "grpo_options:GSPOOptions", "GRPO with ratios of whole sequences (arXiv 2507.18071)"),
+    "cispo": ("cispo:CISPO", "grpo_options:CISPOOptions", "Clipped importance weights (arXiv 2506.13585)"),
+    "gdpo": ("gdpo:GDPO", "grpo_options:GDPOOptions", "Several rewards, each normalised by itself (arXiv 2601.05242)"),
+    "rloo": ("rloo:RLOO", "reinforce_options:RLOOOptions", "REINFORCE leave-one-out (arXiv 2402.14740)"),
+    "reinforce_pp": (
+        "reinforce_pp:ReinforcePP",
+        "reinforce_options:ReinforcePPOptions",
+        "Batch-normalised token returns without a critic (arXiv 2501.03262)",
+    ),
+    "reinforce_pp_baseline": (
+        "reinforce_pp:ReinforcePPBaseline",
+        "reinforce_options:ReinforcePPBaselineOptions",
+        "REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)",
+    ),
+    "maxrl": ("maxrl:MaxRL", "reinforce_options:MaxRLOptions", "Maximum-likelihood reinforcement learning"),
+    "ppo": ("ppo:PPO", "ppo_options:PPOOptions", "Proximal policy optimization with a critic (arXiv 1707.06347)"),
+    "decoupled_ppo": (
+        "ppo:PPO",
+        "ppo_options:DecoupledPPOOptions",
+        "PPO whose proximal policy is not the one that sampled (arXiv 2110.00641)",
+    ),
+}
+"""Name -> factory, options, summary."""
+
+
+def _policy_gradients() -> Iterable[AlgorithmSpec]:
+    for name, (factory, options, summary) in _POLICY_GRADIENTS.items():
+        yield AlgorithmSpec(
+            name=name,
+            summary=summary,
+            factory=f"chatlearn_algorithms.{factory}",
+            options=f"chatlearn_algorithms.{options}",
+        )
 
 
 @hookimpl

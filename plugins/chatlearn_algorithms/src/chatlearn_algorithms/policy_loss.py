@@ -1,12 +1,14 @@
-"""The clipped policy-gradient loss with its optional parts: KL, entropy bonus, importance correction."""
+"""The policy-gradient loss: an objective, and its optional parts KL, entropy bonus, importance correction."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from chatlearn_algorithms.objectives import Clip, Objective
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.protocols.aggregation import Aggregation
@@ -20,12 +22,12 @@ from chatlearn_losses import (
     KLEstimator,
     KLWeight,
     aggregation_weights,
-    clipped_policy_loss,
     importance_ratio,
     importance_weights,
     kl_estimate,
     masked_difference,
     masked_log_ratio,
+    topk_kl,
 )
 
 
@@ -49,15 +51,15 @@ class PolicyLoss:
     them.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    objective: Objective = field(default_factory=Clip)
+    """The loss of a token before KL and entropy; PPO's clip by default."""
     aggregation: AggregationMode | Aggregation = "seq_mean_token_mean"
     """One of ``chatlearn_losses`` by name, or one that a plugin registers."""
     constant_length: int | None = None
     """Of ``seq_mean_token_sum_norm``, where it is given by name."""
     kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLEstimator | Literal["full"] = "k3"
+    """``full``: over the reference's most likely tokens (``topk_kl``), which the flow has asked of it."""
     kl_weight: KLWeight = "none"
     kl_clamp: KLClamp = "k3"
     entropy_coef: float = 0.0
@@ -66,8 +68,8 @@ class PolicyLoss:
     old_logprobs: str = "trainer_logprobs"
     """``token_data`` that the ratio's denominator is read from; ``generator_logprobs``: what the tokens were sampled
     with."""
-    reference_logprobs: str = "reference_logprobs"
-    """``token_data`` of the reference."""
+    reference: str = "reference"
+    """The role whose ``<role>_logprobs``, or ``<role>_topk_logprobs`` and ``<role>_topk_ids``, a KL reads."""
     temperature: float = 1.0
     """Of the distribution whose logprobs are compared: the sampling temperature."""
 
@@ -76,7 +78,10 @@ class PolicyLoss:
         names: set[str] = {"logprobs"}
         if self._wants_entropy:
             names.add("entropy")
-        return OutputRequest(frozenset(names), self.temperature)
+        if not self._full_kl:
+            return OutputRequest(frozenset(names), self.temperature)
+        arguments = {"ids": f"{self.reference}_topk_ids"}
+        return OutputRequest(frozenset(names | {"logprobs_at"}), self.temperature, arguments)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -119,17 +124,11 @@ class PolicyLoss:
         old = batch.token_data[self.old_logprobs]
 
         log_ratio = masked_log_ratio(logprobs, old, mask)
-        clip = clipped_policy_loss(
-            log_ratio.exp(),
-            batch.token_data["advantages"],
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        clip = self.objective(torch.where(mask, logprobs, logprobs.new_zeros(())), log_ratio, batch)
         per_token = clip.per_token
         means: dict[str, Tensor] = {"pg_clipfrac": clip.clipped}
         differences = {"ppo_kl": masked_difference(old, logprobs.detach(), mask)}
-        if self.dual_clip is not None:
+        if clip.dual_clipped is not None:
             means["pg_clipfrac_lower"] = clip.dual_clipped
         if self.correction is not None:
             corrected = importance_weights(
@@ -147,17 +146,9 @@ class PolicyLoss:
         total = pg_loss = (weight * per_token).sum()
 
         if self.kl_coef:
-            zero = logprobs.new_zeros(())
-            policy, reference = (
-                torch.where(mask, values, zero) for values in (logprobs, batch.token_data[self.reference_logprobs])
-            )
-            kl = kl_estimate(
-                policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=self._kl_weights(logprobs, batch)
-            )
+            kl = self._kl(outputs, batch, differences)
             total = total + self.kl_coef * (weight * kl).sum()
             means["kl_loss"] = kl
-            differences["reference_kl_k1"] = policy.detach() - reference
-            differences["reference_kl"] = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
         if self._wants_entropy:
             entropy = outputs["entropy"]
             if self.entropy_coef:
@@ -184,6 +175,22 @@ class PolicyLoss:
             metrics |= mismatch_metrics(logprobs, old, mask)
         return LossOutput(total, metrics)
 
+    def _kl(self, outputs: Outputs, batch: TrainBatch, differences: dict[str, Tensor]) -> Tensor:
+        """[T] the KL of each token, with gradient; adds what shows its distances."""
+        logprobs, mask = outputs["logprobs"], batch.loss_mask
+        zero = logprobs.new_zeros(())
+        if self._full_kl:
+            chosen = (outputs["logprobs_at"], batch.token_data[f"{self.reference}_topk_logprobs"].to(logprobs))
+            return topk_kl(*(torch.where(mask[:, None], values, zero) for values in chosen)) * mask
+        assert self.kl_estimator != "full"
+        policy, reference = (
+            torch.where(mask, values, zero) for values in (logprobs, batch.token_data[f"{self.reference}_logprobs"])
+        )
+        differences["reference_kl_k1"] = policy.detach() - reference
+        differences["reference_kl"] = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
+        weights = self._kl_weights(logprobs, batch)
+        return kl_estimate(policy, reference, self.kl_estimator, clamp=self.kl_clamp, weights=weights)
+
     def _kl_weights(self, logprobs: Tensor, batch: TrainBatch) -> Tensor | None:
         """The weight of each token's KL, with gradient."""
         if self.kl_weight == "none":
@@ -194,13 +201,19 @@ class PolicyLoss:
         return importance_ratio(logprobs, batch.token_data[denominator], batch.loss_mask)
 
     @property
+    def _full_kl(self) -> bool:
+        return self.kl_coef != 0.0 and self.kl_estimator == "full"
+
+    @property
     def _wants_entropy(self) -> bool:
         return self.log_entropy or self.entropy_coef != 0.0
 
     def _check_complete(self, batch: TrainBatch) -> None:
         needed = {"advantages", self.old_logprobs}
-        if self.kl_coef:
-            needed.add(self.reference_logprobs)
+        if self._full_kl:
+            needed |= {f"{self.reference}_topk_ids", f"{self.reference}_topk_logprobs"}
+        elif self.kl_coef:
+            needed.add(f"{self.reference}_logprobs")
         if self.correction is not None or (self.kl_coef and self.kl_weight == "generator_ratio"):
             needed.add("generator_logprobs")
         missing = sorted(needed - batch.token_data.keys())

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient objective of PPO, and its dual clip."""
+"""The clipped policy-gradient objective of PPO with its dual clip, and the clipped weights of CISPO."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ClippedLoss:
     per_token: Tensor
     """[T]"""
     clipped: Tensor
-    """[T] bool: the ratio was clipped, so the token gives no gradient."""
-    dual_clipped: Tensor
-    """[T] bool: the dual clip capped the loss, so the token gives no gradient."""
+    """[T] bool: the ratio was clipped, so the token gives no gradient. Of clipped weights: the weight was."""
+    dual_clipped: Tensor | None = None
+    """[T] bool: the dual clip capped the loss, so the token gives no gradient; None without a dual clip."""
 
 
 def clipped_policy_loss(
@@ -38,9 +38,28 @@ def clipped_policy_loss(
     bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_token = torch.maximum(unclipped, bounded)
     clipped = bounded > unclipped
-    dual_clipped = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        cap = -advantages * dual_clip
-        dual_clipped = (advantages < 0) & (per_token > cap)
-        per_token = torch.where(dual_clipped, cap, per_token)
-    return ClippedLoss(per_token, clipped & ~dual_clipped, dual_clipped)
+    if dual_clip is None:
+        return ClippedLoss(per_token, clipped)
+    cap = -advantages * dual_clip
+    dual_clipped = (advantages < 0) & (per_token > cap)
+    return ClippedLoss(torch.where(dual_clipped, cap, per_token), clipped & ~dual_clipped, dual_clipped)
+
+
+def clipped_weight_loss(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> ClippedLoss:
+    """−sg(clip(ρ, 1−ε_low, 1+ε_high))·A·π: the weight is cut, no token loses its gradient (CISPO, arXiv 2506.13585,
+    eq. 4 and 5).
+
+    Args:
+        logprobs: [T] π, with gradient.
+        ratio: [T] ρ
+        advantages: [T]
+        clip_low: ε_low, in [0, 1]; 1: no lower bound.
+        clip_high: ε_high, 0 or more.
+
+    Returns:
+        ``clipped`` says where the weight is not ρ.
+    """
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return ClippedLoss(-weight * advantages * logprobs, weight != ratio)

@@ -32,6 +32,8 @@ MAX_LOG_DIFFERENCE = 20.0
 """|x| beyond this would overflow k3's exponential in float32 sums."""
 MAX_KL = 10.0
 """One token that the reference finds far more likely than the policy must not dominate a batch: eˣ is unbounded."""
+MIN_REST = 1e-8
+"""Least probability of all other tokens together: float32 sums of probabilities come no closer to 1."""
 
 
 def kl_estimate(
@@ -101,6 +103,26 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
     probabilities = policy.exp()
     difference = (policy - reference).masked_fill(probabilities == 0, 0.0)
     return (probabilities * difference).sum(-1)
+
+
+def topk_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(π ‖ reference) over k tokens and one class for all others: Σ_{v ∈ k} π_v log(π_v / ref_v) + rest.
+
+    A lower bound of the exact one, which it is where the k tokens are the vocabulary or hold all probability. Its
+    gradient is that of its value: nothing is estimated from a sampled token.
+
+    Args:
+        logprobs: [..., k] of the policy, with gradient.
+        reference_logprobs: [..., k] of the reference, for the same tokens.
+
+    Returns:
+        [...] nats.
+    """
+    kl = (logprobs.exp() * (logprobs - reference_logprobs)).sum(-1)
+    rest, reference_rest = (
+        (1.0 - chosen.exp().sum(-1)).clamp(min=MIN_REST) for chosen in (logprobs, reference_logprobs)
+    )
+    return kl + rest * (rest.log() - reference_rest.log())
 
 
 def _value_of(value: Tensor, gradient: Tensor) -> Tensor:

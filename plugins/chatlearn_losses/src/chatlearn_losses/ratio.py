@@ -57,3 +57,14 @@ def sequence_log_ratio(
     if mean:
         total = total / mask.new_zeros(num_sequences).index_add(0, sequence_index, mask).clamp(min=1)
     return total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index]
+
+
+def straight_through_ratio(sequence_ratio: Tensor, logprobs: Tensor) -> Tensor:
+    """sg(s) · exp(π − sg(π)): the sequence's ratio with the gradient of each token's logprob (GSPO-token, arXiv
+    2507.18071, eq. 14).
+
+    Args:
+        sequence_ratio: [T] s of the token's sequence.
+        logprobs: [T] π, with gradient.
+    """
+    return sequence_ratio.detach() * (logprobs - logprobs.detach()).exp()
