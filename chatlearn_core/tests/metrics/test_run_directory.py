@@ -78,9 +78,12 @@ def test_rewind_forgets_later_steps_and_a_line_cut_short(tmp_path: Path) -> None
 
 def test_a_rollout_holds_the_completion_and_its_numbers(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write_rollouts(1, [_sample()])
+    sample = _sample()
+    sample.token_data["reference_topk_logprobs"] = np.zeros((len(sample.token_ids), 4), np.float32)
+    directory.write_rollouts(1, [sample])
     [record] = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert record["prompt"] == "question"
+    assert "reference_topk_logprobs" not in record, "four numbers a token"
     assert record["completion"] == "abc"
     assert record["token_ids"] == [7, 8, 9]
     assert record["generator_logprobs"] == [-0.5, -0.25, -1.0]

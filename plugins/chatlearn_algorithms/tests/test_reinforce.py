@@ -62,7 +62,7 @@ def test_rloo_on_policy_is_reinforce_of_whole_completions(make_context, make_gro
 
 
 def test_rloo_takes_the_kl_from_the_reward(make_context, make_group):
-    """R_i = r_i − β Σ_t (π_t − ref_t), then leave-one-out (section 2, eq. 2 and 9)."""
+    """R_i = r_i − β Σ_t (π_t − ref_t), then leave-one-out."""
     algorithm = RLOO(RLOOOptions(group_size=2, kl_coef=0.1), make_context(reference="trainer"))
     samples = make_group("a", [1.0, 0.0], [2, 4])
     batch = scored_batch(samples)
@@ -74,7 +74,7 @@ def test_rloo_takes_the_kl_from_the_reward(make_context, make_group):
 
 
 def loop_reinforce_pp(samples: list[Sample], kl: list[float], beta: float, gamma: float) -> list[float]:
-    """Eq. 5 to 8: returns of each token, then normalised over all of them."""
+    """Returns of each token, then normalised over all of them."""
     returns: list[float] = []
     mask: list[bool] = []
     start = 0

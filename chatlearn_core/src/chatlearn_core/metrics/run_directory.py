@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from chatlearn_core.exceptions import BackendError, ChatLearnError, TrainerLostError
 from chatlearn_core.metrics.durable_files import (
     Line,
@@ -254,16 +256,16 @@ class RunDirectory:
 
 def recorded_fields(samples: Iterable[Sample]) -> frozenset[str]:
     """The fields whose values ``rollout_record`` writes."""
-    names = frozenset(name for sample in samples for name in sample.token_data if _is_recorded(name))
+    names = frozenset(name for sample in samples for name, of in sample.token_data.items() if _is_recorded(name, of))
     return names | {"token_ids", "text"}
 
 
-def _is_recorded(name: str) -> bool:
-    return name.endswith("_logprobs") or name == "advantages"
+def _is_recorded(name: str, values: npt.NDArray[Any]) -> bool:
+    return (name.endswith("_logprobs") or name == "advantages") and values.ndim == 1
 
 
 def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
-    """One line of a rollouts file, of a sample with plain arrays. Per-token lists cover the completion only."""
+    """One line of a rollouts file, of a sample with plain arrays. Lists have one number for each completion token."""
     start = sample.num_prompt_tokens
     last = sample.last_turn
     reward = sample.reward
@@ -282,9 +284,9 @@ def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
         "excluded": sample.exclusion,
         "token_ids": sample.token_ids[start:].tolist(),
     }
-    for name in sorted(sample.token_data):
-        if _is_recorded(name):
-            record[name] = [round(float(x), 5) for x in sample.token_data[name][start:]]
+    for name, values in sorted(sample.token_data.items()):
+        if _is_recorded(name, values):
+            record[name] = [round(float(x), 5) for x in values[start:]]
     record["ground_truth"] = (
         record["ground_truth"] if _is_plain(record["ground_truth"]) else str(record["ground_truth"])
     )

@@ -24,7 +24,7 @@ from chatlearn_losses import whiten
 
 
 class GDPO(ClippedPolicyGradient[GDPOOptions]):
-    """A = whiten(Σ_k w_k (r_k − mean_group(r_k)) / (std_group(r_k) + ε)) over the step, section 3.1."""
+    """A = whiten(Σ_k w_k (r_k − mean_group(r_k)) / (std_group(r_k) + ε)) over the step."""
 
     advantage_split = "batch"
 

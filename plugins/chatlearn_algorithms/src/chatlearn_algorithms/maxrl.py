@@ -1,6 +1,6 @@
-"""MaxRL, maximum-likelihood reinforcement learning: rewards relative to the group's mean, which weighs hard prompts up.
+"""MaxRL (arXiv 2602.02710): rewards relative to the group's mean, which weighs hard prompts up.
 
-With binary rewards of success rate p, the gradient of log p is the gradient of p over p.
+With binary rewards and success rate p, the gradient of log p, the likelihood of success, is that of p divided by p.
 """
 
 from __future__ import annotations

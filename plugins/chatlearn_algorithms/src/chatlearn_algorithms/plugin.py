@@ -54,7 +54,11 @@ _POLICY_GRADIENTS = {
         "reinforce_options:ReinforcePPBaselineOptions",
         "REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)",
     ),
-    "maxrl": ("maxrl:MaxRL", "reinforce_options:MaxRLOptions", "Maximum-likelihood reinforcement learning"),
+    "maxrl": (
+        "maxrl:MaxRL",
+        "reinforce_options:MaxRLOptions",
+        "Maximum-likelihood reinforcement learning (arXiv 2602.02710)",
+    ),
     "ppo": ("ppo:PPO", "ppo_options:PPOOptions", "Proximal policy optimization with a critic (arXiv 1707.06347)"),
     "decoupled_ppo": (
         "ppo:PPO",

@@ -38,7 +38,7 @@ class ReinforcePPBaselineOptions(GroupOptions, ClippedOptions):
 
 
 class MaxRLOptions(GroupOptions, ClippedOptions):
-    """Maximum-likelihood reinforcement learning."""
+    """Maximum-likelihood reinforcement learning (arXiv 2602.02710)."""
 
     @model_validator(mode="after")
     def _maxrl_agrees(self) -> MaxRLOptions:

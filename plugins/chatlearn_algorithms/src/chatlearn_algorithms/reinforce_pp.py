@@ -16,7 +16,7 @@ from chatlearn_losses import discounted_returns, rewards_at_actions, whiten
 
 
 class ReinforcePP(ClippedPolicyGradient[ReinforcePPOptions]):
-    """A_t = whiten(Σ_{s ≥ t} γ^(s−t) r_s), with r_s = 1[s last] · reward − β KL_s, eq. 5 to 8."""
+    """A_t = whiten(Σ_{s ≥ t} γ^(s−t) r_s), with r_s = 1[s last] · reward − β KL_s."""
 
     advantage_split = "batch"
 
@@ -27,7 +27,7 @@ class ReinforcePP(ClippedPolicyGradient[ReinforcePPOptions]):
 
 
 class ReinforcePPBaseline(ClippedPolicyGradient[ReinforcePPBaselineOptions]):
-    """The same of rewards from which the mean of the prompt's group is taken first, section 3.3."""
+    """The same of rewards from which the mean of the prompt's group is taken first."""
 
     advantage_split = "batch"
 

@@ -8,7 +8,7 @@ from chatlearn_algorithms.reinforce_options import RLOOOptions
 
 
 def leave_one_out(rewards: Floats) -> Floats:
-    """[G] r_i − mean of the other G − 1 (section 2, eq. 9), G at least 2."""
+    """[G] r_i − mean of the other G − 1, G at least 2."""
     others: Floats = (rewards.sum() - rewards) / (len(rewards) - 1)
     return rewards - others
 
