@@ -15,6 +15,7 @@ from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.policy_loss import PolicyLoss
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_algorithms.sft_options import SFTOptions
+from chatlearn_algorithms.value_loss import ValueLoss
 from chatlearn_core.exceptions import ConfigError, ContractError, PluginNotFoundError
 from chatlearn_core.protocols import Aggregation
 from chatlearn_core.protocols.data_store import fields_read_by
@@ -130,6 +131,6 @@ def test_weights_of_a_plugin_are_checked(returned, says):
 
 def test_losses_read_in_the_driver_what_their_aggregation_reads() -> None:
     reading = Aggregation("acme", lambda batch, options: torch.zeros(3), None, "sequence", frozenset({"advantages"}))
-    for loss in (PolicyLoss(aggregation=reading), SFTLoss(aggregation=reading)):
+    for loss in (PolicyLoss(aggregation=reading), SFTLoss(aggregation=reading), ValueLoss(aggregation=reading)):
         assert fields_read_by(loss) == {"advantages"}
     assert fields_read_by(PolicyLoss(aggregation="token_mean")) == frozenset()

@@ -29,6 +29,11 @@ class ValueLoss:
         return OutputRequest(frozenset({"values"}))
 
     @property
+    def reads(self) -> frozenset[str]:
+        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
+        return self.aggregation.reads if isinstance(self.aggregation, Aggregation) else frozenset()
+
+    @property
     def unit(self) -> Unit:
         if isinstance(self.aggregation, Aggregation):
             return self.aggregation.loss_unit
