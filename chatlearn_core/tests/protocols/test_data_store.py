@@ -110,7 +110,9 @@ def test_everything_is_got_without_fields() -> None:
 
 def test_a_field_that_no_sample_has_is_refused_and_one_that_some_lack_is_not() -> None:
     store, given = CountingStore(), samples(FarBlock(), FarBlock())
-    with pytest.raises(BackendError, match=r"none of 2 samples .*'s0'.* has the field 'valeus'.*there are experts, "):
+    with pytest.raises(
+        BackendError, match=r"2 samples .*'s0'.* has the requested field 'valeus'.*available: experts, "
+    ):
         store.get(given, {"valeus"})
     assert not store.calls
     del given[1].token_data["experts"]

@@ -1,4 +1,4 @@
-"""What a backend must be able to do: typed protocols, one file a kind."""
+"""Typed protocols that backends implement, one file per kind."""
 
 from chatlearn_core.protocols.aggregation import Aggregation, SelectAggregation
 from chatlearn_core.protocols.algorithm import Algorithm, AlgorithmContext, RoleUpdate, Split

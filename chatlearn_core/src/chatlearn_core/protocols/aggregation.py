@@ -1,4 +1,4 @@
-"""An aggregation: how the per-token losses of a mini-batch become one number."""
+"""An aggregation: how the per-token losses of a mini-batch are reduced to one number."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from chatlearn_core.types import TrainBatch
 
 @dataclass(slots=True, frozen=True)
 class Aggregation:
-    """A registered function (``AggregationSpec``) with its options. It can be pickled where the function is a module's
-    own, as losses need that travel to workers.
+    """A registered function (``AggregationSpec``) with its options. It can be pickled if the function is a module-level
+    one, as required for losses that are sent to workers.
     """
 
     name: str
     function: Callable[[TrainBatch, Any], Tensor]
     options: Any
-    """Instance of the record's options model."""
+    """Instance of the options model of the plugin record."""
     loss_unit: Literal["sequence", "group"] = "sequence"
     reads: frozenset[str] = frozenset()
-    """Fields whose values the function looks at (``ReadsSamples``)."""
+    """Fields whose values the function reads (``ReadsSamples``)."""
 
     def __call__(self, batch: TrainBatch) -> Tensor:
-        """[T] float32 what each token's loss counts in the global mini-batch.
+        """[T] float32 weight of each token's loss in the global mini-batch.
 
         Raises:
-            ContractError: the function returned something else, or weighs tokens that are not learned from.
+            ContractError: the function returned something else, or gave weight to tokens outside the loss mask.
         """
         weights = self.function(batch, self.options)
         if not isinstance(weights, Tensor) or weights.shape != (batch.num_tokens,) or not weights.is_floating_point():
@@ -49,5 +49,5 @@ class Aggregation:
 
 
 SelectAggregation = Callable[[str, Mapping[str, Any]], Aggregation]
-"""(name, options) -> the aggregation. Raises PluginError or ConfigError: there is none of that name, or it does not
-take the options."""
+"""(name, options) -> the aggregation. Raises PluginError if no aggregation has that name, ConfigError if it rejects the
+options."""

@@ -1,7 +1,8 @@
-"""Where per-token data is kept, and how code in the driver asks for its values: by sample and field, never by touching.
+"""Storage of per-token data, and explicit access to its values in the driver: by sample and field.
 
-Over several processes, what generators sample and trainers compute stays with the workers; samples hold references to
-it (``ArrayRef``), which executor, buffer and splitting pass on. In one process samples hold plain arrays.
+In a run with several processes, the data that generators sample and trainers compute stays with the workers. Samples
+hold references to it (``ArrayRef``), which the executor and the buffer pass on and split without fetching values. In
+one process samples hold plain arrays.
 """
 
 from __future__ import annotations
@@ -27,49 +28,49 @@ TEXT = "text"
 
 @runtime_checkable
 class ReadsSamples(Protocol):
-    """Optional part of what runs in the driver (sample filters, samplers, losses): which values it looks at.
+    """Optional part of sample filters, samplers and losses, which run in the driver: the fields whose values they read.
 
     Example: a filter of repeated completions has ``reads = frozenset({"token_ids"})``.
     """
 
     @property
     def reads(self) -> Collection[str]:
-        """Fields (``DataStore.get``) that have plain arrays when it is called; the executor gets them in one call. For
-        a loss, those that ``prepare`` looks at."""
+        """Fields (see ``DataStore``) that must be plain arrays when the object is called; the executor fetches them in
+        one call. For a loss, the fields that ``prepare`` reads."""
 
 
 def fields_read_by(reader: object) -> frozenset[str]:
-    """The fields that a filter, sampler or loss declares; none by default."""
+    """The fields that a filter, sampler or loss declares in ``reads``; empty if it declares none."""
     return frozenset(reader.reads) if isinstance(reader, ReadsSamples) else frozenset()
 
 
 class DataStore(ABC):
-    """Brings the values behind references into this process. A runtime subclasses it and implements ``bring``.
+    """Fetches the values behind references into this process. A runtime subclasses it and implements ``bring``.
 
-    Fields of a sample: ``token_ids``, ``loss_mask``, ``text`` (of all turns), and the names of its ``token_data``. A
-    stored value lives until the last sample, completion or batch that refers to it is gone; there is no other release.
+    The fields of a sample are ``token_ids``, ``loss_mask``, ``text`` (of all turns), and the names of its
+    ``token_data``. A stored value is freed with the last sample, completion or batch that refers to it; there is no
+    other way to release it.
     """
 
     @abstractmethod
     def bring(self, blocks: Sequence[Block]) -> None:
-        """Fetch the blocks that are not in this process yet, all at the same time. Blocks the thread.
+        """Fetch the blocks that are not yet in this process, concurrently. Blocks the thread.
 
         Raises:
-            TrainerLostError: the node that held one is gone, or it does not arrive in time; the step has to be made
-                again.
+            TrainerLostError: the node that held a block is gone, or a block did not arrive in time; the step must be
+                repeated.
         """
 
     def get(self, samples: Sequence[Sample], fields: Collection[str] | None = None) -> list[Sample]:
-        """The samples with plain arrays in some fields, fetched together; other fields stay as they are.
+        """Copies of the samples with plain arrays in some fields, fetched together; other fields are unchanged.
 
         Blocks the thread; on an event loop use ``aget``.
 
         Args:
-            samples: with references, plain arrays, or both; they are not changed.
-            fields: by name, where a sample has them; None: all.
-
+            samples: hold references, plain arrays, or both; they are not changed.
+            fields: names to fetch in each sample that has them; None means all.
         Raises:
-            BackendError: none of the samples has a field; names it.
+            BackendError: none of the samples has one of the fields; names it.
             TrainerLostError: see ``bring``.
         """
         _check_fields(samples, fields)
@@ -79,12 +80,12 @@ class DataStore(ABC):
     def get_completions(
         self, completions: Sequence[Completion], fields: Collection[str] | None = None
     ) -> list[Completion]:
-        """The completions with plain arrays in some fields, fetched together. Blocks the thread.
+        """Copies of the completions with plain arrays in some fields, fetched together. Blocks the thread.
 
         Args:
-            completions: they are not changed.
+            completions: not changed.
             fields: ``token_ids``, ``logprobs``, ``raw_logprobs``, ``prompt_ids``, ``text``, and names of token data;
-                None: all.
+                None means all.
 
         Raises:
             TrainerLostError: see ``bring``.
@@ -93,7 +94,7 @@ class DataStore(ABC):
         return [_completion_with_values(completion, fields) for completion in completions]
 
     def get_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs or token data of a batch as plain tensors, fetched together. Blocks the thread.
+        """Outputs or token data of a batch as plain tensors, fetched in one call. Blocks the thread.
 
         Raises:
             TrainerLostError: see ``bring``.
@@ -120,15 +121,15 @@ class DataStore(ABC):
 
 
 class PlainData(DataStore):
-    """Of a runtime in one process: every array is plain, so there is nothing to bring."""
+    """Data store of a runtime with one process: every array is plain, so nothing is ever fetched."""
 
     def bring(self, blocks: Sequence[Block]) -> None:
         """See ``DataStore``."""
-        raise AssertionError("a runtime in one process makes no references")
+        raise AssertionError("a runtime with one process makes no references")
 
 
 async def _apart(parts: Iterable[Any], get: Callable[[], T]) -> T:
-    """``get`` in a thread, where it has anything to fetch."""
+    """Run ``get`` in a thread if any part is a reference, else directly."""
     is_stored = any(_blocks(part) for part in parts)
     return await asyncio.to_thread(get) if is_stored else get()
 
@@ -160,8 +161,8 @@ def _check_fields(samples: Sequence[Sample], fields: Collection[str] | None) -> 
     known = {*_SEQUENCE, TEXT}.union(*(sample.token_data for sample in samples))
     if unknown := sorted(set(fields) - known):
         raise BackendError(
-            f"none of {len(samples)} samples (first: {samples[0].id!r}) has the field {unknown[0]!r}, which was asked "
-            f"for; there are {', '.join(sorted(known))}"
+            f"none of {len(samples)} samples (first: {samples[0].id!r}) has the requested field {unknown[0]!r}; "
+            f"available: {', '.join(sorted(known))}"
         )
 
 

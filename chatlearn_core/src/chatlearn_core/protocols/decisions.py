@@ -1,6 +1,6 @@
-"""What plugins may decide in a run: which examples are drawn, which samples are trained on, how settings change with
-the steps, and what follows from a step's metrics. Chosen by name in the configuration, deterministic, with their state
-in checkpoints. (Observers see the same and change nothing.)
+"""Decisions that plugins make in a run: which examples are drawn, which samples are trained on, how settings change
+over the steps, and how a run reacts to a step's metrics. The configuration selects them by name; they are
+deterministic, and checkpoints hold their state. (Observers see the same data and change nothing.)
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """Something whose state is in checkpoints. Subclass it for the default: no state."""
+    """An object with state in checkpoints. Subclass it for the default: no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that has changed since it was built, as JSON values."""
+        """All state that has changed since construction, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Be where ``state_dict`` was taken.
+        """Restore the state that ``state_dict`` returned.
 
         Raises:
-            CheckpointError: the state is of other data or settings.
+            CheckpointError: the state belongs to other data or settings.
         """
 
 
 @dataclass(slots=True, frozen=True)
 class SamplerContext:
-    """What a sampler draws from."""
+    """The datasets and settings that a sampler draws with."""
 
     datasets: Sequence[Dataset]
-    """At least one, none empty."""
+    """At least one; none is empty."""
     seed: int
-    """The run's: all chance must come from it."""
+    """The run's seed; all randomness must derive from it."""
     shuffle: bool
     """``data.shuffle``"""
 
@@ -47,28 +47,28 @@ class ExampleSampler(Stateful, Protocol):
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Dataset name -> passes made over it so far, in fractions; for the log."""
+        """Dataset name -> number of passes made over it so far, fractional; for the log."""
 
     def next_batch(self, size: int) -> list[ExampleDraw]:
         """Draw ``size`` examples. The draws of one example are numbered from 0, and no two draws share a seed key."""
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """The samples of a step with their rewards, before any is trained on: what a curriculum goes by."""
+        """Receives the scored samples of a step before training, for example to adapt a curriculum."""
 
 
 class SampleFilter(Stateful, Protocol):
-    """Says which samples are not trained on. Built as ``factory(options)``."""
+    """Excludes samples from training. Built as ``factory(options)``."""
 
     def excluded(self, samples: Sequence[Sample]) -> Mapping[str, str]:
-        """Sample id -> why it is not trained on; counted as ``samples/excluded/<reason>``.
+        """Sample id -> reason for exclusion; counted as ``samples/excluded/<reason>``.
 
         Args:
-            samples: of one step, scored, whole groups, without those that are excluded already.
+            samples: scored samples of one step, in whole groups, without those already excluded.
         """
 
 
 class Schedule(Protocol):
-    """A number that depends on the step. Built as ``factory(options)``; holds no state."""
+    """A number that depends only on the step. Built as ``factory(options)``; holds no state."""
 
     def value(self, step: int) -> float:
         """Of a step, from 1."""
@@ -76,18 +76,18 @@ class Schedule(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Decision:
-    """What follows from a step."""
+    """A step policy's reaction to a step."""
 
     stop: str | None = None
-    """Why the run ends here, well: it saves, evaluates and exports as after its last step."""
+    """Reason to end the run now, as a success: it saves, evaluates and exports as after its last step."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters from the next step on: ``max_tokens``, up to the configured number."""
+    """Sampling parameters to change from the next step on: ``max_tokens``, at most the configured value."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Added to the step's line."""
+    """Metrics added to the step's line."""
 
 
 class StepPolicy(Stateful, Protocol):
-    """Decides what follows from a step. Built as ``factory(options)``."""
+    """Reacts to the metrics of each step. Built as ``factory(options)``."""
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Decision | None:
-        """Called once a step, when its metrics are complete. None: nothing follows."""
+        """Called once per step, when its metrics are complete. None means no reaction."""

@@ -1,6 +1,6 @@
-"""Environments: rollouts of one or many turns, in which a policy samples and something else answers.
+"""Environments: rollouts of one or more turns, in which a policy samples and an environment responds.
 
-Tokens in, tokens out: an environment appends token ids, and the loss mask is True only on what the policy sampled.
+Environments work on tokens: they append token ids, and the loss mask is True only for tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from chatlearn_core.types import (
 from chatlearn_core.types.keyed_seed import keyed_seed
 
 GenerateFor = Callable[[str, GenerateRequest], Awaitable[Completion]]
-"""``(handle, request)``: what a generator role that is known under a handle (``uses`` of the role) samples."""
+"""``(handle, request)`` -> the completion of the generator role with that handle (``uses`` of the environment role)."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class RolloutOrder:
-    """One rollout that an environment is to make. Picklable."""
+    """Order for one rollout by an environment. Picklable."""
 
     id: str
     group_id: str
     example: Example
     sampling: SamplingParams
-    """Of the run; ``max_tokens`` bounds a turn."""
+    """The run's sampling parameters; ``max_tokens`` bounds each turn."""
     seed: int
-    """Keys everything random in the rollout."""
+    """Keys all randomness in the rollout."""
     max_tokens: int
-    """Longest sequence of the rollout, prompt included."""
+    """Maximum length of the rollout's sequences, prompt included."""
     timeout_s: float
 
 
 class SequenceBuilder:
-    """Grows one training sample: the prompt, then what the policy sampled and what it observed, in turns.
+    """Builds one training sample: the prompt, then turns that the policy sampled and tokens that it observed.
 
     Example:
         sequence = context.sequence()
@@ -74,7 +74,7 @@ class SequenceBuilder:
 
     @property
     def token_ids(self) -> TokenIds:
-        """[T] everything so far: what the next request continues."""
+        """[T] the sequence so far, which the next request continues."""
         return self._sample.token_ids
 
     @property
@@ -83,7 +83,7 @@ class SequenceBuilder:
         return self._sample
 
     def sampled(self, completion: Completion, *, generator: str = "") -> None:
-        """Append what was sampled after ``token_ids``."""
+        """Append a completion that was sampled after ``token_ids``."""
         sample = self._sample
         if sample.turns:
             self._sample = sample_with_turn(sample, completion, generator=generator)
@@ -93,10 +93,10 @@ class SequenceBuilder:
             )
 
     def observed(self, token_ids: Any) -> None:
-        """Append tokens that the policy did not sample and does not learn: a tool's answer, the next question.
+        """Append tokens that the policy did not sample and is not trained on: a tool's answer, the next question.
 
         Raises:
-            ContractError: before anything was sampled: such tokens belong to the prompt.
+            ContractError: nothing has been sampled yet; such tokens belong to the prompt.
         """
         if not self._sample.turns:
             raise ContractError(f"sample {self._sample.id!r}: tokens were observed before the policy sampled any")
@@ -105,19 +105,19 @@ class SequenceBuilder:
 
 @dataclass(slots=True, eq=False)
 class RolloutContext:
-    """What an environment has while it makes one rollout."""
+    """The tools of an environment for making one rollout."""
 
     order: RolloutOrder
     tokenizer: Any
-    """Of the run's model; Hugging Face's, or like it."""
+    """Tokenizer of the run's model: Hugging Face's or one with its interface."""
     generate_for: GenerateFor
     policy: str = "policy"
-    """The handle of the generator that samples what is trained on."""
+    """Handle of the generator whose tokens are trained on."""
     _num_calls: int = field(default=0, init=False)
 
     @property
     def id(self) -> str:
-        """Of the rollout; unique in a run."""
+        """Id of the rollout; unique in a run."""
         return self.order.id
 
     @property
@@ -127,7 +127,7 @@ class RolloutContext:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence, prompt included."""
+        """Maximum length of a sequence, prompt included."""
         return self.order.max_tokens
 
     async def generate(
@@ -138,21 +138,21 @@ class RolloutContext:
         sampling: SamplingParams | None = None,
         media: tuple[Media, ...] = (),
     ) -> Completion:
-        """Sample after these tokens.
+        """Sample a completion of these tokens.
 
         Args:
-            token_ids: [P] all of the sequence so far.
-            role: a handle of ``uses``; the policy by default.
-            sampling: the run's by default. Its seed is replaced: it is keyed by rollout and number of the call.
-            media: what the tokens refer to.
+            token_ids: [P] the whole sequence so far.
+            role: a handle of ``uses``; by default the policy.
+            sampling: by default the run's. Its seed is replaced by one keyed by the rollout and the number of the call.
+            media: the media that the tokens refer to.
 
         Raises:
-            BackendError: the sequence is as long as it may be, or the request failed.
+            BackendError: the sequence has reached its maximum length, or the request failed.
         """
         room = self.max_tokens - len(token_ids)
         if room < 1:
             raise BackendError(
-                f"rollout {self.id}: a sequence has {len(token_ids)} tokens, and the longest of the run has "
+                f"rollout {self.id}: a sequence has {len(token_ids)} tokens, but the maximum of the run is "
                 f"{self.max_tokens} (model.max_length): there is no room for a turn"
             )
         number, self._num_calls = self._num_calls, self._num_calls + 1
@@ -162,10 +162,10 @@ class RolloutContext:
         return await self.generate_for(role or self.policy, request)
 
     def sequence(self, suffix: str = "") -> SequenceBuilder:
-        """A sample that begins with the prompt.
+        """A builder for a sample that begins with the prompt.
 
         Args:
-            suffix: tells the samples of a rollout apart where it has several: behind the rollout's id.
+            suffix: appended to the rollout's id; must differ between the samples of a rollout.
         """
         order = self.order
         return SequenceBuilder(f"{order.id}{suffix}", order.group_id, order.example.prompt, order.example.id)
@@ -177,7 +177,7 @@ class RolloutContext:
         status: RolloutStatus = "finished",
         reward: RewardResult | None = None,
     ) -> Rollout:
-        """The rollout, made of its sequences; the first is the one that reward roles judge."""
+        """The rollout made of these sequences; reward roles judge the first one."""
         order = self.order
         samples = [sequence.sample for sequence in sequences]
         return Rollout(order.id, order.group_id, order.example, samples, status, reward)
@@ -185,18 +185,18 @@ class RolloutContext:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Makes rollouts. Built as ``factory(options, RoleContext)``; one object makes many at the same time, on an event
-    loop of its own.
+    """Makes rollouts. Built as ``factory(options, RoleContext)``; one object makes many concurrently, on an event loop
+    of its own.
     """
 
     def setup(self) -> None:
-        """Load what it needs. Called once, before any rollout, in the process that hosts it."""
+        """Load what the environment needs. Called once, before any rollout, in the process that hosts it."""
 
     async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
-        """From the prompt to the end: let the policy sample, answer, and so on; ``context.finished`` gives the result.
+        """Make one rollout: let the policy sample, respond, and repeat; return ``context.finished(...)``.
 
-        An exception excludes the rollout; it is counted, and the run goes on.
+        An exception excludes the rollout; it is counted, and the run continues.
         """
 
     def close(self) -> None:
-        """Release everything. Twice is fine."""
+        """Release everything. Safe to call twice."""

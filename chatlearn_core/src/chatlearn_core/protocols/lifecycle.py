@@ -1,4 +1,4 @@
-"""What every backend object has in common: it is built from a context, set up, checked, moved aside and closed."""
+"""The common life cycle of backend objects: built from a context, set up, checked, offloaded and closed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 Head = Literal["lm", "value", "reward"]
 MemoryPart = Literal["weights", "gradients", "optimizer", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
-"""What can be offloaded: trainers hold the first three, generators ``weights`` and ``kv_cache``."""
+"""Parts that can be offloaded: trainers hold the first three, generators ``weights`` and ``kv_cache``."""
 
 
 @dataclass(slots=True, frozen=True)
 class ModelSource:
-    """Which model a role holds."""
+    """The model that a role holds."""
 
     path: str
-    """A Hugging Face model directory, or a hub id where there is a network."""
+    """A Hugging Face model directory, or a hub id if there is a network."""
     tokenizer_path: str
     head: Head = "lm"
     max_length: int | None = None
-    """Longest sequence the run may form, tokens; None takes it from the model's configuration."""
+    """Longest sequence that the run may form, tokens; None takes it from the model's configuration."""
     trust_remote_code: bool = False
     vocab_size: int | None = None
-    """Rows of its embedding: token ids are below it. None: unknown."""
+    """Rows of the model's embedding: token ids are smaller. None means unknown."""
 
 
 @dataclass(slots=True, frozen=True)
 class RoleContext:
-    """Where one rank of one replica of a role finds itself. The runtime makes it; the backend's factory receives it.
+    """The position and resources of one rank of one replica of a role. The runtime makes it for the backend's factory.
 
-    A factory is called as ``factory(options, context)`` with an instance of the options model its plugin record
-    names; it stores both and touches no device before ``setup``.
+    A factory is called as ``factory(options, context)`` with an instance of the options model named in its plugin
+    record; it stores both and touches no device before ``setup``.
     """
 
     role: str
@@ -49,15 +49,16 @@ class RoleContext:
     trainable: bool = False
     """False for a trainer that only computes (a reference): it needs no optimizer."""
     total_updates: int | None = None
-    """Optimizer steps the whole run will make, for schedules; None if open."""
+    """Number of optimizer steps in the whole run, for schedules; None if unknown."""
     rendezvous: str | None = None
-    """``tcp://host:port`` for the ranks of this replica, if it has several: ``chatlearn_hosting.rendezvous.meet``."""
+    """``tcp://host:port`` where this replica's ranks meet (``chatlearn_hosting.rendezvous.meet``); None for one
+    rank."""
     rendezvous_secret: str | None = field(default=None, repr=False)
-    """What the ranks know each other by at the rendezvous; None where it is on loopback."""
+    """Secret that ranks present at the rendezvous; None if the rendezvous is on loopback."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
-    """Engine-native arguments, passed through verbatim after the backend checked them."""
+    """Engine-native arguments, passed to the engine unchanged after the backend checked them."""
     handles: Mapping[str, RoleHandle] = field(default_factory=dict)
-    """Of a reward: the roles that it calls, by the handles of its record (``RewardSpec.uses``)."""
+    """For a reward: the roles that it calls, by the handles of its record (``RewardSpec.uses``)."""
 
 
 @runtime_checkable
@@ -69,28 +70,27 @@ class Lifecycle(Protocol):
 
         Raises:
             ModelError: the model directory cannot be used.
-            BackendError: the engine does not start; the message holds its own words.
+            BackendError: the engine does not start; quotes the engine's own message.
         """
 
     def health(self) -> str | None:
-        """None while the backend can work, otherwise what is wrong, without a full stop at its end.
+        """None while the backend can work, otherwise what is wrong, without a final full stop.
 
-        A runtime asks when a call failed or has no answer, and puts the words into its error: from any thread, while
-        another call runs or hangs. It answers at once.
+        A runtime calls this when a call failed or did not return, and quotes the result in its error. It may be called
+        from any thread, while another call runs or hangs, and must return at once.
         """
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Move these parts out of device memory; parts this backend does not hold are ignored, and so are those that
-        are away. When it returns the memory is free for other processes.
+        """Move these parts out of device memory. Parts that this backend does not hold, or that are already offloaded,
+        are ignored. When it returns, the memory is free for other processes.
         """
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Bring these parts back, those that are away; values are unchanged, except a KV cache, which comes back
-        empty.
-        """
+        """Move offloaded parts back to the device. Values are unchanged, except for a KV cache, which comes back
+        empty."""
 
     def close(self) -> None:
-        """Release everything: processes, shared memory, ports, files. Calling it twice is fine."""
+        """Release everything: processes, shared memory, ports, files. Safe to call twice."""
 
 
 Factory = Callable[..., Any]

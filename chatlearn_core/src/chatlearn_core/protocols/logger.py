@@ -1,4 +1,4 @@
-"""Loggers: where metrics go besides ``metrics.jsonl``."""
+"""Loggers: destinations of metrics in addition to ``metrics.jsonl``."""
 
 from __future__ import annotations
 

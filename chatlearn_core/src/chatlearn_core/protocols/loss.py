@@ -1,4 +1,4 @@
-"""A loss: a pure function of outputs and batch, run where the logits are."""
+"""A loss: a pure function of outputs and batch that runs in the worker that has the logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Unit = Literal["sequence", "pair", "group"]
 
 @dataclass(slots=True)
 class LossOutput:
-    """What a loss returns for one micro-batch."""
+    """The result of a loss for one micro-batch."""
 
     total: Tensor
-    """Scalar: the sum over this micro-batch of weighted terms. The weights already hold the global denominator, so the
-    totals of all micro-batches and ranks add up to the loss of the global mini-batch."""
+    """Scalar: the sum of weighted terms over this micro-batch. The weights already include the global denominator, so
+    the totals of all micro-batches and ranks add up to the loss of the global mini-batch."""
     metrics: Metrics = field(default_factory=dict)
-    """Detached parts, merged by sum and count over micro-batches and ranks."""
+    """Detached partial metrics, merged over micro-batches and ranks."""
 
 
 class Loss(Protocol):
@@ -32,14 +32,14 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> OutputRequest:
-        """The outputs it reads; matched against what the trainer provides before anything starts."""
+        """The outputs that the loss reads; checked against those that the trainer provides before anything starts."""
 
     @property
     def unit(self) -> Unit:
-        """What no split may tear apart."""
+        """The kind of unit that is never split over micro-batches or ranks."""
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Add what needs the whole mini-batch: ``token_data["loss_weight"]`` and detached statistics."""
+        """Add data that depends on the whole mini-batch: ``token_data["loss_weight"]`` and detached statistics."""
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
-        """The loss of one micro-batch. An empty batch gives a zero that is connected to the outputs' graph, if any."""
+        """The loss of one micro-batch. An empty batch gives a zero connected to the outputs' graph, if there is one."""

@@ -1,4 +1,4 @@
-"""What the core needs to know about a model without holding it: its tokenizer, its prompts and its limits."""
+"""Facts that the core needs about a model without loading it: its tokenizer, prompt format and limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from chatlearn_core.protocols.prompt_renderer import ControlTokenPolicy, PromptR
 
 @dataclass(slots=True, frozen=True)
 class ModelFacts:
-    """Read from a model's configuration, without its weights."""
+    """Facts read from a model's configuration, without its weights."""
 
     model_type: str
-    """The family as transformers names it: ``qwen3``, ``llama``."""
+    """The family by its transformers name: ``qwen3``, ``llama``."""
     max_length: int
     """Longest sequence, tokens."""
     vocab_size: int
 
 
 class ModelFamily(Protocol):
-    """Built as ``factory(options)``; knows one kind of model directory."""
+    """Reads one kind of model directory. Built as ``factory(options)``."""
 
     def model_type(self, source: ModelSource) -> str:
         """The type that the model's configuration names, also one that this family cannot read: the family that reads
@@ -32,10 +32,10 @@ class ModelFamily(Protocol):
         """
 
     def load_tokenizer(self, source: ModelSource) -> Any:
-        """A tokenizer as ``data.Tokenizer`` describes it; Hugging Face's are.
+        """Load a tokenizer with the interface of ``data.Tokenizer``; Hugging Face tokenizers have it.
 
         Raises:
-            ModelError: no tokenizer there, or one that does not belong to the model; names both.
+            ModelError: there is no tokenizer, or it does not belong to the model; names both.
         """
 
     def renderer(
@@ -47,19 +47,19 @@ class ModelFamily(Protocol):
         control_tokens: ControlTokenPolicy = "text",
         max_tokens: int | None = None,
     ) -> PromptRenderer:
-        """What turns conversations into tokens of the family's models. ``chatlearn_chat.ChatTemplateRenderer`` does it
-        for tokenizers with a chat template.
+        """A renderer that turns conversations into tokens for the family's models. For tokenizers with a chat template,
+        ``chatlearn_chat.ChatTemplateRenderer`` is one.
 
         Args:
             tokenizer: from ``load_tokenizer``.
-            apply_chat_template: whether prompts go through the tokenizer's chat template, if it has one.
-            system_prompt: put before conversations that have none.
-            control_tokens: what becomes of control tokens that the data spell.
-            max_tokens: texts that certainly have more tokens need not be tokenised.
+            apply_chat_template: whether to apply the tokenizer's chat template, if it has one, to prompts.
+            system_prompt: inserted before conversations that have none.
+            control_tokens: treatment of control tokens spelled out in the data.
+            max_tokens: a text that certainly has more tokens may be refused without tokenising it.
 
         Raises:
             ModelError: the tokenizer's template cannot be used.
         """
 
     def facts(self, source: ModelSource) -> ModelFacts:
-        """Raises ModelError: no readable model configuration there."""
+        """Raises ModelError if the directory has no readable model configuration."""

@@ -1,4 +1,4 @@
-"""What turns conversations into the tokens of one model: prompts, and completions to imitate."""
+"""Rendering of conversations as tokens of one model: prompts, and completions to imitate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatlearn_core.exceptions import DataError
 from chatlearn_core.types import TokenIds
 
 ControlTokenPolicy = Literal["text", "special", "refuse"]
-"""What control tokens become that data spell: text like any other, the tokens themselves, or an error."""
+"""Treatment of control tokens spelled out in the data: as ordinary text, as the tokens themselves, or as an error."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,12 +24,12 @@ class RenderedPrompt:
     token_ids: TokenIds
     """[P]"""
     messages: tuple[Mapping[str, Any], ...]
-    """Empty if the dataset held a plain string."""
+    """Chat messages; empty if the dataset row held a plain string."""
 
 
 @dataclass(slots=True, frozen=True)
 class RenderedDemonstration:
-    """A prompt, and what follows it, some of which is imitated."""
+    """A prompt and the tokens after it, some of which are imitated."""
 
     prompt: RenderedPrompt
     completion_ids: TokenIds
@@ -39,7 +39,7 @@ class RenderedDemonstration:
 
 
 class TooLongError(DataError):
-    """A text that is certainly too long, and was not tokenised to see by how much."""
+    """A text is certainly too long; it was not tokenised to find its exact length."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"it has {at_least} tokens or more")
@@ -47,26 +47,26 @@ class TooLongError(DataError):
 
 
 class PromptRenderer(Protocol):
-    """Renders prompts the same way for a whole run. ``ModelFamily.renderer`` makes it."""
+    """Renders prompts the same way throughout a run. Made by ``ModelFamily.renderer``."""
 
     @property
     def control_tokens(self) -> ControlTokenPolicy: ...
 
     @property
     def end_of_turn_id(self) -> int | None:
-        """Id of the token by which the chat template ends the assistant's turn; None without a template or such a
-        token.
+        """Id of the token with which the chat template ends the assistant's turn; None if there is no template or no
+        such token.
         """
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
-        """The control tokens that prompts and completions spell, each once."""
+        """The control tokens spelled out in prompts and completions, each listed once."""
 
     def prompt(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> RenderedPrompt:
-        """Render one prompt, with the tools that its template is to offer.
+        """Render one prompt; the template offers it the tools.
 
         Raises:
-            TooLongError: certainly longer than the run takes.
-            DataError: an empty or malformed prompt; only the reason.
+            TooLongError: the prompt is certainly longer than the run accepts.
+            DataError: the prompt is empty or malformed; the message holds only the reason.
         """
 
     def demonstration(
@@ -77,15 +77,15 @@ class PromptRenderer(Protocol):
         tools: Sequence[Any] = (),
         imitates_prompt: bool = False,
     ) -> RenderedDemonstration:
-        """Render a prompt and a completion that is imitated.
+        """Render a prompt and a completion to imitate.
 
         Args:
-            completion: text, or messages of which the assistant's are imitated; one with ``weight: 0`` is not.
-            tools: for the template.
-            imitates_prompt: imitate the assistant's turns in the prompt as well. What stands before the first one that
-                is imitated is the demonstration's prompt.
+            completion: a text, or messages whose assistant turns are imitated except those with ``weight: 0``.
+            tools: passed to the template.
+            imitates_prompt: also imitate the assistant's turns in the prompt. The part before the first imitated turn
+                becomes the demonstration's prompt.
 
         Raises:
-            TooLongError: certainly longer than the run takes.
-            DataError: nothing to imitate, or a malformed message; only the reason.
+            TooLongError: the text is certainly longer than the run accepts.
+            DataError: there is nothing to imitate, or a message is malformed; the message holds only the reason.
         """

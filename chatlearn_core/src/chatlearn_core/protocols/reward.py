@@ -1,4 +1,4 @@
-"""The reward: judges finished samples."""
+"""The reward: scores finished samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RewardUnit = Literal["sample", "group"]
 
 @runtime_checkable
 class Reward(Lifecycle, Protocol):
-    """Scores samples, one by one or a group at a time (``unit`` in the plugin record)."""
+    """Scores samples one by one or in whole groups (``unit`` in the plugin record)."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result a sample, in order.
+        """Return one result per sample, in order.
 
-        A sample that cannot be judged gets a result with ``error``; it is counted and excluded. Exceptions, NaN and a
-        wrong number of results are caught by the caller and mark every sample of the call the same way.
+        A sample that cannot be scored gets a result with ``error``; it is counted and excluded. The caller catches
+        exceptions, NaN and a wrong number of results, and marks every sample of the call the same way.
         """

@@ -1,7 +1,7 @@
-"""The runtime: builds roles and carries calls to them, in one process or over a cluster.
+"""The runtime: builds roles and forwards calls to them, in one process or over a cluster.
 
-The executor speaks to groups, never to backend objects: a trainer group is all ranks of a trainer role, a generator
-fleet all its replicas. Calls are coroutines; every one has a timeout that the configuration sets.
+The executor calls groups, never backend objects: a trainer group is all ranks of a trainer role, a generator fleet all
+its replicas. Calls are coroutines; each has a timeout set in the configuration.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from chatlearn_core.types import (
 RoleIsUp = Callable[[str], Awaitable[None]]
 Derive = Callable[[TrainBatch], Derived]
 LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
-"""``async with lend_weights(trainer)``: the trainer's weights are on its devices in the block."""
+"""``async with lend_weights(trainer)``: keeps the trainer's weights on its devices during the block."""
 
 
 @dataclass(slots=True, frozen=True)
 class RuntimeEvent:
-    """Something that happened to a runtime and did not stop it, such as a worker that was rebuilt."""
+    """An event in a runtime that did not stop it, such as a rebuilt worker."""
 
     name: str
     """One word for programs: ``replica_rebuilt``, ``reward_worker_rebuilt``, ``ranks_rebuilt``."""
     text: str
-    """A sentence for people."""
+    """One sentence for users."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: role, number of the restart, the limit, the cause."""
+    """JSON values: role, number of the restart, restart limit, cause."""
 
 
 class RoleGroup(Protocol):
@@ -61,50 +61,51 @@ class RoleGroup(Protocol):
 
 
 class ModelGroup(RoleGroup, Protocol):
-    """All workers of a role that holds a model, and so occupies devices."""
+    """All workers of a role that holds a model and therefore occupies devices."""
 
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
         """Move parts out of device memory on every worker.
 
         Returns:
-            what is live afterwards, a worker and part each. A generator replica that is dead moves nothing and is left
-            out; when it is rebuilt it holds only what the others hold.
+            the memory in use afterwards, one event per worker and part. A dead generator replica moves nothing and is
+            left out; once rebuilt, it holds only the parts that the others hold.
         """
 
     async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Bring parts back on every worker; what is returned is as for ``offload``."""
+        """Move parts back to the device on every worker; returns events as ``offload`` does."""
 
 
 @runtime_checkable
 class TrainerGroup(ModelGroup, Protocol):
-    """All ranks of a trainer role: batches are split over data-parallel ranks, results come back in batch order."""
+    """All ranks of a trainer role: batches are split over data-parallel ranks, results are in batch order."""
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs in batch order; what is per token may be ``TensorRef``."""
+        """Outputs in batch order; per-token outputs may be ``TensorRef``."""
 
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics: ...
 
     async def derive(self, batch: TrainBatch, function: Derive, split: Split = "group") -> Derived:
-        """Compute new data of a batch in a worker, where its arrays are or are fetched to.
+        """Compute new data for a batch in a worker, which has its arrays or fetches them.
 
         Args:
-            batch: any, also with references.
-            function: pickled by name, as a module's function or a method of a plugin's object; called once for each
+            batch: may contain references.
+            function: pickled by name: a module-level function or a method of a plugin's object; called once for each
                 part of the batch.
-            split: whether parts are whole groups, divided over the data-parallel ranks, or the whole batch is one.
+            split: ``group`` splits the batch into whole groups over the data-parallel ranks; otherwise the whole batch
+                is one part.
 
         Returns:
-            the parts' data in the order of the batch (per token, it may be ``TensorRef``), their exclusions together,
-            their metrics merged.
+            the parts' data in batch order (per-token data may be ``TensorRef``), all their exclusions, and their merged
+            metrics.
         """
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """Write a resumable checkpoint; what all ranks say of the files that they wrote."""
+        """Write a resumable checkpoint; returns the facts of the files written by all ranks."""
 
     async def load(self, directory: Path) -> None: ...
 
     async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
-        """See ``Trainer.load_model``; the optimizer starts anew."""
+        """See ``Trainer.load_model``; the optimizer state is reset."""
 
     async def export_model(self, directory: Path) -> None: ...
 
@@ -115,41 +116,42 @@ class GeneratorFleet(ModelGroup, Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Oldest version among the replicas that serve."""
+        """Oldest version among the serving replicas."""
 
     @property
     def num_replicas(self) -> int: ...
 
     @property
     def accepting(self) -> frozenset[int]:
-        """Replicas that take requests: those that neither load weights nor are rebuilt just now. The same object until
-        that changes.
+        """Replicas that accept requests: those that are neither loading weights nor being rebuilt. Returns the same
+        object until the set changes.
         """
 
     async def generate(
         self, request: GenerateRequest, replica: int | None = None, on_tokens: OnTokens | None = None
     ) -> Completion:
-        """Sample one completion, on the replica that is named; without one, on a replica that the request's group
-        alone decides. Where that one does not take requests, on another that does; where none does, when one does.
-        Arrays and text of the completion may be references.
+        """Sample one completion. Arrays and text of the completion may be references.
+
+        The request goes to ``replica``, or by default to a replica chosen from its group id alone. If that replica does
+        not accept requests, it goes to another that does; if none does, it waits until one does.
 
         Args:
-            request: what to sample.
-            replica: that is to sample it.
-            on_tokens: called on this event loop with tokens as they come, or some time later, if the generator streams
-                (``GeneratorSpec.streaming``). A request that starts again on another replica begins again with its
-                first token.
+            request: the request.
+            replica: index of the replica to use.
+            on_tokens: called on this event loop with tokens as they are sampled, or somewhat later, if the generator
+                streams (``GeneratorSpec.streaming``). If the request restarts on another replica, calls begin again
+                with its first token.
 
         Raises:
-            ReplicaLostError: a replica died, and may not be rebuilt any more.
+            ReplicaLostError: a replica died and has no restarts left.
             BackendTimeoutError: no completion within the role's timeout.
-            BackendError: the request failed on a replica that lives.
+            BackendError: the request failed although its replica is alive.
         """
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
 
     async def pause(self) -> None:
-        """Stop sampling on every replica; also what a replica had that dies meanwhile waits for ``resume``."""
+        """Stop sampling on every replica; requests of a replica that dies meanwhile also wait for ``resume``."""
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
@@ -157,7 +159,7 @@ class GeneratorFleet(ModelGroup, Protocol):
 
 @runtime_checkable
 class RewardGroup(RoleGroup, Protocol):
-    """All workers of a reward role; combining and routing have already happened behind it."""
+    """All workers of a reward role; the group already combines and routes rewards."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
 
@@ -170,13 +172,13 @@ class EnvironmentGroup(RoleGroup, Protocol):
         """Make one rollout.
 
         Args:
-            order: what is wanted.
-            generate: answers the environment's requests, by the handles of the role's ``uses``.
+            order: the rollout to make.
+            generate: answers the environment's requests by the handles of the role's ``uses``.
 
         Raises:
-            BackendTimeoutError: not finished within ``order.timeout_s``; names rollout and role.
-            RoleLostError: a generator died too often.
-            BackendError: the environment raised, or what it returned breaks a rule; names rollout and rule.
+            BackendTimeoutError: the rollout did not finish within ``order.timeout_s``; names rollout and role.
+            RoleLostError: a generator died more often than its restart limit allows.
+            BackendError: the environment raised, or its result breaks a rule; names the rollout and the rule.
         """
 
 
@@ -189,21 +191,21 @@ class Runtime(Protocol):
 
     @property
     def data(self) -> DataStore:
-        """Brings the values of what completions, outputs and derived data refer to."""
+        """The store that fetches the values behind references in completions, outputs and derived data."""
 
     lend_weights: LendWeights
-    """Set by the executor before ``start``; entered around every transfer of weights that ``sync_weights`` did not ask
-    for, such as to a replica that is rebuilt while others sample. By default weights are never offloaded."""
+    """Set by the executor before ``start``; entered around every weight transfer outside ``sync_weights``, such as to a
+    replica that is rebuilt while others sample. By default weights are never offloaded."""
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build and set up all roles.
 
         Args:
-            role_is_up: awaited with the name of each trainer and generator role that is set up. Given one, roles that
-                share a device are started one after the other, so that a role may be offloaded before the next starts.
+            role_is_up: awaited with the name of each trainer and generator role once it is set up. If given, roles that
+                share a device start one after the other, so that one can be offloaded before the next starts.
 
         Raises:
-            ChatLearnError: a role does not start; the others are closed.
+            ChatLearnError: a role failed to start; the others are closed.
         """
 
     def trainer(self, role: str) -> TrainerGroup: ...
@@ -213,29 +215,29 @@ class Runtime(Protocol):
     def reward(self, role: str) -> RewardGroup: ...
 
     def environment(self, role: str) -> EnvironmentGroup:
-        """Raises ConfigError where the runtime hosts no environments."""
+        """Raises ConfigError if the runtime cannot host environments."""
 
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
-        """Move the trainer's weights into every replica, under ``policy_version``.
+        """Load the trainer's weights into every replica as ``policy_version``.
 
         Raises:
             WeightSyncError: no replica serves the new version.
         """
 
     async def recover(self, lost: TrainerLostError) -> None:
-        """Rebuild the trainer roles that lost a rank, as ``start`` made them; their state is then to be loaded.
+        """Rebuild the trainer roles that lost a rank, as ``start`` built them; the caller then loads their state.
 
         Raises:
-            TrainerLostError: ``lost``, where nothing may be rebuilt (any more).
+            TrainerLostError: ``lost`` itself, if no restart is allowed or none is left.
         """
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
-        """Where the memory of each trainer and generator role lies: before ``start`` as planned, then as it is."""
+        """Devices of each trainer and generator role: planned before ``start``, actual afterwards."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Who sits where, for the log and ``--dry-run``, before ``start`` as planned: by role a mapping, in which
-        ``places`` has one line a worker where the workers are processes of their own.
+        """The placement of workers, for the log and ``--dry-run``: planned before ``start``, actual afterwards. Maps
+        each role to a mapping, in which ``places`` has one line per worker if workers are separate processes.
         """
 
     async def close(self) -> None:
-        """Close all roles. Twice is fine."""
+        """Close all roles. Safe to call twice."""

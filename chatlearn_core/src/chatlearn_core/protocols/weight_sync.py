@@ -1,4 +1,4 @@
-"""Weight sync: a sender in every trainer rank, a receiver beside every generator replica, one plan for both."""
+"""Weight sync: a sender in every trainer rank and a receiver beside every generator replica, which share one plan."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from chatlearn_core.types import SyncOffer, SyncRequest
 
 @runtime_checkable
 class WeightSender(Protocol):
-    """The trainer side of a transport, one a rank, built once as ``sender(options, endpoint)``.
+    """The trainer side of a transport, one per rank, built once as ``sender(options, endpoint)``.
 
-    One sync is ``offer``, then ``send`` at the same time as the receivers' ``receive``, then ``release``.
+    One sync is ``offer``, then ``send`` concurrently with the receivers' ``receive``, then ``release``.
     """
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
-        """Open the sync and say how receivers reach the bytes. Quick; moves nothing."""
+        """Open the sync and say how receivers reach the bytes. Returns quickly and moves no bytes."""
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Step ``trainer.weights()`` and move the bytes; blocks. Returns the number of bytes this rank sent.
+        """Stream ``trainer.weights()`` and send the bytes; blocks. Returns the number of bytes that this rank sent.
 
-        All ranks step the stream in one order, and a step never waits for a send. Memory beyond the weights, the
-        tensors held of the stream included, stays under ``plan.bucket_bytes``; none is held after ``send`` returned.
+        All ranks advance the stream in the same order, and no step waits for a send. Memory beyond the weights,
+        including streamed tensors that are still held, stays within ``plan.bucket_bytes``; none is held after ``send``
+        returns.
 
         Raises:
-            WeightSyncError, BackendTimeoutError: names the receivers it waits for.
+            WeightSyncError, BackendTimeoutError: names the receivers that it waits for.
         """
 
     def release(self, plan: SyncRequest) -> None:
-        """Every receiver has answered: buffers, files and handles of this sync may go. Also called after a failure."""
+        """Free the sync's buffers, files and handles: every receiver has answered. Also called after a failure."""
 
     def close(self) -> None:
         """Twice is fine."""
@@ -42,14 +43,14 @@ class WeightReceiver(Protocol):
     """The generator side of a transport, in the generator's adapter process; ``receiver(options, endpoint)``."""
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Take the bytes that ``offers`` announce and hand them to the loader's ``load_*`` of this transport's channel.
+        """Receive the bytes announced by ``offers`` and pass them to the ``load_*`` of this transport's channel.
 
-        ``begin`` and ``finish`` are the caller's. Returns the number of bytes received. Memory that was handed to a
-        ``load_*`` may be used again as soon as that call returned.
+        The caller calls ``begin`` and ``finish``. Returns the number of bytes received. Memory passed to a ``load_*``
+        may be reused as soon as that call returns.
 
         Raises:
             WeightSyncError: a checksum, a name or a shape is wrong; names the tensor.
-            BackendTimeoutError: names the sender ranks it waits for.
+            BackendTimeoutError: names the sender ranks that it waits for.
         """
 
     def close(self) -> None:

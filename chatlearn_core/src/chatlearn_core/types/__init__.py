@@ -1,4 +1,4 @@
-"""Data that crosses the borders between backends, algorithms and executor: plain slots dataclasses."""
+"""Data passed between backends, algorithms and the executor: plain slots dataclasses."""
 
 from chatlearn_core.types.array_ref import (
     ArrayRef,

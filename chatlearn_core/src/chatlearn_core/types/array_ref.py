@@ -1,8 +1,8 @@
-"""References to arrays that workers keep: shape, dtype and where the rows are, without the values.
+"""References to arrays that workers keep: shape, dtype and location, without the values.
 
-A runtime over several processes puts them where an array may stand, since executor and algorithms mostly need lengths.
-Rows are cut and joined without looking at values. What needs values gets them by sample and field from the runtime's
-``DataStore``; any other use raises ``UnfetchedError``.
+A runtime with several processes uses references in place of arrays, because the executor and algorithms mostly need
+lengths. References can be sliced and concatenated by rows without fetching values. Code that needs values gets them by
+sample and field from the runtime's ``DataStore``; any other use raises ``UnfetchedError``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Array = npt.NDArray[Any]
 
 
 class Block(Protocol):
-    """Named arrays that were stored together. A ``DataStore`` brings them into a process."""
+    """Named arrays that were stored together. A ``DataStore`` fetches them into a process."""
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Rows [start, stop) of one array, read-only. The block is in this process."""
+        """Rows [start, stop) of one array, read-only. The block must already be in this process."""
 
 
 @pickled_by_position
@@ -49,7 +49,7 @@ class Rows:
         return Rows(self.block, self.name, self.start + start, self.start + stop)
 
     def values(self) -> Array:
-        """The values, read-only. The block is in this process."""
+        """The values, read-only. The block must already be in this process."""
         return self.block.rows(self.name, self.start, self.stop)
 
 
@@ -73,7 +73,7 @@ Piece = Array | Rows | Fill
 
 
 class _Unfetched(NDArrayOperatorsMixin):
-    """Raises ``UnfetchedError`` wherever values would be needed."""
+    """Raises ``UnfetchedError`` when values are needed."""
 
     __slots__ = ()
 
@@ -93,14 +93,14 @@ class _Unfetched(NDArrayOperatorsMixin):
 
 
 class ArrayRef(_Unfetched):
-    """[N, ...] a reference to an array: pieces one after the other, some of them in this process, some stored.
+    """[N, ...] a reference to an array made of consecutive pieces, each either in this process or stored elsewhere.
 
     Args:
-        pieces: of which the array is made.
-        tail: shape of a row.
-        dtype: of the values.
+        pieces: parts of the array, in order.
+        tail: shape of one row.
+        dtype: dtype of the values.
         owner: id of the sample or completion that the array belongs to, for messages.
-        key: name of the array there.
+        key: name of the array in its owner, for messages.
     """
 
     __slots__ = ("dtype", "key", "owner", "pieces", "shape")
@@ -118,7 +118,7 @@ class ArrayRef(_Unfetched):
         return unfetched(self.owner, self.key)
 
     def named(self, owner: str, key: str) -> ArrayRef:
-        """The same array as ``key`` of ``owner``."""
+        """The same array, labelled as ``key`` of ``owner`` for messages."""
         return ArrayRef(self.pieces, self.shape[1:], self.dtype, owner, key)
 
     def cut(self, start: int, stop: int) -> ArrayRef:
@@ -127,11 +127,11 @@ class ArrayRef(_Unfetched):
         return ArrayRef(self._cut(start, max(start, stop)), self.shape[1:], self.dtype, self.owner, self.key)
 
     def behind(self, piece: Piece) -> ArrayRef:
-        """The array with a piece in front of it."""
+        """A reference to ``piece`` followed by this array."""
         return ArrayRef((piece, *self.pieces), self.shape[1:], self.dtype, self.owner, self.key)
 
     def read_only(self) -> ArrayRef:
-        """The same array; its pieces in this process cannot be written to. Stored ones never can."""
+        """The same array with the pieces in this process made read-only. Stored pieces are always read-only."""
         pieces: list[Piece] = []
         for piece in self.pieces:
             if isinstance(piece, np.ndarray):
@@ -142,7 +142,7 @@ class ArrayRef(_Unfetched):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that hold its stored pieces."""
+        """The blocks that hold this array's stored pieces."""
         return [piece.block for piece in self.pieces if isinstance(piece, Rows)]
 
     @property
@@ -176,7 +176,7 @@ class ArrayRef(_Unfetched):
 
 
 def unfetched(owner: str, key: str) -> str:
-    """What an ``UnfetchedError`` says of one array."""
+    """Message of an ``UnfetchedError`` for one array."""
     whose = f"{key or 'an array'!r} of {owner!r}" if owner else repr(key or "an array")
     return (
         f"the values of {whose} are with the worker that made them; in the driver only shape and dtype are known. Get "
@@ -186,8 +186,8 @@ def unfetched(owner: str, key: str) -> str:
 
 
 def values_of(array: Array | ArrayRef) -> Array:
-    """[N, ...] the values: a view where they are one piece, a copy where several are joined. Every block of a reference
-    is in this process.
+    """[N, ...] the values: a view if the array is one piece, a copy if it joins several. All blocks of a reference must
+    already be in this process.
     """
     if not isinstance(array, ArrayRef):
         return array
@@ -204,21 +204,21 @@ def _values_of_piece(piece: Piece, array: ArrayRef) -> Array:
 
 
 def cut(array: Array, start: int, stop: int) -> Array:
-    """Rows [start, stop) of an array; of a reference by reference."""
+    """Rows [start, stop) of an array; a reference yields a reference."""
     return cast(Array, array.cut(start, stop)) if isinstance(array, ArrayRef) else array[start:stop]
 
 
 def named(array: Array, owner: str, key: str) -> Array:
-    """The array; a reference knows that it is ``key`` of ``owner``."""
+    """The array itself; a reference is labelled as ``key`` of ``owner`` for messages."""
     return cast(Array, array.named(owner, key)) if isinstance(array, ArrayRef) else array
 
 
 def joined(parts: Sequence[Array], dtype: npt.DTypeLike | None = None) -> Array:
-    """Arrays one after the other, like ``np.concatenate``; a reference if one of them is.
+    """Concatenate arrays along rows, like ``np.concatenate``; the result is a reference if any part is one.
 
     Args:
         parts: at least one.
-        dtype: of the result; by default that of the parts. A stored part has it already.
+        dtype: dtype of the result; by default that of the parts. Stored parts must already have it.
     """
     if not any(isinstance(part, ArrayRef) for part in parts):
         return np.concatenate(parts) if dtype is None else np.concatenate(parts).astype(dtype)
@@ -234,10 +234,10 @@ def joined(parts: Sequence[Array], dtype: npt.DTypeLike | None = None) -> Array:
 
 
 class TensorRef(_Unfetched):
-    """[N, ...] a reference to a packed tensor: the rows of sequence after sequence.
+    """[N, ...] a reference to a packed tensor: the rows of consecutive sequences.
 
     Args:
-        sequences: one array a sequence, at least one; some or all of them ``ArrayRef``.
+        sequences: one array per sequence, at least one; some or all of them ``ArrayRef``.
     """
 
     __slots__ = ("dtype", "sequences", "shape")
@@ -258,7 +258,7 @@ class TensorRef(_Unfetched):
         raise UnfetchedError(unfetched("", getattr(func, "__name__", "")) if used is None else used._message())
 
     def select_sequences(self, indices: Sequence[int]) -> Tensor:
-        """The rows of some sequences, in that order, by reference."""
+        """The rows of the sequences at ``indices``, in that order, by reference."""
         chosen = [self.sequences[i] for i in indices]
         return cast(Tensor, TensorRef(chosen)) if chosen else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
 
@@ -267,7 +267,7 @@ class TensorRef(_Unfetched):
 
     @property
     def device(self) -> torch.device:
-        """The host, as of every batch in the driver."""
+        """Always the host: batches in the driver are on the host."""
         return torch.device("cpu")
 
     @property
@@ -285,18 +285,18 @@ class TensorRef(_Unfetched):
 
 
 def per_sequence(values: Tensor, lengths: Sequence[int], owners: Sequence[str], key: str) -> list[Array]:
-    """[T, ...] values of packed sequences as one array a sequence, floating-point ones in float32; by reference if they
-    are.
+    """Split [T, ...] values of packed sequences into one array per sequence; floating-point values become float32. A
+    ``TensorRef`` yields references.
 
     Args:
-        values: of all sequences.
-        lengths: of each sequence, tokens.
-        owners: ids of the samples.
-        key: what the values are called there.
+        values: values of all sequences.
+        lengths: length of each sequence, tokens.
+        owners: ids of the samples, for messages.
+        key: name of the values in those samples, for messages.
     """
     if isinstance(values, TensorRef):
         wanted = np.dtype(np.float32) if values.is_floating_point() else values.sequences[0].dtype
-        assert values.sequences[0].dtype == wanted, "workers store what is floating-point in float32"
+        assert values.sequences[0].dtype == wanted, "workers store floating-point values in float32"
         return [named(array, owner, key) for array, owner in zip(values.sequences, owners, strict=True)]
     array = values.to(torch.float32 if values.is_floating_point() else values.dtype).numpy()
     return [array[start:stop] for start, stop in pairwise([0, *accumulate(lengths)])]
@@ -305,14 +305,14 @@ def per_sequence(values: Tensor, lengths: Sequence[int], owners: Sequence[str], 
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class TextRef:
-    """A reference to a text: UTF-8 bytes of a block. It stands where ``text`` of a completion or turn may stand."""
+    """A reference to a text stored as UTF-8 bytes in a block. Replaces ``text`` of a completion or turn."""
 
     rows: Rows
     owner: str = ""
     """Id of the sample or completion, for messages."""
 
     def values(self) -> str:
-        """The text. The block is in this process."""
+        """The text. The block must already be in this process."""
         return self.rows.values().tobytes().decode("utf-8", errors="surrogatepass")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Sequences packed end to end: what trainers compute on and losses see."""
+"""Sequences packed end to end: the input of trainers and losses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from chatlearn_core.types.sample import Sample
 
 @dataclass(slots=True, eq=False)
 class TrainBatch:
-    """S sequences laid end to end, T tokens in all, in the order of ``sample_ids``.
+    """S sequences packed end to end, T tokens in all, in the order of ``sample_ids``.
 
-    A unit is what may not be torn apart between micro-batches or ranks: sequences with the same ``unit_index``.
-    Weights that already hold the global denominator live in ``token_data["loss_weight"]``; an empty batch (S = 0)
-    is legal and weighs nothing.
+    A unit is a set of sequences with the same ``unit_index``; it is never split over micro-batches or ranks.
+    ``token_data["loss_weight"]`` holds weights that already include the global denominator. An empty batch (S = 0)
+    is legal and has no weight.
 
-    In the driver of a run over several processes, per-token tensors may be ``TensorRef``, which have shapes and no
-    values; where a batch is computed on, they are plain.
+    In the driver of a run with several processes, per-token tensors may be ``TensorRef``, which have shapes but no
+    values; in the worker that computes on the batch they are plain tensors.
+
+    Example: sequences [7, 8, 9] and [4, 2] give ``token_ids = [7, 8, 9, 4, 2]`` and ``cu_seqlens = [0, 3, 5]``.
     """
 
     sample_ids: tuple[str, ...]
@@ -33,19 +35,19 @@ class TrainBatch:
     cu_seqlens: Tensor
     """[S + 1] int32 on the host; sequence s is [cu_seqlens[s], cu_seqlens[s + 1])."""
     loss_mask: Tensor
-    """[T] bool; entry t says whether token t is learned from. Never True at a sequence's first token."""
+    """[T] bool; True where the token is trained on. Never True at a sequence's first token."""
     unit_index: Tensor
     """[S] int64, host"""
     group_index: Tensor
-    """[S] int64, host; sequences sampled from the same draw of an example share it."""
+    """[S] int64, host; sequences sampled from the same draw of an example share a value."""
     token_data: dict[str, Tensor] = field(default_factory=dict)
     """name -> [T, ...]"""
     sequence_data: dict[str, Tensor] = field(default_factory=dict)
     """name -> [S, ...]"""
     num_prompt_tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[S] int64, host; where the first turn of each sequence begins. By default 0."""
+    """[S] int64, host; position at which the first turn of each sequence begins. By default 0."""
     example_ids: tuple[str, ...] = ()
-    """S ids of the examples that the sequences were made of: the same in every epoch. By default ``sample_ids``."""
+    """S ids of the examples behind the sequences: the same in every epoch. By default ``sample_ids``."""
 
     def __post_init__(self) -> None:
         if len(self.num_prompt_tokens) != self.num_sequences:
@@ -74,7 +76,7 @@ class TrainBatch:
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64: which sequence a token belongs to."""
+        """[T] int64: index of the sequence that each token belongs to."""
         index = torch.repeat_interleave(torch.arange(self.num_sequences), self.cu_seqlens.diff().long())
         return index.to(self.token_ids.device)
 
@@ -124,18 +126,19 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 
 def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = None) -> TrainBatch:
-    """Lay samples end to end.
+    """Pack samples end to end.
 
-    Every sample carries the same ``token_data`` and ``sequence_data``. References are not followed: they become a
+    All samples must carry the same ``token_data`` and ``sequence_data``. References are not fetched: they become a
     ``TensorRef``.
 
     Args:
-        samples: in the order the batch shall have.
-        units: what no split tears apart, one name or number a sample; by default each sample's ``unit_id``.
+        samples: in the order the batch is to have.
+        units: one name or number per sample; samples with the same unit are never split. By default each sample's
+            ``unit_id``.
 
     Raises:
-        BackendError: a sample lacks data that another one has, or has an array of another length than its tokens, or
-            with rows of another shape or type than another sample's; names both.
+        BackendError: a sample lacks data that another has, or its array has a different length than its tokens, or
+            rows of a different shape or type than another sample's; names both.
     """
     token_names = _names_of_all(samples, "token_data")
     sequence_names = _names_of_all(samples, "sequence_data")
@@ -168,7 +171,7 @@ def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = N
 
 
 def _numbered(names: Sequence[Hashable]) -> Tensor:
-    """[S] int64: names by number, in the order of their first appearance."""
+    """[S] int64: each name's number, counted by first appearance."""
     numbers: dict[Hashable, int] = {}
     return torch.as_tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
 
@@ -183,7 +186,7 @@ def _shape_problem(values: np.ndarray, sample: Sample, first: np.ndarray) -> str
 
 
 def _names_of_all(samples: Sequence[Sample], kind: Literal["token_data", "sequence_data"]) -> list[str]:
-    """The names that every sample has data of. Data that only some have would be lost for all."""
+    """Names of the data that every sample has. Raises if only some samples have a name: its data would be lost."""
     found: list[set[str]] = [set(getattr(sample, kind)) for sample in samples]
     everywhere = set.intersection(*found) if found else set()
     for name in sorted(set().union(*found) - everywhere):
@@ -191,7 +194,7 @@ def _names_of_all(samples: Sequence[Sample], kind: Literal["token_data", "sequen
         lacking = next(sample.id for sample, names in zip(samples, found, strict=True) if name not in names)
         raise BackendError(
             f"sample {lacking!r} has no {kind} {name!r}, but sample {having[0]!r} has ({len(having)} of {len(samples)} "
-            "samples of this batch do): what a loss or a trainer may read, every sample must have. Let what writes it "
-            "(a generator, an algorithm's advantages) write it for every sample, or exclude those without it"
+            "samples of this batch do): data that a loss or trainer may read must be present in every sample. Write it "
+            "for every sample (in the generator or the algorithm's advantages), or exclude the samples without it"
         )
     return sorted(everywhere)

@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor, and whether several of them cover it exactly once."""
+"""Boxes: rectangular parts of a tensor, and a check that a set of them covers the tensor exactly once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
-"""Half-open interval [start, stop) in each dimension of the global tensor; ``()`` of a scalar.
+"""Half-open interval [start, stop) in each dimension of the global tensor; ``()`` for a scalar.
 
 Example: rows 2 and 3 of a [4, 8] matrix are ``((2, 4), (0, 8))``.
 """
@@ -19,22 +19,22 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """The shape of a box's tensor."""
+    """The shape of the tensor in a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def num_elements(box: Box) -> int:
-    """How many elements a box has; 1 of a scalar."""
+    """Number of elements in a box; 1 for a scalar."""
     return prod(extent(box))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The index that selects a box of a tensor."""
+    """The index that selects a box from a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def lies_in(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box is one of a tensor of this shape."""
+    """Whether a box has this tensor's rank and stays within its shape."""
     return len(box) == len(shape) and all(
         0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
     )
@@ -47,20 +47,20 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def box_text(box: Box) -> str:
-    """A box as an index is written: ``[2:4, 0:8]``."""
+    """A box written as an index: ``[2:4, 0:8]``."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 @dataclass(slots=True)
 class BoxCover:
-    """The boxes of one tensor that have come so far; none may overlap another."""
+    """The boxes of one tensor received so far; they must not overlap."""
 
     shape: tuple[int, ...]
     boxes: list[Box] = field(default_factory=list)
     _covered: int = 0
 
     def add(self, box: Box) -> str | None:
-        """Take note of a box; returns why it is refused, None if it fits. A refused box is not noted."""
+        """Record a box. Returns the reason if the box is refused (and not recorded), None if it fits."""
         if not lies_in(box, self.shape):
             return f"box {box_text(box)} does not lie in shape {list(self.shape)}"
         twice = next((shared for other in self.boxes if (shared := overlap(box, other)) is not None), None)
@@ -72,11 +72,11 @@ class BoxCover:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every element has come."""
+        """Whether every element has been received."""
         return self._covered == prod(self.shape)
 
     def missing(self) -> list[Box]:
-        """The elements that have not come, as boxes that do not overlap."""
+        """The elements not yet received, as boxes that do not overlap."""
         left = [full_box(self.shape)] if not self.is_complete else []
         for box in self.boxes:
             left = [rest for whole in left for rest in _without(whole, box)]
@@ -84,7 +84,7 @@ class BoxCover:
 
 
 def _without(whole: Box, hole: Box) -> list[Box]:
-    """A box without the elements of another one, as boxes that do not overlap."""
+    """``whole`` without the elements of ``hole``, as boxes that do not overlap."""
     shared = overlap(whole, hole)
     if shared is None:
         return [whole]

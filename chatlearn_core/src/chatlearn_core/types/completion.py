@@ -1,4 +1,4 @@
-"""What a generator is asked for and what it returns."""
+"""Requests to a generator and its completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class LogprobBasis:
-    """Which distribution a logprob is of: the model's logits divided by ``temperature``, then cut to top-k and top-p.
+    """The distribution behind a logprob: the model's logits divided by ``temperature``, then truncated to top-k and
+    top-p.
 
     Two logprobs may be compared, and an importance ratio formed, only if their bases are equal. The raw distribution
     is ``LogprobBasis()``.
@@ -45,23 +46,23 @@ class SamplingParams:
     """How to sample one completion.
 
     Raises:
-        ValueError: a value outside its range, named.
+        ValueError: a value is outside its range; names the parameter.
     """
 
     max_tokens: int
-    """Upper bound on the completion's length, tokens."""
+    """Maximum length of the completion, tokens."""
     temperature: float = 1.0
-    """0 is greedy; logprobs are then of the raw distribution."""
+    """0 is greedy; logprobs are then those of the raw distribution."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     stop: tuple[str, ...] = ()
-    """Strings that end the completion; the text that matched stays in the tokens."""
+    """Strings that end the completion; the matched text stays in its tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the tokenizer's end-of-sequence token."""
+    """Token ids that end the completion, in addition to the tokenizer's end-of-sequence token."""
     ignore_eos: bool = False
     seed: int = 0
-    """Keys this request's random numbers: the draw for completion token t depends on (seed, t) and nothing else."""
+    """Keys this request's random numbers: the draw of completion token t depends on (seed, t) alone."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -76,7 +77,7 @@ class SamplingParams:
 
     @property
     def basis(self) -> LogprobBasis:
-        """Basis of the distribution that is sampled from."""
+        """Basis of the distribution that tokens are sampled from."""
         if self.temperature == 0.0:
             return RAW_BASIS
         return LogprobBasis(self.temperature, self.top_p, self.top_k)
@@ -85,7 +86,7 @@ class SamplingParams:
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class VersionSpan:
-    """Sampled tokens [start, stop) of a completion, or of a turn, are of policy ``version``."""
+    """Policy ``version`` sampled tokens [start, stop) of a completion or turn."""
 
     start: int
     stop: int
@@ -97,8 +98,8 @@ class VersionSpan:
 class GenerateRequest:
     """One completion to sample.
 
-    A resumed request carries the aborted ``Completion`` in ``resume_from``; the returned completion holds its tokens,
-    logprobs and version spans first, and ``sampling.max_tokens`` bounds the whole.
+    A resumed request carries the aborted ``Completion`` in ``resume_from``; the returned completion begins with its
+    tokens, logprobs and version spans, and ``sampling.max_tokens`` bounds the whole.
     """
 
     id: str
@@ -106,50 +107,51 @@ class GenerateRequest:
     """[P]"""
     sampling: SamplingParams
     group_id: str = ""
-    """Requests of one group share a prompt; a replica may share their prefix."""
+    """Requests of one group share a prompt, so a replica may share the prompt's KV cache among them."""
     resume_from: Completion | None = None
     timeout_s: float | None = None
     media: tuple[Media, ...] = ()
-    """What the prompt's tokens refer to. An engine that expands them says so in ``Completion.prompt_ids``."""
+    """Images, videos or sounds that the prompt's tokens refer to. An engine that expands their tokens returns the
+    expanded prompt in ``Completion.prompt_ids``."""
     forced_ids: TokenIds | None = None
-    """[C] to be scored instead of sampled: the completion has these tokens, with their logprobs, and the finish reason
-    ``stop``. Only generators that declare it (``GeneratorSpec.scores``) take such a request."""
+    """[C] tokens to score instead of sampling: the completion has these tokens with their logprobs, and finish reason
+    ``stop``. Only generators that declare ``GeneratorSpec.scores`` accept such a request."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Completion:
-    """One sampled sequence. Arrays share one length C.
+    """One sampled sequence of C tokens; all arrays have length C.
 
-    Where a runtime leaves them with the worker that sampled them, arrays are ``ArrayRef`` and ``text`` is a
-    ``TextRef``; ``DataStore.get_completions`` brings them.
+    If a runtime leaves the data with the worker that sampled it, arrays are ``ArrayRef`` and ``text`` is a
+    ``TextRef``; ``DataStore.get_completions`` fetches them.
     """
 
     request_id: str
     token_ids: TokenIds
-    """[C] sampled tokens, the end-of-sequence token included if it was sampled."""
+    """[C] sampled tokens, including the end-of-sequence token if it was sampled."""
     logprobs: Floats
-    """[C] logprob of each sampled token under the distribution that ``basis`` states."""
+    """[C] logprob of each sampled token under the distribution given by ``basis``."""
     basis: LogprobBasis
     finish_reason: FinishReason
     sampling: SamplingParams
     version_spans: tuple[VersionSpan, ...]
-    """Cover [0, C) in order, without gaps."""
+    """Spans that cover [0, C) in order, without gaps."""
     raw_logprobs: Floats | None = None
-    """[C] logprob under the raw distribution, where the generator provides it beside ``logprobs``."""
+    """[C] logprobs under the raw distribution, if the generator returns them in addition to ``logprobs``."""
     text: str = ""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV cache was shared instead of computed."""
+    """Number of prompt tokens whose KV cache was reused instead of computed."""
     token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
-    """name -> [C, ...], for example routed experts."""
+    """name -> [C, ...], for example the routed experts."""
     prompt_ids: TokenIds | None = None
-    """[P] the prompt as the engine computed it, if that is not what was asked for: after it expanded media."""
+    """[P] the prompt as the engine computed it, if it differs from the request's: after expanding media tokens."""
     prompt_token_data: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
-    """name -> [P, ...] the same data of the prompt's tokens, for names that are in ``token_data``."""
+    """name -> [P, ...] the prompt tokens' part of each name in ``token_data``."""
 
 
 def continued_spans(prior: Completion | None, sampled: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Spans of a whole completion: those of the one it resumes, then what was sampled since. Empty ones are left out,
-    and neighbours of one version are one span.
+    """Version spans of a whole completion: those of the completion it resumes, then those sampled since. Empty spans
+    are dropped, and neighbours of one version are merged.
     """
     spans = [] if prior is None else list(prior.version_spans)
     for span in sampled:

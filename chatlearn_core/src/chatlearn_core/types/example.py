@@ -1,4 +1,4 @@
-"""What a dataset row becomes before anything runs: an example, and the draw that takes it into a step."""
+"""Examples, which datasets make from rows, and draws, which samplers make from examples for a step."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from chatlearn_core.types.prompt import Prompt, TokenIds
 
 
 class Example(Protocol):
-    """What a dataset yields. Which kind an algorithm takes is its ``input``."""
+    """One item of a dataset. An algorithm's ``input`` names the kind of examples that it takes."""
 
     @property
     def id(self) -> str:
-        """Unique over all datasets of a run, stable between runs of the same data."""
+        """Unique over all datasets of a run; stable between runs on the same data."""
 
     @property
     def prompt(self) -> Prompt:
-        """What the example begins with."""
+        """The prompt that the example begins with."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest sequence that it gives without a generator."""
+        """Length of the longest sequence that the example yields without a generator, tokens."""
 
     def content(self) -> Iterable[bytes]:
-        """Whatever it holds beside id and tokens of its prompt: a checkpoint notices when it changes."""
+        """All content other than the id and the prompt's tokens; a checkpoint detects changes to it."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Demonstration:
-    """A prompt and what follows it, to imitate (supervised fine-tuning)."""
+    """A prompt and a completion to imitate (supervised fine-tuning).
+
+    Example: ``Demonstration(prompt, completion_ids=np.array([4, 2]))`` imitates both tokens.
+    """
 
     prompt: Prompt
     completion_ids: TokenIds
-    """[C] what follows the prompt, with the tokens that end the turns that are imitated."""
+    """[C] tokens after the prompt, including the tokens that end the imitated turns."""
     loss_mask: npt.NDArray[np.bool_] | None = None
-    """[C] True where the token is imitated; None: everywhere."""
+    """[C] True where the token is imitated; None means everywhere."""
 
     @property
     def id(self) -> str:
@@ -49,7 +52,7 @@ class Demonstration:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and completion."""
+        """Length of prompt and completion, tokens."""
         return len(self.prompt.token_ids) + len(self.completion_ids)
 
     def content(self) -> Iterable[bytes]:
@@ -61,17 +64,17 @@ class Demonstration:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Answer:
-    """One of the completions that a preference compares."""
+    """One of the completions compared by a preference."""
 
     token_ids: TokenIds
-    """[C] what follows the prompt, with the tokens that end it."""
+    """[C] tokens after the prompt, including the token that ends the completion."""
     loss_mask: npt.NDArray[np.bool_] | None = None
-    """[C] True where the token is the assistant's; None: everywhere."""
+    """[C] True where the token is the assistant's; None means everywhere."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Preference:
-    """Completions of one prompt, and which are better.
+    """Completions of one prompt with human or model judgements of them.
 
     Example: a pair is ``Preference(prompt, (chosen, rejected), ranks=(1.0, 0.0))``; a completion that people liked is
     ``Preference(prompt, (answer,), labels=(True,))``.
@@ -80,9 +83,9 @@ class Preference:
     prompt: Prompt
     completions: tuple[Answer, ...]
     ranks: tuple[float, ...] = ()
-    """One for each completion, larger is better."""
+    """One per completion; larger is better."""
     labels: tuple[bool, ...] = ()
-    """In place of ranks: whether each completion is good."""
+    """Instead of ranks: whether each completion is good."""
 
     @property
     def id(self) -> str:
@@ -91,7 +94,7 @@ class Preference:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and the longest completion."""
+        """Length of the prompt and its longest completion, tokens."""
         return len(self.prompt.token_ids) + max(len(answer.token_ids) for answer in self.completions)
 
     def content(self) -> Iterable[bytes]:
@@ -113,24 +116,24 @@ class ExampleDraw:
 
     example: Example
     draw: int | str
-    """Which draw of this example in the run, from 0; an evaluation's has its name, ``eval``."""
+    """Number of this draw of the example in the run, from 0; evaluations use their name, ``eval``."""
     seed_key: str
-    """Keys the random numbers of the samples, unique among all draws of a run."""
+    """Keys the random numbers of the samples; unique among all draws of a run."""
 
     @property
     def group_id(self) -> str:
-        """Id of the group of samples that this draw gives. It does not hold the step."""
+        """Id of the group of samples made from this draw. Does not contain the step."""
         return f"{self.example.id}@{self.draw}"
 
     def sample_id(self, index: int) -> str:
-        """Id of a sample of the group."""
+        """Id of the group's sample ``index``."""
         return f"{self.group_id}#{index}"
 
     def sample_key(self, index: int) -> str:
-        """Keys the random numbers of a sample of the group."""
+        """Key of the random numbers of the group's sample ``index``."""
         return f"{self.seed_key}#{index}"
 
 
 def evaluation_draw(example: Example) -> ExampleDraw:
-    """The example as evaluations draw it: every time with the same random numbers, so that evaluations compare."""
+    """The draw that evaluations use: always the same random numbers, so that evaluations are comparable."""
     return ExampleDraw(example, "eval", f"{example.id}@eval")

@@ -1,4 +1,4 @@
-"""What is known about a run that failed, for observers."""
+"""The record of a failed run, for observers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class RunFailure:
     name: str
     """The run's name."""
     phase: str
-    """Such as ``generating``; of phases that overlap, the one of the role at fault."""
+    """For example ``generating``; if phases overlapped, the phase of the role that failed."""
     phase_s: float
-    """Seconds that the run was in the phase."""
+    """Seconds the run had spent in the phase."""
     step: int
-    """The step that the run was in; 0 before the first."""
+    """The step in progress; 0 before the first."""
     num_complete: int
-    """Complete steps."""
+    """Number of complete steps."""
     planned_steps: int
     kept: str
-    """What is saved, in a sentence."""
+    """One sentence that says what is saved."""
     run_dir: Path
     events: tuple[Mapping[str, Any], ...]
-    """The newest lines of ``events.jsonl``, oldest first."""
+    """The latest lines of ``events.jsonl``, oldest first."""
     wall_s: float
-    """Seconds since the start."""
+    """Seconds since the run started."""
     versions: Mapping[str, str]
-    """Of Python, torch, and every distribution with a plugin in use."""
+    """Versions of Python, torch, and every distribution whose plugins the run uses."""

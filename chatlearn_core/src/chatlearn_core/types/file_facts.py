@@ -1,4 +1,4 @@
-"""What a rank knows of a file that it has written, so that nothing else has to read terabytes again."""
+"""Size and checksum of files a rank wrote, recorded while writing so that no other process reads terabytes again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(slots=True, frozen=True)
 class FileFacts:
-    """A file as it was written.
+    """Size and checksum of a file as it was written.
 
     Example:
         ``FileFacts(num_bytes=4, sha256="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08")``
@@ -25,14 +25,14 @@ class FileFacts:
 
 
 def merged_facts(parts: Iterable[object], origin: str) -> dict[str, FileFacts]:
-    """The facts of all ranks, by the file's path below the checkpoint directory.
+    """Merge the facts of all ranks, keyed by the file's path below the checkpoint directory.
 
     Args:
-        parts: what each rank's ``save`` returned.
-        origin: leads the message.
+        parts: return values of each rank's ``save``.
+        origin: begins the error message.
 
     Raises:
-        BackendError: a rank returned no facts, or two ranks say different things of one file.
+        BackendError: a rank returned no facts, or two ranks returned different facts for one file.
     """
     merged: dict[str, FileFacts] = {}
     for rank, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""How a number travels from where it is measured to the log: as a sum and a count, so that merging is exact."""
+"""Partial metrics: a sum and a count, so that merging over ranks and micro-batches is exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Reducer = Literal["mean", "sum", "max", "min"]
 
 @dataclass(slots=True, frozen=True)
 class Metric:
-    """A partial metric. ``mean`` is ``total / count`` after all parts are merged; the others ignore ``count``."""
+    """A partial metric. ``mean`` is ``total / count`` once all parts are merged; other reducers ignore ``count``."""
 
     total: float
     count: float = 1.0
@@ -36,14 +36,14 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
-"""Metric name -> part."""
+"""Metric name -> partial metric."""
 
 
 def merge_metrics(*parts: Metrics) -> Metrics:
-    """Merge metric parts by name; a name that occurs in some parts only is kept.
+    """Merge partial metrics by name; a name that occurs in only some parts is kept.
 
     Raises:
-        BackendError: two parts of one metric are reduced differently; names the metric and both reducers.
+        BackendError: two parts of one metric have different reducers; names the metric and both reducers.
     """
     merged: Metrics = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Records that travel in great numbers are pickled by position."""
+"""Faster pickling, by field position, for records that are sent in large numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 def pickled_by_position(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: an object is pickled as its class and its fields in order.
+    """Class decorator: pickle a dataclass object as its class and its field values in order.
 
-    What ``dataclass(slots=True, frozen=True)`` does by itself goes through Python code for every field, and takes ten
-    times as long: seconds of a driver's time where a step has a hundred thousand samples.
+    The pickling built into ``dataclass(slots=True, frozen=True)`` runs Python code for every field and takes ten times
+    as long: seconds in the driver for a step of a hundred thousand samples.
     """
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # the caller's dataclass
     values = attrgetter(*names)
@@ -21,5 +21,5 @@ def pickled_by_position(cls: type[T]) -> type[T]:
     def by_position(self: Any) -> tuple[Any, ...]:
         return (cls, values(self)) if len(names) > 1 else (cls, (values(self),))
 
-    cls.__reduce__ = by_position  # type: ignore[method-assign]  # that is what it is for
+    cls.__reduce__ = by_position  # type: ignore[method-assign]  # replacing it is this function's purpose
     return cls

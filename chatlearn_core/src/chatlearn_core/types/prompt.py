@@ -1,4 +1,4 @@
-"""A prompt: one problem, tokenised once, with what a reward needs to judge an answer."""
+"""A prompt: one tokenised problem, with the data that a reward needs to judge an answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TokenIds = npt.NDArray[np.int64]
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class Media:
-    """An image, a video or a sound that a prompt refers to. The core carries it and never looks inside.
+    """An image, video or sound that a prompt refers to. The core passes it on and never inspects it.
 
     Example: ``Media("image", b"\\x89PNG...")``
     """
 
     kind: str
-    """As generator and trainer plugins name it: ``image``, ``video``, ``audio``."""
+    """Name used by generator and trainer plugins: ``image``, ``video``, ``audio``."""
     content: Any
     """Bytes, an array, or a path or URL that every worker can read."""
 
@@ -32,25 +32,27 @@ class Media:
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class Prompt:
-    """One problem. The simplest kind of ``Example``: it is its own prompt.
+    """One problem. The simplest kind of ``Example``: its ``prompt`` is itself.
 
-    ``id`` is unique over all datasets of a run and stable between runs of the same data.
+    ``id`` is unique over all datasets of a run and stable between runs on the same data.
+
+    Example: ``Prompt("gsm8k/7", token_ids=np.array([7, 8, 9]), text="What is 2+2?", data_source="gsm8k")``
     """
 
     id: str
     token_ids: TokenIds
-    """[P] the prompt as the policy sees it, generation prompt included."""
+    """[P] the prompt as the policy sees it, including the generation prompt."""
     text: str
-    """The rendered prompt that ``token_ids`` encodes."""
+    """The rendered prompt, which ``token_ids`` encodes."""
     data_source: str = ""
-    """Name of the dataset; rewards are routed by it."""
+    """Name of the dataset; selects the reward."""
     ground_truth: Any = None
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The chat messages, empty if the dataset held a plain string."""
+    """The chat messages; empty if the dataset row held a plain string."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row, by name (``extra_info`` included)."""
+    """All other columns of the row, by name (including ``extra_info``)."""
     media: tuple[Media, ...] = ()
-    """What the tokens refer to, in their order."""
+    """The media that the tokens refer to, in token order."""
 
     @property
     def prompt(self) -> Prompt:

@@ -1,6 +1,6 @@
-"""Copies for code that only watches: whatever it does to them, what is trained on stays as it was.
+"""Copies for observers: changing them never changes the data that is trained on.
 
-A sample's own attributes and mappings are copied; its arrays are shared as views that cannot be written to.
+A sample's attributes and mappings are copied; its arrays are shared as read-only views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONSTANTS = (str, int, float, bool, bytes, type(None))
 
 
 def read_only_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies of samples, prompts included; samples of one prompt share its copy."""
+    """Copies of samples, including their prompts; samples of one prompt share one copy of it."""
     prompts: dict[int, Prompt] = {}
     copies: list[Sample] = []
     for sample in samples:
@@ -43,7 +43,7 @@ def read_only_samples(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def plain_copy(value: Any) -> Any:
-    """A copy of plain data: mappings, lists, numbers, texts, arrays. Anything else is copied as deeply as it allows."""
+    """A copy of plain data: mappings, lists, numbers, texts, arrays. Anything else is deep-copied if it allows it."""
     if isinstance(value, _CONSTANTS):
         return value
     if isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def plain_copy(value: Any) -> Any:
 
 
 def read_only(array: Any) -> Any:
-    """A view that cannot be written to; of a reference a reference."""
+    """A read-only view of an array; a reference yields a read-only reference."""
     if isinstance(array, ArrayRef):
         return array.read_only()
     view = array.view()

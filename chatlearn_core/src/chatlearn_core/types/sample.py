@@ -1,4 +1,4 @@
-"""One training sequence on its way from generation to training."""
+"""Training sequences, from generation to training."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Media, Prompt, TokenIds
 
 UNGRADED = "ungraded"
-"""Component, 1.0, of a reward whose value says only that the sample could not be judged: it took too much time or
-memory, or the judge gave no verdict. Counted."""
+"""Reward component set to 1.0 if the sample could not be judged: it took too much time or memory, or the judge gave no
+verdict. Counted."""
 
 NOT_SAMPLED = -1
-"""``policy_version`` of a token that no policy sampled."""
+"""``policy_version`` of a token that was not sampled by a policy."""
 
 
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class RewardResult:
-    """The verdict on one sample, or why there is none. Exactly one of ``value`` and ``error`` is set."""
+    """The reward of one sample, or the reason why it has none. Exactly one of ``value`` and ``error`` is set.
+
+    Example: ``RewardResult(0.9, components={"correct": 1.0, "length": -0.1})``
+    """
 
     value: float | None
     components: dict[str, float] = field(default_factory=dict)
-    """Named parts, before weighting."""
+    """Named parts of the reward, before weighting."""
     token_values: Floats | None = None
-    """[T - num_prompt_tokens] optional reward of each token behind the prompt, added to ``value`` at the last one."""
+    """[T - num_prompt_tokens] optional reward per token after the prompt; ``value`` is added at the last token."""
     error: str | None = None
-    """What went wrong: an exception, a timeout, a NaN, a wrong count."""
+    """The failure: an exception, a timeout, a NaN, or a wrong number of results."""
 
     def __post_init__(self) -> None:
         assert (self.value is None) != (self.error is None), "a reward has either a value or an error"
@@ -52,7 +55,7 @@ class RewardResult:
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class Turn:
-    """What the policy sampled in one go: tokens [start, stop) of a sample's sequence, and how.
+    """Tokens [start, stop) of a sample's sequence, which the policy sampled in one request, and how it sampled them.
 
     Example: a prompt of 5 tokens and its completion of 3 are ``Turn(start=5, stop=8, finish_reason="stop", ...)``.
     """
@@ -62,56 +65,58 @@ class Turn:
     finish_reason: FinishReason
     sampling: SamplingParams
     basis: LogprobBasis
-    """Of ``generator_logprobs``, or of ``generator_raw_logprobs`` where a sample has only these."""
+    """Basis of ``generator_logprobs``, or of ``generator_raw_logprobs`` if the sample has only those."""
     version_spans: tuple[VersionSpan, ...]
-    """Which policy versions sampled it, counted from ``start``; ``token_data["policy_version"]`` has them by token."""
+    """Policy versions that sampled the turn, as spans counted from ``start``; ``token_data["policy_version"]`` has them
+    per token."""
     text: str = ""
-    """The decoded tokens; a ``TextRef`` where they stay with the worker that sampled them."""
+    """The decoded tokens; a ``TextRef`` if the text stays with the worker that sampled it."""
     request_id: str = ""
     generator: str = ""
-    """Role that sampled it."""
+    """Name of the generator role that sampled the turn."""
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sequence: prompt tokens, what was sampled after them, and all that was computed for them.
+    """One sequence: the prompt's tokens, the tokens after them, and everything computed for them.
 
     Every per-token array is aligned with ``token_ids``: entry t belongs to token t (a logprob at t is that of token t
-    given the tokens before it). Where ``loss_mask`` is False the entry is 0 and has no meaning.
+    given the tokens before it). Entries where ``loss_mask`` is False are 0 and have no meaning.
 
-    In the driver of a run over several processes, ``token_ids`` and ``token_data`` may be ``ArrayRef``, which have
-    lengths and no values; ``DataStore.get`` gives samples with plain arrays.
+    In the driver of a run with several processes, ``token_ids`` and ``token_data`` may be ``ArrayRef``, which have
+    lengths but no values; ``DataStore.get`` returns samples with plain arrays.
 
     Example: ids [7, 8, 9] answered by [4, 2] give ``token_ids = [7, 8, 9, 4, 2]``, ``num_prompt_tokens = 3``,
     ``loss_mask = [F, F, F, T, T]``, one ``Turn(3, 5, ...)`` and ``token_data["policy_version"] = [-1, -1, -1, 6, 6]``.
     """
 
     id: str
-    """Unique in a run: ``{example id}@{number of its draw}#{index in the group}``."""
+    """Unique in a run: ``{example id}@{number of the draw}#{index in the group}``."""
     group_id: str
-    """Unique in a run: ``{example id}@{number of its draw}``."""
+    """Unique in a run: ``{example id}@{number of the draw}``."""
     prompt: Prompt
     token_ids: TokenIds
-    """[T] prompt, then whatever followed."""
+    """[T] the prompt, then the tokens after it."""
     loss_mask: npt.NDArray[np.bool_]
-    """[T] True where the policy sampled (or should imitate) the token."""
+    """[T] True where the policy sampled the token or is to imitate it."""
     num_prompt_tokens: int = -1
-    """Where the first turn begins. -1: as long as ``prompt.token_ids``, which an engine may have expanded."""
+    """Position at which the first turn begins; the engine may have expanded the prompt. -1 means the length of
+    ``prompt.token_ids``."""
     turns: tuple[Turn, ...] = ()
-    """In order; empty for demonstrations, and where generation failed."""
+    """Turns in order; empty for demonstrations, and if generation failed."""
     reward: RewardResult | None = None
     unit_id: str = ""
-    """Samples of one unit stay together on a rank and in a mini-batch: the two of a pair share it. Empty: ``id``."""
+    """Samples of one unit (such as the two of a pair) stay on one rank and in one mini-batch. Empty means ``id``."""
     example_id: str = ""
-    """Empty: that of the prompt."""
+    """Empty means the prompt's id."""
     media: tuple[Media, ...] = ()
-    """What the tokens refer to, in their order, those of the prompt included."""
+    """The media that the tokens refer to, in token order, including those of the prompt."""
     token_data: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """name -> [T, ...], for example ``generator_logprobs``, ``policy_version``, ``advantages``."""
     sequence_data: dict[str, float] = field(default_factory=dict)
-    """name -> one number for the sequence."""
+    """name -> one number per sequence."""
     exclusion: str | None = None
-    """Why this sample is not trained on; None while it is admitted. Counted by reason."""
+    """Reason why the sample is not trained on; None if it is. Counted by reason."""
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
@@ -121,22 +126,22 @@ class Sample:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens behind the prompt, those of other parties than the policy included."""
+        """Number of tokens after the prompt, including those that the policy did not sample."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def completion_ids(self) -> TokenIds:
-        """[T - num_prompt_tokens] the tokens behind the prompt."""
+        """[T - num_prompt_tokens] the tokens after the prompt."""
         return cut(self.token_ids, self.num_prompt_tokens, len(self.token_ids))
 
     @property
     def last_turn(self) -> Turn | None:
-        """None where nothing was sampled."""
+        """The last turn; None if nothing was sampled."""
         return self.turns[-1] if self.turns else None
 
     @property
     def text(self) -> str:
-        """What the policy sampled, its turns one after the other; empty where it sampled nothing.
+        """The text of all turns, concatenated; empty if nothing was sampled.
 
         Raises:
             UnfetchedError: a turn's text stays with the worker that sampled it.
@@ -147,23 +152,23 @@ class Sample:
 
 
 RolloutStatus = Literal["finished", "truncated", "failed"]
-"""``truncated``: a limit of turns, tokens or time ended it; ``failed``: nothing of it is trained on."""
+"""``truncated``: a limit on turns, tokens or time ended the rollout; ``failed``: none of it is trained on."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """All that came of one attempt at an example: usually one sample, several where sub-agents acted or a context was
-    compacted in between.
+    """The result of one attempt at an example: usually one sample, several if sub-agents acted or a context was
+    compacted along the way.
     """
 
     id: str
-    """``{group id}#{index in the group}``; the samples' ids begin with it."""
+    """``{group id}#{index in the group}``; the ids of the samples begin with it."""
     group_id: str
     example: Example
     samples: list[Sample]
     status: RolloutStatus = "finished"
     reward: RewardResult | None = None
-    """Of the whole, where what made it judges it; its samples have it, too."""
+    """Reward of the whole rollout, if the environment gives one; its samples have it, too."""
 
 
 def sample_from_completion(
@@ -175,15 +180,15 @@ def sample_from_completion(
     example_id: str = "",
     generator: str = "",
 ) -> Sample:
-    """Join a prompt and its completion into one sequence of one turn.
+    """Join a prompt and its completion into a sample of one turn.
 
-    The prompt's tokens are those that the engine saw, if the completion says (``prompt_ids``). Logprobs of another
-    distribution than the one that was sampled from, which the completion's basis states, are called
-    ``generator_raw_logprobs``, so that no ratio can be made of them by mistake. References of a completion become
-    references of the sample.
+    The prompt's tokens are the completion's ``prompt_ids`` if it has them: the prompt as the engine saw it. If the
+    completion's basis differs from the distribution that was sampled from, its logprobs are stored as
+    ``generator_raw_logprobs``, so that no importance ratio is formed from them by mistake. References in a completion
+    become references in the sample.
 
     Args:
-        example_id: of the example that was drawn; the prompt's by default.
+        example_id: id of the drawn example; by default the prompt's.
         generator: role that sampled the completion.
     """
     prompt_ids = prompt.token_ids if completion.prompt_ids is None else completion.prompt_ids
@@ -227,16 +232,16 @@ def sample_from_completion(
 def sample_with_turn(
     sample: Sample, completion: Completion, *, generator: str = "", drop: Collection[str] = ()
 ) -> Sample:
-    """The sample with a completion of all its tokens as a further turn.
+    """The sample extended by a completion as a further turn.
 
     Args:
-        completion: of a request whose prompt were the sample's tokens.
+        completion: answers a request whose prompt was all the sample's tokens.
         generator: role that sampled the completion.
-        drop: data that does not cover the new tokens; the reward is dropped, too.
+        drop: names of data to drop because they do not cover the new tokens; the reward is dropped, too.
 
     Raises:
-        BackendError: the engine expanded the sample's tokens again; or one of the two has per-token data that the other
-            lacks.
+        BackendError: the engine expanded the sample's tokens again, or only one of sample and completion has some
+            per-token data.
     """
     start, length = len(sample.token_ids), len(sample.token_ids) + len(completion.token_ids)
     if completion.prompt_ids is not None and len(completion.prompt_ids) != start:
@@ -275,13 +280,13 @@ def sample_from_tokens(
     completion_ids: TokenIds,
     loss_mask: npt.NDArray[np.bool_] | None = None,
 ) -> Sample:
-    """A sample of what the data hold: the prompt of a drawn example, and a completion that no policy sampled.
+    """Make a sample from data alone: the prompt of a drawn example and a completion that no policy sampled.
 
     Args:
-        draw: of the example.
-        index: of the sample in the draw's group.
-        completion_ids: [C] what follows the prompt.
-        loss_mask: [C] True where the token is learned from; by default everywhere.
+        draw: draw of the example.
+        index: index of the sample in the draw's group.
+        completion_ids: [C] tokens after the prompt.
+        loss_mask: [C] True where the token is trained on; by default everywhere.
     """
     prompt = draw.example.prompt
     num_prompt = len(prompt.token_ids)
@@ -293,11 +298,11 @@ def sample_from_tokens(
 
 
 def sample_with_tokens(sample: Sample, token_ids: TokenIds) -> Sample:
-    """The sample with tokens behind it that the policy did not sample: its data is 0 there, and the loss mask False.
+    """The sample extended by tokens that the policy did not sample: their data is 0 and their loss mask False.
 
     Args:
-        sample: with plain arrays.
-        token_ids: [N]
+        sample: has plain arrays.
+        token_ids: [N] tokens to append.
     """
     added = len(token_ids)
     token_data = {
@@ -315,17 +320,17 @@ def sample_with_tokens(sample: Sample, token_ids: TokenIds) -> Sample:
 
 
 def generator_logprobs_name(completion: Completion) -> str:
-    """What a completion's logprobs are called in ``Sample.token_data``."""
+    """Name of a completion's logprobs in ``Sample.token_data``."""
     return "generator_logprobs" if completion.basis == completion.sampling.basis else "generator_raw_logprobs"
 
 
 def policy_versions(start: int, spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
-    """[length] the policy version of each token of a sequence, ``NOT_SAMPLED`` where none is known.
+    """[length] the policy version of each token of a sequence, ``NOT_SAMPLED`` outside the spans.
 
     Args:
-        start: which token the spans count from.
-        spans: of one turn.
-        length: of the sequence.
+        start: position of the token that the spans count from.
+        spans: spans of one turn.
+        length: length of the sequence, tokens.
     """
     versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
     for span in spans:
@@ -334,7 +339,7 @@ def policy_versions(start: int, spans: Sequence[VersionSpan], length: int) -> np
 
 
 def _stored_versions(start: int, spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
-    """The same of spans without gaps, without the memory."""
+    """Like ``policy_versions`` for spans without gaps, but as a reference that takes no memory per token."""
     behind = length - start - (spans[-1].stop if spans else 0)
     fills = [Fill(span.version, span.stop - span.start) for span in spans]
     fills = [Fill(NOT_SAMPLED, start), *fills, Fill(NOT_SAMPLED, behind)]
@@ -342,7 +347,7 @@ def _stored_versions(start: int, spans: Sequence[VersionSpan], length: int) -> n
 
 
 def _sampled_data(completion: Completion) -> dict[str, npt.NDArray[Any]]:
-    """name -> [C, ...] what a completion says of its tokens. Raw logprobs are left out where they are the others."""
+    """name -> [C, ...] per-token data of a completion. Raw logprobs are left out if they equal the others."""
     data: dict[str, npt.NDArray[Any]] = {generator_logprobs_name(completion): completion.logprobs}
     if completion.raw_logprobs is not None and completion.basis != RAW_BASIS:
         data["generator_raw_logprobs"] = completion.raw_logprobs
@@ -350,7 +355,7 @@ def _sampled_data(completion: Completion) -> dict[str, npt.NDArray[Any]]:
 
 
 def _aligned(values: npt.NDArray[Any], num_prompt: int, prompt_values: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """Put [C, ...] completion values behind the prompt's, which are zeros where there are none."""
+    """Put [C, ...] completion values after the prompt's values, which are zeros if not given."""
     if prompt_values is not None:
         return joined([prompt_values, values])
     if isinstance(values, ArrayRef):

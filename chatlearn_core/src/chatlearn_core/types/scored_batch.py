@@ -1,4 +1,4 @@
-"""Samples with their rewards as a batch: what an algorithm's advantages are computed of."""
+"""Samples packed as a batch with their rewards: the input of an algorithm's ``advantages``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from chatlearn_core.types.batch import TrainBatch, pack_samples
 from chatlearn_core.types.sample import Sample
 
 REWARD = "reward"
-"""Name of the rewards in ``sequence_data``."""
+"""Name of the sample rewards in ``sequence_data``."""
 TOKEN_REWARDS = "token_rewards"
-"""Name of the rewards of single tokens in ``token_data``."""
+"""Name of the per-token rewards in ``token_data``."""
 
 
 def scored_batch(samples: Sequence[Sample]) -> TrainBatch:
-    """The samples as a batch, with what rewards they have.
+    """The samples as a batch that includes their rewards.
 
-    ``sequence_data["reward"]``, [S] float64, where all have one; ``sequence_data["reward/<name>"]``, [S] float64, of
-    each component that all of these have; ``token_data["token_rewards"]``, [T] float32, where one has rewards of single
-    tokens.
+    ``sequence_data["reward"]``, [S] float64, is set if every sample has a reward; ``sequence_data["reward/<name>"]``,
+    [S] float64, for each component that all these rewards have; ``token_data["token_rewards"]``, [T] float32, if at
+    least one sample has per-token rewards.
     """
     batch = pack_samples(samples)
     verdicts = [sample.reward for sample in samples]

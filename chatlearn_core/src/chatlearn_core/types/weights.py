@@ -1,6 +1,6 @@
-"""The description of a model's weights while they travel from a trainer to generators.
+"""Descriptions of a model's weights on their way from a trainer to generators.
 
-Names are checkpoint names: what ``save_pretrained`` writes (experts unfused, tied weights once).
+Names are checkpoint names as ``save_pretrained`` writes them (experts unfused, tied weights once).
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ ReplicaState = Literal["serving", "loading", "dead"]
 
 @dataclass(slots=True, frozen=True)
 class TensorSpec:
-    """One tensor as it is named, shaped and typed in a checkpoint."""
+    """Name, shape and dtype of one tensor as in a checkpoint.
+
+    Example: ``TensorSpec("lm_head.weight", shape=(151936, 1024), dtype="bfloat16")``
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """torch's name without the prefix: ``float32``, ``bfloat16``."""
+    """torch's name without ``torch.``: ``float32``, ``bfloat16``."""
 
     @property
     def num_elements(self) -> int:
@@ -45,24 +48,24 @@ class TensorSpec:
 
 @dataclass(slots=True, frozen=True)
 class WeightManifest:
-    """Every tensor of a model by checkpoint name, and the names that stand for another (a tied ``lm_head``)."""
+    """Every tensor of a model by checkpoint name, and aliases: names that share a tensor (a tied ``lm_head``)."""
 
     tensors: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """alias -> name in ``tensors``"""
     adapter: Mapping[str, Any] | None = None
-    """Of an ``adapter`` payload: the content of peft's ``adapter_config.json``; ``tensors`` are then the adapter's."""
+    """Content of peft's ``adapter_config.json`` for an ``adapter`` payload, whose ``tensors`` are the adapter's."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, aliases not counted."""
+        """Size of all tensors, bytes; aliases are not counted."""
         return sum(spec.num_bytes for spec in self.tensors.values())
 
     def differences(self, offered: WeightManifest, *, check_dtype: bool = True) -> list[str]:
-        """Why ``offered`` cannot be loaded where this manifest is expected: one line a tensor, empty if it can.
+        """Reasons why ``offered`` cannot be loaded where this manifest is expected: one line per tensor, or none.
 
-        Names must match exactly in both directions (an engine may silently accept an unknown name; we do not), after
-        aliases are resolved on both sides.
+        Names must match exactly in both directions after aliases are resolved on both sides: an engine may silently
+        accept an unknown name.
         """
         lines: list[str] = []
         for name in sorted(self.tensors.keys() | offered.tensors.keys()):
@@ -81,7 +84,7 @@ class WeightManifest:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class WeightShard:
-    """A box of one tensor, held by ``owner_rank``. ``tensor.shape`` is the box's extent."""
+    """A box of one tensor, held by ``owner_rank``. ``tensor`` has the box's shape."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -96,11 +99,11 @@ class WeightShard:
 
 @dataclass(slots=True, frozen=True)
 class TensorPlace:
-    """Where one tensor lies in a block of memory."""
+    """Location of one tensor in a block of memory."""
 
     spec: TensorSpec
     offset: int
-    """Bytes from the start of the block; contiguous from there."""
+    """Bytes from the start of the block; the tensor is contiguous from there."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +112,7 @@ class MemoryHandle:
 
     kind: Literal["file", "cuda_ipc"]
     content: Any
-    """``file``: the path of a file in shared memory, a ``str``. ``cuda_ipc``: by device UUID what
+    """For ``file``: the path of a file in shared memory, a ``str``. For ``cuda_ipc``: device UUID -> the data that
     ``torch.multiprocessing`` needs to rebuild the block, a one-dimensional uint8 tensor.
     """
     num_bytes: int
@@ -120,22 +123,22 @@ class MemoryHandle:
 class GroupRendezvous:
     """A process group in which one sender broadcasts to all receiving processes. Rank 0 is the sender.
 
-    The sender holds the TCP store at ``address``; keys are those of a ``torch.distributed`` group of that name, so that
-    ``chatlearn_hosting.engine_side.groups.join`` meets it; without a secret, an engine's own
-    ``init_custom_process_group`` does.
+    The sender hosts the TCP store at ``address``. Its keys are those of a ``torch.distributed`` group of that name, so
+    that ``chatlearn_hosting.engine_side.groups.join`` can join it; without a secret, so can an engine's own
+    ``init_custom_process_group``.
     """
 
     name: str
-    """Tells the groups of one transport apart; one for each sender."""
+    """Unique among the groups of one transport, which has one for each sender."""
     address: str
     """``host:port`` where the sender listens."""
     backend: Literal["gloo", "nccl"]
     world_size: int
     first_rank: int
-    """This replica's processes take the ranks from here on, as many as its loader's ``num_group_ranks``."""
+    """Group rank of this replica's first process; its ``num_group_ranks`` processes take consecutive ranks."""
     timeout_s: float
     secret: str | None = field(default=None, repr=False)
-    """What lets a process in to a store that others than this host reach."""
+    """Secret that admits a process to a store that other hosts can reach."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,39 +151,39 @@ class Endpoint:
     host: str
     device: str
     process: int
-    """Process id, so that ends can tell whether they share a process."""
+    """Process id, so that two ends can tell whether they share a process."""
     incarnation: int = 0
-    """How often this end was rebuilt in that process: what was agreed with an earlier one is void."""
+    """Number of times this end was rebuilt in its process; agreements with an earlier incarnation are void."""
 
 
 @dataclass(slots=True, frozen=True)
 class SyncRequest:
-    """One weight sync, the same on both sides."""
+    """One weight sync; both sides receive the same request."""
 
     sync_id: str
     policy_version: int
-    """Version every replica serves after it confirmed."""
+    """Version that every replica serves once it has confirmed."""
     base_version: int | None
-    """Version a ``delta`` applies to."""
+    """Version that a ``delta`` applies to."""
     payload: Payload
     channel: Channel
-    """How receivers hand the weights to the generators: of the transport's channels the first that these declare."""
+    """How receivers pass the weights to the generators: the transport's first channel that the generators declare."""
     export: Export
-    """How senders stream the weights: whole tensors, or on every rank the boxes that it holds."""
+    """How senders stream the weights: whole tensors, or on every rank the boxes that the rank holds."""
     manifest: WeightManifest
     senders: tuple[Endpoint, ...]
     receivers: tuple[Endpoint, ...]
     fleet_rule: FleetRule
     bucket_bytes: int
-    """Upper bound on the memory that a transport holds beyond the weights themselves."""
+    """Upper bound on the memory that a transport holds in addition to the weights, bytes."""
     timeout_s: float
     workspace: str
-    """A directory that senders and receivers share where the transport reaches over files."""
+    """A directory shared by senders and receivers, if the transport moves weights through files."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SyncOffer:
-    """What a sender publishes about one sync before the bytes move: a path, handles, a rendezvous, a queue."""
+    """The data that a sender publishes before a sync moves bytes: a path, handles, a rendezvous, a queue."""
 
     sender_rank: int
     content: object
@@ -188,14 +191,14 @@ class SyncOffer:
 
 @dataclass(slots=True, frozen=True)
 class SyncReceipt:
-    """A replica's confirmation (or failure) of one sync."""
+    """A replica's confirmation of one sync, or its failure."""
 
     replica: int
     policy_version: int
     state: ReplicaState
     num_bytes: int = 0
-    """Bytes that travelled to this replica."""
+    """Bytes sent to this replica."""
     seconds: float = 0.0
     error: str | None = None
     weight_bytes: int = 0
-    """Bytes of all tensors of the version, whatever part of them travelled."""
+    """Size of all tensors of the version, bytes, even if only some of them were sent."""
