@@ -109,7 +109,7 @@ def test_a_plugin_that_works(fake_environment) -> None:
         pytest.param(
             IMPORTS + "@hookimpl\ndef chatlearn_step_end(step):\n    yield step",
             "failed",
-            "chatlearn_step_end is a generator function; what it does would never be done",
+            "chatlearn_step_end is a generator function; its body would never run",
             id="generator-observer",
         ),
         pytest.param(

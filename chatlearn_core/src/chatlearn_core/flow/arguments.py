@@ -1,4 +1,4 @@
-"""What the calls of flows take beside samples, as pydantic models; imports pydantic only."""
+"""Arguments that calls of flows take besides samples, as pydantic models; imports pydantic only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class NoArguments(BaseModel):
-    """A call that takes samples and nothing else."""
+    """A call that takes only samples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class SamplingArguments(NoArguments):
-    """How to sample; what is not given is as the run's ``sampling`` section says."""
+    """Sampling parameters; omitted ones come from the run's ``sampling`` section."""
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
@@ -24,13 +24,13 @@ class SamplingArguments(NoArguments):
 
 
 class GenerateArguments(SamplingArguments):
-    """How to sample, and how often."""
+    """Sampling parameters and the number of completions."""
 
     n: int | None = Field(None, ge=1, description="Completions of each prompt; by default the algorithm's group size.")
 
 
 class AnyArguments(BaseModel):
-    """What a function of the user's takes; its own signature says."""
+    """Arguments of a user's function, checked against its signature."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -50,6 +50,6 @@ class TopKArguments(ComputeArguments):
 
 
 class LogprobsAtArguments(ComputeArguments):
-    """Logprobs of given tokens."""
+    """Logprobs of given token ids."""
 
     ids: str = Field(min_length=1, description="Name of the token data [T, k] that holds the ids.")

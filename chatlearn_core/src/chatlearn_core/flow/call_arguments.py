@@ -1,4 +1,4 @@
-"""The arguments of a flow's call: constants that JSON can hold, checked by the model that the method's record names."""
+"""Arguments of a flow's call: JSON constants, checked by the pydantic model named in the method's record."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from chatlearn_core.plugins.records import FlowMethodSpec, Granularity
 def checked_arguments(
     label: str, method: FlowMethodSpec, given: dict[str, Any], vocabulary: FlowVocabulary, source: str
 ) -> dict[str, Any]:
-    """What a call gives, checked; arguments that are None count as not given.
+    """The checked arguments of a call; arguments that are None count as omitted.
 
     Args:
         label: role and method, for messages.
-        given: without ``name``, which every method has.
+        given: the call's arguments without ``name``, which every method has.
         source: ``file:line`` of the call.
 
     Raises:
-        FlowError: an argument is no constant, unknown, missing, or not what the method takes.
+        FlowError: an argument is not a constant, unknown, missing, or invalid for the method.
     """
     check_constants(label, given, source)
     model = vocabulary.load_arguments(method)
@@ -51,7 +51,7 @@ def checked_arguments(
 
 
 def check_constants(label: str, given: dict[str, Any], source: str) -> None:
-    """Raises FlowError: an argument is neither a number, text, a truth value, None, nor a list or dict of these."""
+    """Raises FlowError if an argument is not a number, text, a truth value, None, or a list or dict of these."""
     for name, value in given.items():
         if isinstance(value, Samples):
             raise FlowError(
@@ -78,10 +78,10 @@ def _is_json(value: Any) -> bool:
 def checked_function(
     name: Any, granularity: Any, timeout_s: Any, arguments: dict[str, Any], source: str
 ) -> FunctionCall:
-    """The function that ``m.apply`` names.
+    """The function named by ``m.apply``.
 
     Raises:
-        FlowError: it cannot be imported or called with these arguments.
+        FlowError: the function cannot be imported or called with these arguments.
     """
     if problem := import_string_problem(name):
         raise FlowError(f"{source}: m.apply: {problem}")
@@ -104,5 +104,5 @@ def checked_function(
             f"{', '.join(arguments) or 'none'}: {error}"
         ) from error
     except ValueError:
-        pass  # a function without a signature, such as one written in C: the call itself will tell
+        pass  # no signature is known, such as for a function written in C: the call itself will show an error
     return target

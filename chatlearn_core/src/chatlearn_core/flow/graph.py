@@ -1,4 +1,4 @@
-"""The graph of a flow: one node a call, edges where one call's samples are another's input."""
+"""The graph of a flow: one node per call, and an edge where a call takes another call's samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from chatlearn_core.plugins.records import FlowMethodSpec, Granularity, OutputSp
 
 @dataclass(slots=True, frozen=True)
 class FunctionCall:
-    """A function of the user's that a flow applies to samples."""
+    """A user's function that a flow applies to samples."""
 
     name: str
     """Import string: ``acme_flows.selection:best_of``."""
     function: Callable[..., Any]
     granularity: Granularity
     timeout_s: float
-    """Of one call of the function."""
+    """Timeout of one call of the function, seconds."""
 
     @property
     def place(self) -> str:
@@ -37,19 +37,19 @@ class Node:
     role: str
     method: FlowMethodSpec
     inputs: tuple[int, ...]
-    """Indices of the nodes whose results it needs; empty: the flow's own input."""
+    """Indices of the nodes whose results this node needs; empty means the flow's own input."""
     source: str
     """``file:line`` of the call."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the call gives beside samples and ``name``: JSON values that the method's model has checked."""
+    """The call's arguments besides samples and ``name``: JSON values checked by the method's model."""
     given_name: str | None = None
     """The argument ``name``."""
     outputs: tuple[OutputSpec, ...] = ()
-    """What the method asks of a trainer role."""
+    """The outputs that the method requests from a trainer role."""
     samples_of: tuple[int, ...] = ()
-    """The nodes that made the samples it works on, in order; empty: they are the flow's own input."""
+    """The nodes that made this node's samples, in order; empty means the flow's own input."""
     function: FunctionCall | None = None
-    """What ``m.apply`` calls; None for calls on roles."""
+    """The function that ``m.apply`` calls; None for calls on roles."""
     uses: tuple[str, ...] = ()
     """Other roles that the role calls in turn, such as the judge of a reward."""
 
@@ -75,12 +75,12 @@ class Node:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of what this call adds to each sample."""
+        """Names of the data that this call adds to each sample."""
         return (*self.output_fields.values(), *(self._named(entry) for entry in self.method.adds))
 
     @property
     def output_fields(self) -> dict[str, str]:
-        """Output -> name of the data that it becomes."""
+        """Output name -> name of its data in the samples."""
         return {name: f"{self.given_name or self.role}_{name}" for name in self.method.outputs}
 
     def _named(self, entry: str) -> str:
@@ -91,16 +91,16 @@ class Node:
 
 @dataclass(slots=True, frozen=True)
 class Graph:
-    """A checked flow. Nodes are in the order of their calls, so every node's inputs come before it."""
+    """A checked flow. Nodes are in call order, so that every node follows its inputs."""
 
     name: str
     nodes: tuple[Node, ...]
     roles: Mapping[str, str]
-    """Every role that occurs, and its kind."""
+    """Every role in the flow, and its kind."""
 
     @property
     def levels(self) -> tuple[tuple[Node, ...], ...]:
-        """Nodes by depth. Those of one level need nothing from each other and may run at the same time."""
+        """Nodes by depth. Nodes of one level are independent and may run concurrently."""
         depth: dict[int, int] = {}
         for node in self.nodes:
             depth[node.index] = 1 + max((depth[i] for i in node.inputs), default=-1)
@@ -114,10 +114,10 @@ class Graph:
         return tuple(node for node in self.nodes if node.method.name == method)
 
     def sampled_tokens(self, max_tokens: int) -> int:
-        """The most tokens that generation and further turns together add to one sample.
+        """The largest number of tokens that generation and further turns together add to one sample.
 
         Args:
-            max_tokens: of a call that does not say.
+            max_tokens: limit of a call that does not set its own.
         """
         total: dict[int, int] = {}
         for node in self.nodes:
@@ -127,16 +127,16 @@ class Graph:
         return max(total.values(), default=0)
 
     def ancestors(self, index: int) -> frozenset[int]:
-        """The nodes whose results a node needs, directly or not."""
+        """The nodes whose results a node needs, directly or indirectly."""
         return ancestors(self.nodes, self.nodes[index].inputs)
 
     def stages(self, learning_roles: Collection[str]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """The nodes of the production stage and of the consumption stage, each in the order of their calls.
+        """The nodes of the production stage and of the consumption stage, each in call order.
 
-        Production runs when a rollout is finished and needs no role that learns: generation, rewards, frozen models.
-        Consumption runs when samples are taken for an update: calls on trainer roles that learn, whose results depend
-        on how far these have learned, on rewards that use such a role, and every call that needs one of them.
-        Generators serve synchronized copies of the policy, so a call on a generator is production.
+        Production runs when a rollout is finished and needs no role that is trained: generation, rewards, frozen
+        models. Consumption runs when samples are taken for an update: calls on trained roles, whose results depend on
+        the roles' current weights, calls on rewards that use such a role, and every call that needs one of them.
+        Generators serve synchronised copies of the policy, so a call on a generator is production.
 
         Args:
             learning_roles: the roles that the algorithm updates.
@@ -153,7 +153,7 @@ class Graph:
 
 
 def ancestors(nodes: Sequence[Node], start: Iterable[int]) -> frozenset[int]:
-    """``start`` and every node that these need."""
+    """``start`` and every node that its nodes need."""
     reached: set[int] = set()
     waiting = list(start)
     while waiting:

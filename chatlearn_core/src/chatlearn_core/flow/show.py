@@ -1,4 +1,4 @@
-"""A graph as text, for people."""
+"""A graph as text for users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chatlearn_core.flow.graph import Graph, Node
 
 
 def to_text(graph: Graph) -> str:
-    """One line a call, level by level; calls of one level may run at the same time."""
+    """One line per call, level by level; calls of one level may run concurrently."""
     lines = [f"flow {graph.name}"]
     for depth, level in enumerate(graph.levels):
         lines.append(f"  level {depth}")
@@ -20,7 +20,7 @@ def to_text(graph: Graph) -> str:
 
 
 def added(node: Node) -> str:
-    """What a call adds to each sample, for people."""
+    """The data that a call adds to each sample, as text."""
     if node.fields:
         return ", ".join(node.fields)
     return {"extend": "turn", "apply": "its result"}.get(node.method.method, "completion")

@@ -1,4 +1,4 @@
-"""Where in a flow's own source something stands."""
+"""Source positions in a flow's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HERE = Path(__file__).parent
 
 
 def caller() -> str:
-    """``file:line`` of the innermost frame outside this package: the flow's own line."""
+    """``file:line`` of the innermost frame outside this package, which is the flow's own line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _HERE:
         frame = frame.f_back
@@ -19,7 +19,7 @@ def caller() -> str:
 
 
 def definition(flow: Callable[..., object]) -> str:
-    """``file:line (name)`` of a function, as far as Python knows it."""
+    """``file:line (name)`` of a function; only its name if it has no Python code."""
     function = inspect.unwrap(getattr(flow, "__func__", flow))
     code = getattr(function, "__code__", None)
     name = getattr(flow, "__qualname__", repr(flow))

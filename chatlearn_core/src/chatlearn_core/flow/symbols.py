@@ -1,4 +1,4 @@
-"""What stands for samples while a flow is traced: it can be passed to calls, and refuses everything else."""
+"""Stand-ins for samples while a flow is traced: they can be passed to calls and refuse every other use."""
 
 from __future__ import annotations
 

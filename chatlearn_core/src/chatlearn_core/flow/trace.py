@@ -1,4 +1,4 @@
-"""Run a flow function once on symbols and record its calls. Nothing is parsed from source text, nothing is patched."""
+"""Runs a flow function once on symbols and records its calls, without parsing source text or patching anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from chatlearn_core.flow.vocabulary import FlowVocabulary
 from chatlearn_core.plugins.records import FlowMethodSpec
 
 SAMPLED_DATA = frozenset({"generator_logprobs", "generator_raw_logprobs"})
-"""``token_data`` that comes with completions; no call of a flow may write there."""
+"""``token_data`` that completions bring; no call of a flow may overwrite it."""
 MAX_CALLS = 1000
-"""Calls of one flow. More come from a loop that never ends."""
+"""Maximum number of calls in one flow; more indicate an endless loop."""
 
 
 def trace(
@@ -35,15 +35,15 @@ def trace(
     Args:
         flow: an ordinary function over roles, such as an algorithm's ``flow``.
         roles: configured role name -> kind (``trainer``, ``generator``, ``reward``).
-        name: the graph's name; the function's own by default.
-        given: kind of the examples whose samples the flow begins with, such as ``demonstrations``; None: it begins with
-            prompts, and a generator makes the samples.
-        vocabulary: the calls that are known; by default those of the core alone.
+        name: the graph's name; by default the function's name.
+        given: kind of the examples that bring the flow's first samples, such as ``demonstrations``; None: the flow
+            begins with prompts, and a generator makes the samples.
+        vocabulary: the available calls; by default only the core's.
         uses: role -> the roles that it calls in turn.
 
     Raises:
-        FlowError: a decision on data that is not there yet, an unknown role, method or argument, a call with the wrong
-            input, an unused result, or a missing return value. Names the source line and the remedy.
+        FlowError: the flow decides on data that does not exist yet, uses an unknown role, method or argument, makes a
+            call with the wrong input, leaves a result unused, or returns nothing. Names the source line and the remedy.
     """
     recorder = _Recorder(dict(roles), given, vocabulary or FlowVocabulary.builtin(), uses or {})
     result = flow(Samples(), _Roles(recorder))
@@ -64,7 +64,7 @@ def trace(
 
 
 class _Recorder:
-    """Collects the calls in order, each checked against those before it."""
+    """Collects the calls in order and checks each against the earlier ones."""
 
     def __init__(
         self, roles: dict[str, str], given: str | None, vocabulary: FlowVocabulary, uses: Mapping[str, Collection[str]]
@@ -123,7 +123,7 @@ class _Recorder:
         return self.vocabulary.outputs[name]
 
     def _check(self, node: Node) -> None:
-        """A call says something new, writes over nothing, and reads what is there."""
+        """Check that a call is no duplicate, overwrites no data, and reads only data that exists."""
         twin = next((n for n in self.nodes if (n.call, n.inputs) == (node.call, node.inputs)), None)
         if twin is not None:
             raise FlowError(
@@ -157,15 +157,15 @@ class _Recorder:
                 )
 
     def _changed_between(self, earlier: Node, later: Node) -> bool:
-        """Whether a call that changes the samples needs the earlier one and is needed by the later one."""
+        """Whether some call changes the samples after ``earlier`` and before ``later``."""
         return any(
             self.nodes[i].method.changes and earlier.index in ancestors(self.nodes, self.nodes[i].inputs)
             for i in ancestors(self.nodes, later.inputs)
         )
 
     def check_order(self) -> None:
-        """What changes samples has every other call on them before it or after it; what was computed before a further
-        turn is computed again, or was only for a function in between.
+        """Check that every call on changed samples comes before or after the change, and that data computed before a
+        further turn is either computed again or used only by a function in between.
         """
         before = {node.index: ancestors(self.nodes, node.inputs) for node in self.nodes}
         for change in (node for node in self.nodes if node.method.changes):
@@ -189,7 +189,7 @@ class _Recorder:
                     )
 
     def check_all_used(self, result: Samples) -> None:
-        """Every call contributes to what the flow returns."""
+        """Check that every call contributes to the flow's return value."""
         used = ancestors(self.nodes, result.nodes)
         for node in self.nodes:
             if node.index not in used:
@@ -225,7 +225,7 @@ class _Roles:
         return _Role(self._recorder, name, roles[name])
 
     def join(self, samples: Any, *parts: Any) -> Samples:
-        """The samples with everything that the other calls computed for them."""
+        """The samples with the results of all given calls."""
         values: tuple[Any, ...] = (samples, *parts)
         for value in values:
             if not isinstance(value, Samples):
@@ -242,7 +242,7 @@ class _Roles:
         return Samples(frozenset().union(*(value.nodes for value in values)), values[0].samples_of)
 
     def join_groups(self, first: Any, second: Any, *more: Any) -> Samples:
-        """All samples of several generations: the group of a prompt holds what each of them made of it, in order."""
+        """The samples of several generations: each prompt's group holds the samples of all of them, in order."""
         values = (first, second, *more)
         seen: list[int] = []
         for value in values:
@@ -272,13 +272,13 @@ class _Roles:
         timeout_s: Any = 600.0,
         **arguments: Any,
     ) -> Samples:
-        """Call a function of the user's on samples, off the event loop.
+        """Call a user's function on samples, off the event loop.
 
         Args:
             function: import string of ``function(samples: list[Sample], **arguments) -> list[Sample]``, async or not.
-            samples: what it is given.
+            samples: the samples to pass.
             granularity: ``sample``, ``group`` or ``batch``: how many samples one call gets.
-            timeout_s: of one call.
+            timeout_s: timeout of one call, seconds.
             **arguments: constants for the function; ``name`` only labels the call.
         """
         if not isinstance(samples, Samples) or more:

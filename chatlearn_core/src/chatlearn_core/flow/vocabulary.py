@@ -1,4 +1,4 @@
-"""The calls that flows may make and the outputs that trainers compute, as the installed plugins register them."""
+"""The calls available to flows and the outputs that trainers compute, as registered by the installed plugins."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class FlowVocabulary:
-    """What flows are made of."""
+    """The methods and outputs that flows can use."""
 
     methods: Mapping[str, FlowMethodSpec]
     """Kind of role and method, such as ``trainer.logprobs`` -> record."""
     outputs: Mapping[str, OutputSpec]
     load_arguments: Callable[[FlowMethodSpec], type[BaseModel]]
-    """Imports the model of a method's arguments."""
+    """Imports the pydantic model of a method's arguments."""
 
     @classmethod
     def of(cls, registry: PluginRegistry) -> FlowVocabulary:
@@ -37,7 +37,7 @@ class FlowVocabulary:
 
     @classmethod
     def builtin(cls) -> FlowVocabulary:
-        """What the core alone registers."""
+        """The vocabulary that the core alone registers."""
 
         def load(method: FlowMethodSpec) -> Any:
             return resolve_import_string(method.arguments)
@@ -49,5 +49,5 @@ class FlowVocabulary:
         )
 
     def methods_of(self, kind: str) -> dict[str, FlowMethodSpec]:
-        """The methods of roles of one kind, by the name that flows use."""
+        """The methods of roles of one kind, by their name in flows."""
         return {record.method: record for record in self.methods.values() if record.role_kind == kind}

@@ -1,7 +1,7 @@
-"""Plugins: what they return (``records``), when they are called (``hookspec``), how they are found (``loader``).
+"""Plugins: the records they return (``records``), the hooks they implement (``hookspec``), and discovery (``loader``).
 
-A plugin is any distribution with an entry point in the group ``chatlearn``; the module that it names marks functions
-with ``hookimpl`` and returns records. Importing this package imports pluggy and nothing else::
+A plugin is any distribution with an entry point in the group ``chatlearn``. The entry point names a module, which marks
+functions with ``hookimpl`` and returns records. Importing this package imports pluggy and nothing else::
 
     from chatlearn_core.plugins import hookimpl
     from chatlearn_core.plugins.records import RewardSpec

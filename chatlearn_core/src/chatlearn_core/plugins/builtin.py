@@ -1,4 +1,4 @@
-"""What the core itself registers, through the same hooks as everyone else."""
+"""The core's own registrations, through the same hooks as every plugin's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CALLS = "chatlearn_core.executor.flow_calls"
 
 @hookimpl
 def chatlearn_samplers() -> list[SamplerSpec]:
-    """The sampler that a run has unless it names another."""
+    """The default sampler."""
     return [
         SamplerSpec(
             name="shuffled",
-            summary="Every dataset epoch by epoch, mixed by weight, each epoch in an order of its own.",
+            summary="Every dataset epoch by epoch, mixed by weight, each epoch in a new random order.",
             factory="chatlearn_core.data.sampler:shuffled_sampler",
             options="chatlearn_core.plugins.sampler_options:ShuffledOptions",
         )
@@ -29,7 +29,7 @@ def chatlearn_samplers() -> list[SamplerSpec]:
 
 @hookimpl
 def chatlearn_example_kinds() -> list[ExampleKindSpec]:
-    """What an algorithm may take from the data."""
+    """The kinds of examples that algorithms can take."""
     kinds = "chatlearn_core.data.builtin_kinds:"
     return [
         ExampleKindSpec(name="prompts", summary="Prompts to complete.", factory=f"{kinds}Prompts", has_samples=False),
@@ -42,18 +42,18 @@ def chatlearn_example_kinds() -> list[ExampleKindSpec]:
 
 @hookimpl
 def chatlearn_outputs() -> list[OutputSpec]:
-    """What trainers compute that the core's flow methods and losses ask for."""
+    """The outputs that the core's flow methods and losses request from trainers."""
     return [
         OutputSpec(name="logprobs", summary="Logprob of each token.", head="lm", at_most=0.0),
         OutputSpec(
             name="entropy",
-            summary="Entropy, nats, of the distribution that each token was drawn from.",
+            summary="Entropy, nats, of the distribution behind each token.",
             head="lm",
             at_least=0.0,
         ),
         OutputSpec(
             name="topk_ids",
-            summary="The k most likely tokens in each token's place, the most likely first.",
+            summary="The k most likely tokens at each position, most likely first.",
             shape=("k",),
             dtype="int",
             head="lm",
@@ -68,7 +68,7 @@ def chatlearn_outputs() -> list[OutputSpec]:
         ),
         OutputSpec(
             name="logprobs_at",
-            summary="Logprobs, in each token's place, of the tokens that the token data named by 'ids' gives.",
+            summary="Logprobs, at each position, of the token ids in the token data named by 'ids'.",
             shape=("ids",),
             head="lm",
             from_batch=("ids",),
@@ -91,7 +91,7 @@ def chatlearn_outputs() -> list[OutputSpec]:
 
 @hookimpl
 def chatlearn_flow_methods() -> list[FlowMethodSpec]:
-    """The calls that every flow may make."""
+    """The calls available to every flow."""
     compute = f"{_ARGUMENTS}:ComputeArguments"
     return [
         FlowMethodSpec(
@@ -103,7 +103,7 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
         ),
         FlowMethodSpec(
             name="environment.rollout",
-            summary="Make rollouts of the prompts: turns of the policy and what answers it.",
+            summary="Make rollouts of the prompts: turns of the policy and responses of an environment.",
             arguments=f"{_ARGUMENTS}:SamplingArguments",
             takes="examples",
             granularity="batch",
@@ -119,7 +119,7 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
         ),
         FlowMethodSpec(
             name="generator.score",
-            summary="Logprobs of the tokens that samples have.",
+            summary="Logprobs of the samples' tokens.",
             arguments=f"{_ARGUMENTS}:ComputeArguments",
             granularity="batch",
             adds=("{name}_score_logprobs",),
@@ -127,7 +127,7 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
         ),
         FlowMethodSpec(
             name="function.apply",
-            summary="Call a function of the user's on samples.",
+            summary="Call a user's function on samples.",
             arguments=f"{_ARGUMENTS}:AnyArguments",
             granularity="group",
             changes=True,
@@ -149,21 +149,21 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
         ),
         FlowMethodSpec(
             name="trainer.entropy",
-            summary="Entropies of the distributions that the tokens were drawn from.",
+            summary="Entropies of the distributions behind the tokens.",
             arguments=compute,
             outputs=("entropy",),
             granularity="batch",
         ),
         FlowMethodSpec(
             name="trainer.topk",
-            summary="Ids and logprobs of the k most likely tokens in each token's place.",
+            summary="Ids and logprobs of the k most likely tokens at each position.",
             arguments=f"{_ARGUMENTS}:TopKArguments",
             outputs=("topk_ids", "topk_logprobs"),
             granularity="batch",
         ),
         FlowMethodSpec(
             name="trainer.logprobs_at",
-            summary="Logprobs of given tokens in each token's place.",
+            summary="Logprobs of given tokens at each position.",
             arguments=f"{_ARGUMENTS}:LogprobsAtArguments",
             outputs=("logprobs_at",),
             granularity="batch",

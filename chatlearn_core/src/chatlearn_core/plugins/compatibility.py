@@ -1,7 +1,7 @@
-"""Which trainer, generator and transport fit together: compared from what their records declare, nothing is imported.
+"""Compatibility of trainer, generator and transport, derived from their records alone; imports no plugin code.
 
-No pair has code of its own. A trainer states what it exports, a generator which channels it loads from, a transport
-what it needs, how it delivers and how far it reaches.
+No pair has code of its own. A trainer declares its exports, a generator the channels it loads from, and a transport
+its requirements, its channels and its reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatlearn_core.plugins.records import (
 )
 
 BOX_CHANNELS: frozenset[Channel] = frozenset({"boxes", "tensors"})
-"""By which boxes can be handed on: as they are, or put together."""
+"""Channels that can deliver boxes: unchanged, or assembled into whole tensors."""
 FULL_CHANNELS: frozenset[Channel] = frozenset(get_args(Channel)) - {"boxes"}
 DISTANCE: dict[Placement, int] = {"process": 0, "host": 1, "hosts": 2, "anywhere": 2}
 REACH_TEXT: dict[Reach, str] = {"process": "within one process", "host": "within one host", "anywhere": "between hosts"}
@@ -40,7 +40,7 @@ PLACEMENT_TEXT: dict[Placement, str] = {
 
 @dataclass(slots=True, frozen=True)
 class RoleSize:
-    """What of a role decides where it can be: from the configuration, before anything is placed."""
+    """The settings of a role that determine its placement, known from the configuration before anything is placed."""
 
     name: str
     kind: str
@@ -48,11 +48,11 @@ class RoleSize:
     replicas: int
     ranks: int
     devices: int
-    """Of one worker: a rank of a trainer has one, a replica of a generator those of its engine."""
+    """Devices per worker: one for a trainer rank, the engine's devices for a generator replica."""
 
     @staticmethod
     def of(name: str, kind: str, role: Any, record: TrainerSpec | GeneratorSpec) -> RoleSize:
-        """Of a role's settings (``RoleConfig`` or ``RolePlan``) and its backend's record."""
+        """The size of a role with these settings (``RoleConfig`` or ``RolePlan``) and its backend's record."""
         devices = 1
         if isinstance(record, GeneratorSpec):
             engine: Mapping[str, Any] = role.engine
@@ -65,7 +65,7 @@ class RoleSize:
 def placement_of(
     runtime: RuntimeSpec, options: object, trainer: RoleSize | None = None, generator: RoleSize | None = None
 ) -> Placement:
-    """How far apart a runtime with these options may put a trainer and a generator: any, or these."""
+    """The placements of a trainer and a generator that a runtime with these options may choose."""
     between = getattr(options, "placement_between", None)
     if between is not None and trainer is not None and generator is not None:
         found: Placement = between(trainer, generator)
@@ -75,11 +75,11 @@ def placement_of(
 
 
 def share_gpus(options: object, trainer: RoleSize, generator: RoleSize, trainer_options: object) -> bool:
-    """Whether it is certain that a trainer has weights on every GPU that a generator's engines are on.
+    """Whether the trainer certainly has weights on every GPU that the generator's engines use.
 
     Args:
-        options: the runtime's; a method ``same_gpus_between(trainer, generator)`` knows where it puts them. Without one
-            nothing is certain.
+        options: the runtime's options; their method ``same_gpus_between(trainer, generator)`` knows the placement.
+            Without this method nothing is certain.
         trainer: sizes of the trainer role.
         generator: sizes of the generator role.
         trainer_options: an attribute ``weights_on_device`` that is False says that the weights stay on the host.
@@ -89,19 +89,19 @@ def share_gpus(options: object, trainer: RoleSize, generator: RoleSize, trainer_
 
 
 def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
-    """Of which distributions the logprobs of a generator with these options may be, see ``GeneratorSpec.bases``."""
+    """Possible bases of the logprobs of a generator with these options (see ``GeneratorSpec.bases``)."""
     bases: frozenset[str] = getattr(options, "bases", generator.bases)
     return bases
 
 
 def kv_after_sync_of(generator: GeneratorSpec, options: object) -> KvAfterSync:
-    """What unfinished requests do at a sync of a generator with these options: ``GeneratorSpec.kv_after_sync``."""
+    """``GeneratorSpec.kv_after_sync`` of a generator with these options."""
     policy: KvAfterSync = getattr(options, "kv_after_sync", generator.kv_after_sync)
     return policy
 
 
 def reaches(transport: WeightSyncSpec, placement: Placement) -> bool:
-    """Whether a transport can join ends that are so far apart."""
+    """Whether a transport can connect ends with this placement."""
     if placement == "hosts" and transport.reach == "host":
         return transport.within_hosts
     return DISTANCE[transport.reach] >= DISTANCE[placement]
@@ -115,13 +115,14 @@ def shared_way(
     payload: Payload = "full",
     export: Export | None = None,
 ) -> tuple[Export, Channel] | None:
-    """In what form the weights leave the trainer, and how they are handed to the generator; None: there is no way.
+    """The form in which the weights leave the trainer and the channel that passes them to the generator; None if the
+    transport fits neither.
 
-    The transport's first choice among the forms that the trainer exports, then among the channels by which the
-    generator takes the payload.
+    Takes the transport's first choice among the forms that the trainer exports, then among the channels through which
+    the generator accepts the payload.
 
     Args:
-        export: the form that was asked for; None: any.
+        export: the requested form; None means any.
     """
     for form in shared_exports(trainer, transport, placement, payload, export):
         for channel in _delivered(transport, form):
@@ -131,7 +132,7 @@ def shared_way(
 
 
 def _delivered(transport: WeightSyncSpec, export: Export) -> list[Channel]:
-    """The channels by which a transport hands on what it carries in this form, the best first."""
+    """The channels through which a transport delivers weights carried in this form, best first."""
     carried = BOX_CHANNELS if export == "boxes" else FULL_CHANNELS
     return [channel for channel in transport.channels if channel in carried]
 
@@ -143,10 +144,10 @@ def shared_exports(
     payload: Payload,
     export: Export | None,
 ) -> list[Export]:
-    """The forms in which a transport can carry a trainer's payload so far, its best first.
+    """The forms in which a transport can carry a trainer's payload over this placement, the transport's best first.
 
-    Adapters are small and travel whole. Within hosts each one takes everything from the ranks on its own, which have
-    whole tensors, but not the boxes of others.
+    Adapters are small and are always sent whole. With placement ``hosts`` each host takes everything from its own
+    ranks, which have whole tensors but not the boxes of ranks on other hosts.
     """
     whole_only = payload == "adapter" or (placement == "hosts" and transport.reach == "host")
     forms = [form for form in transport.exports if form in trainer.exports and export in (None, form)]
@@ -154,7 +155,7 @@ def shared_exports(
 
 
 def channels_for(generator: GeneratorSpec, payload: Payload) -> frozenset[Channel]:
-    """The channels by which a generator takes a payload."""
+    """The channels through which a generator accepts a payload."""
     return (generator.adapter_channels if payload == "adapter" else frozenset()) or generator.channels
 
 
@@ -169,18 +170,18 @@ def mismatches(
     rolling: bool = False,
     devices: Collection[str] = (),
 ) -> list[str]:
-    """Why a transport cannot carry this trainer's weights to this generator, each reason naming both sides.
+    """Reasons why a transport cannot carry this trainer's weights to this generator; each names both sides.
 
     Args:
-        placement: how far apart the two ends are: in one process, on one host, on several with trainer ranks on each
-            that has a replica (``hosts``), or on different ones (``anywhere``).
-        payload: what is to travel.
-        export: the form that was asked for; None: any.
-        rolling: whether replicas change their weights one after the other.
-        devices: what the configuration says of both ends' devices; ``auto`` may be a GPU.
+        placement: the distance between the two ends: one process, one host, several hosts with trainer ranks beside
+            every replica (``hosts``), or different hosts (``anywhere``).
+        payload: the payload to send.
+        export: the requested form; None means any.
+        rolling: whether replicas change their weights one after another.
+        devices: both ends' devices from the configuration; ``auto`` may be a GPU.
 
     Returns:
-        One line a reason; empty if they fit.
+        One line per reason; empty if they fit.
     """
     offered = " or ".join(map(repr, transport.channels))
     delivery = f"transport {transport.name!r} delivers by channel {offered} {REACH_TEXT[transport.reach]}"
@@ -233,18 +234,18 @@ def choose_transport(
     """The fastest transport that fits (lowest ``speed_rank``, then by name), and a sentence that says why.
 
     Args:
-        trainer: whose weights travel.
-        generator: that takes them.
-        transports: to choose from.
-        placement: as of ``mismatches``; so are ``payload``, ``export``, ``rolling`` and ``devices``.
-        payload: what travels.
-        export: the form that was asked for.
-        rolling: whether replicas change one after the other.
-        devices: of both ends.
-        same_gpus: whether the two are certain to be on the same GPUs (``share_gpus``).
+        trainer: record of the trainer that sends the weights.
+        generator: record of the generator that receives them.
+        transports: the candidates.
+        placement: as for ``mismatches``; so are ``payload``, ``export``, ``rolling`` and ``devices``.
+        payload: the payload to send.
+        export: the requested form.
+        rolling: whether replicas change their weights one after another.
+        devices: devices of both ends.
+        same_gpus: whether both ends certainly use the same GPUs (``share_gpus``).
 
     Raises:
-        PluginIncompatibleError: none fits; names what each side offers, for each transport.
+        PluginIncompatibleError: none fits; names for each transport what each side offers.
     """
     ranked = sorted(transports, key=lambda transport: (transport.speed_rank, transport.name))
     reasons = {

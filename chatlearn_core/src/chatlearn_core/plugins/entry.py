@@ -1,4 +1,4 @@
-"""One line of ``chatlearn plugins list``: a record with its origin and whether it can be used."""
+"""One line of ``chatlearn plugins list``: a record, its origin, and whether it is usable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Literal
 from chatlearn_core.plugins.records import Kind, PluginRecord
 
 Status = Literal["ok", "failed", "incompatible", "conflict", "disabled", "missing-engine"]
-"""``failed``: it cannot be imported, its hook raised, or what it returned breaks a rule; ``incompatible``: written for
-another plugin API or another version of the core; ``conflict``: another one registers the same kind and name;
-``disabled``: by ``CHATLEARN_DISABLE_PLUGINS``; ``missing-engine``: what it requires is not installed here."""
+"""``failed``: the plugin cannot be imported, its hook raised, or the returned record breaks a rule; ``incompatible``:
+it was written for another plugin API or another version of the core; ``conflict``: another plugin registers the same
+kind and name; ``disabled``: by ``CHATLEARN_DISABLE_PLUGINS``; ``missing-engine``: a required engine is not
+installed."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -18,9 +19,9 @@ class PluginEntry:
     """A registered plugin, or the reason why there is none."""
 
     name: str
-    """The record's name; the entry point's where there is no record."""
+    """The record's name; without a record, the entry point's."""
     kind: Kind | None
-    """None where the plugin failed before it could say."""
+    """None if the plugin failed before it returned a record."""
     distribution: str
     version: str
     status: Status
@@ -30,7 +31,7 @@ class PluginEntry:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, as errors name them."""
+        """Distribution and version, as shown in errors."""
         return f"{self.distribution} {self.version}".rstrip()
 
     @property

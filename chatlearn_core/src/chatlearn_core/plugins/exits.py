@@ -1,4 +1,5 @@
-"""``sys.exit`` in the code of a plugin is a failure of that plugin, and ends no run as if somebody had asked for it."""
+"""Turns ``sys.exit`` in a plugin's code into a failure of that plugin, so that it does not end a run as if
+requested."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ CODE_FIELDS = ("factory", "sender", "receiver", "app")
 
 
 def exit_called(error: SystemExit, registry: PluginRegistry | None = None) -> PluginError:
-    """The error to raise instead: who called ``sys.exit``, and where.
+    """The error to raise in place of ``SystemExit``: names the plugin that called ``sys.exit`` and the source line.
 
     Args:
-        error: as it was caught.
-        registry: knows whose code is whose.
+        error: the caught ``SystemExit``.
+        registry: maps packages to plugins.
     """
     entries = registry.entries if registry is not None else ()
     packages = {package: entry.origin for entry in entries for package in _packages_of(entry.record)}

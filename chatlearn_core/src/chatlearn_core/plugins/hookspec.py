@@ -1,10 +1,10 @@
-"""Every hook, in the order in which a run meets them. Specifications only.
+"""Every hook, in the order in which a run calls them. Specifications only.
 
 **Registering hooks** (plural nouns) are called once per process, when plugins load and before any device is touched;
 they return records. The records of all plugins are merged and a run selects by name: no plugin overrides another.
 **Observing hooks** are broadcast while a run works. They return nothing and change nothing: each implementation gets
-copies of its own, and random numbers that it draws are no others'. One that raises is logged and counted, and stops the
-run only under strict mode.
+copies of its own, and the random numbers it draws do not affect the run's. An implementation that raises is logged and
+counted, and stops the run only under strict mode.
 
 An implementation may take any subset of a hook's arguments, by name. Any plugin may implement any hook.
 """
@@ -53,10 +53,10 @@ RunStatus = Literal["completed", "interrupted", "failed"]
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register commands below ``chatlearn``.
 
-    Called when the command line starts, unless one of its own commands was asked for. ``chatlearn --help`` shows name
-    and ``help`` from the record; ``app`` is imported when it is used. A function is one command; a ``typer.Typer`` is
-    a group of commands, even with one in it. A name such as ``plugins weigh`` puts the command below ``chatlearn
-    plugins``, the one group that takes others.
+    Called when the command line starts, unless the command is one of its own. ``chatlearn --help`` shows name and
+    ``help`` from the record; ``app`` is imported when the command is used. A function is one command; a
+    ``typer.Typer`` is a group of commands, even if it holds only one. A name such as ``plugins weigh`` puts the command
+    below ``chatlearn plugins``, the only group that accepts further commands.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -71,7 +71,7 @@ def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
 
 @hookspec
 def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
-    """Register runtimes: what builds the roles and carries calls to them.
+    """Register runtimes: they build the roles and forward calls to them.
 
     Called once per process. A run selects one with ``runtime.backend``.
 
@@ -84,7 +84,7 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
             return [
                 RuntimeSpec(
                     name="slurm",
-                    summary="One worker a Slurm task.",
+                    summary="One worker per Slurm task.",
                     factory="acme_slurm.runtime:SlurmRuntime",
                     options="acme_slurm.options:SlurmOptions",
                 )
@@ -95,9 +95,9 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
 
 @hookspec
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """Register what reads families of models: tokenizer, prompts, limits.
+    """Register readers of model families: tokenizer, prompts, limits.
 
-    Called once per process. The family is picked by the ``model_type`` of the model directory's ``config.json``.
+    Called once per process. The ``model_type`` in the model directory's ``config.json`` selects the family.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -119,7 +119,7 @@ def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
 
 @hookspec
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """Register dataset formats: what says which column of a row is the prompt, an answer, a completion.
+    """Register dataset formats: they say which column of a row is the prompt, an answer, a completion.
 
     Called once per process. A dataset selects one with ``format``; ``format: auto`` takes the format with the most
     ``columns`` among those whose columns the file has.
@@ -145,7 +145,7 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
 
 @hookspec
 def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
-    """Register kinds of examples: what rows become, and which samples an example gives without a generator.
+    """Register kinds of examples: the result of reading rows, and the samples it yields without a generator.
 
     Called once per process. An algorithm selects one with its attribute ``input``; the core has ``prompts``,
     ``demonstrations`` and ``preferences``.
@@ -159,7 +159,7 @@ def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
             return [
                 ExampleKindSpec(
                     name="rewrites",
-                    summary="A text, and the better one that somebody made of it.",
+                    summary="A text and a human's improvement of it.",
                     factory="acme_data.rewrites:Rewrites",
                 )
             ]
@@ -194,7 +194,7 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
 
 @hookspec
 def chatlearn_environments() -> Iterable[EnvironmentSpec]:
-    """Register environments: what makes rollouts of several turns around a generator.
+    """Register environments: they make rollouts of several turns with a generator.
 
     Called once per process. A role of kind ``environment`` selects one with ``backend``.
 
@@ -218,10 +218,10 @@ def chatlearn_environments() -> Iterable[EnvironmentSpec]:
 
 @hookspec
 def chatlearn_trainers() -> Iterable[TrainerSpec]:
-    """Register trainers: one object a rank that computes per-token outputs and updates the model.
+    """Register trainers: one object per rank that computes per-token outputs and updates the model.
 
-    Called once per process. A role of kind ``trainer`` selects one with ``backend``. What the record says about heads,
-    outputs and exports is matched with the algorithm and the transport before anything starts.
+    Called once per process. A role of kind ``trainer`` selects one with ``backend``. The heads, outputs and exports of
+    the record are checked against the algorithm and the transport before anything starts.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -246,10 +246,11 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
 
 @hookspec
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """Register generators: one object a replica that samples completions.
+    """Register generators: one object per replica that samples completions.
 
-    Called once per process. A role of kind ``generator`` selects one with ``backend``. ``requires`` names the engine
-    as alternatives; it is looked up in the metadata of the interpreter that will host the engine, never imported.
+    Called once per process. A role of kind ``generator`` selects one with ``backend``. ``requires`` lists the engine's
+    distributions as alternatives; they are looked up in the metadata of the interpreter that will host the engine,
+    never imported.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -274,7 +275,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
 
 @hookspec
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """Register rewards: what scores samples, one by one or a group at a time.
+    """Register rewards: they score samples one by one or in whole groups.
 
     Called once per process. A role of kind ``reward``, or a part of one, selects by ``backend``.
 
@@ -329,7 +330,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
 
 @hookspec
 def chatlearn_loggers() -> Iterable[LoggerSpec]:
-    """Register loggers: where metrics go besides ``metrics.jsonl``.
+    """Register loggers: destinations of metrics in addition to ``metrics.jsonl``.
 
     Called once per process. A run selects any number with ``log.loggers``.
 
@@ -353,7 +354,7 @@ def chatlearn_loggers() -> Iterable[LoggerSpec]:
 
 @hookspec
 def chatlearn_samplers() -> Iterable[SamplerSpec]:
-    """Register samplers: what decides which training examples are drawn, and in which order.
+    """Register samplers: they decide which training examples are drawn, and in which order.
 
     Called once per process. A run selects one with ``data.sampler``.
 
@@ -366,7 +367,7 @@ def chatlearn_samplers() -> Iterable[SamplerSpec]:
             return [
                 SamplerSpec(
                     name="easy_first",
-                    summary="Examples in the order of their measured difficulty.",
+                    summary="Examples in order of measured difficulty.",
                     factory="acme_rl.curriculum:EasyFirst",
                     options="acme_rl.options:EasyFirstOptions",
                 )
@@ -377,7 +378,7 @@ def chatlearn_samplers() -> Iterable[SamplerSpec]:
 
 @hookspec
 def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
-    """Register filters: what decides which scored samples are not trained on.
+    """Register filters: they exclude scored samples from training.
 
     Called once per process. A run selects any number with ``rollout.filters``.
 
@@ -401,9 +402,9 @@ def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
 
 @hookspec
 def chatlearn_schedules() -> Iterable[ScheduleSpec]:
-    """Register schedules: numbers that change with the steps.
+    """Register schedules: numbers that depend on the step.
 
-    Called once per process. A run selects one a setting with ``schedules``.
+    Called once per process. ``schedules`` in the configuration selects one for each scheduled setting.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -425,7 +426,7 @@ def chatlearn_schedules() -> Iterable[ScheduleSpec]:
 
 @hookspec
 def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
-    """Register step policies: what decides after each step whether to stop or to sample otherwise.
+    """Register step policies: they decide after each step whether to stop the run or change its sampling.
 
     Called once per process. A run selects any number with ``train.step_policies``.
 
@@ -438,7 +439,7 @@ def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
             return [
                 StepPolicySpec(
                     name="budget",
-                    summary="Ends the run when it has trained on so many tokens.",
+                    summary="Ends the run after training on a given number of tokens.",
                     factory="acme_rl.budget:TokenBudget",
                     options="acme_rl.options:TokenBudgetOptions",
                 )
@@ -449,10 +450,10 @@ def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
 
 @hookspec
 def chatlearn_outputs() -> Iterable[OutputSpec]:
-    """Register outputs: what trainers can compute for each token or sequence, by name, shape and type.
+    """Register outputs: values that trainers can compute per token or per sequence, by name, shape and type.
 
-    Called once per process. A trainer that computes one names it in ``TrainerSpec.outputs``; a loss reads it through
-    ``OutputRequest.names``, a flow through a method of ``chatlearn_flow_methods``.
+    Called once per process. A trainer lists the outputs that it computes in ``TrainerSpec.outputs``; a loss reads them
+    through ``OutputRequest.names``, a flow through a method of ``chatlearn_flow_methods``.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -467,9 +468,9 @@ def chatlearn_outputs() -> Iterable[OutputSpec]:
 
 @hookspec
 def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
-    """Register calls that flows may make on roles of a kind.
+    """Register calls that flows can make on roles of a kind.
 
-    Called once per process. ``outputs`` are computed by the trainer role and added to the samples.
+    Called once per process. The trainer role computes ``outputs``, and the executor adds them to the samples.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -492,7 +493,7 @@ def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
 
 @hookspec
 def chatlearn_aggregations() -> Iterable[AggregationSpec]:
-    """Register aggregations: how per-token losses of a mini-batch become one number.
+    """Register aggregations: how the per-token losses of a mini-batch are reduced to one number.
 
     Called once per process. Algorithms select one by name with their option ``aggregation``.
 
@@ -505,7 +506,7 @@ def chatlearn_aggregations() -> Iterable[AggregationSpec]:
             return [
                 AggregationSpec(
                     name="sqrt_length",
-                    summary="Each sequence by the square root of its length.",
+                    summary="Weights each sequence by the square root of its length.",
                     function="acme_losses.aggregation:sqrt_length",
                     options="acme_losses.options:NoOptions",
                 )
@@ -536,10 +537,11 @@ def chatlearn_run_start(config: Mapping[str, Any], run_dir: Path, graph: Graph) 
 
 @hookspec
 def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping[str, float], store: DataStore) -> None:
-    """The experience of one step is complete: every sample is scored, none is trained yet.
+    """The experience of one step is complete: every sample is scored, and training has not begun.
 
-    ``samples`` are copies of the step's, the ones excluded from training included; their arrays are read-only. Over
-    several processes they are references: ``store.get(samples, {"token_ids", "text"})`` gives samples with values.
+    ``samples`` are copies of the step's samples, including those excluded from training; their arrays are read-only. In
+    a run with several processes they are references: ``store.get(samples, {"token_ids", "text"})`` returns samples with
+    values.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -555,7 +557,7 @@ def chatlearn_rollout_end(step: int, samples: Sequence[Sample], metrics: Mapping
 
 @hookspec
 def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """A step is over: all its updates are done; ``metrics`` is the line that goes to ``metrics.jsonl``.
+    """A step is complete: all its updates are done. ``metrics`` is its line in ``metrics.jsonl``.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -571,7 +573,7 @@ def chatlearn_step_end(step: int, metrics: Mapping[str, float]) -> None:
 
 @hookspec
 def chatlearn_weights_synced(policy_version: int, receipts: Sequence[SyncReceipt]) -> None:
-    """The generators have answered a weight sync: one receipt a replica, failed ones included.
+    """The generators have answered a weight sync; there is one receipt per replica, including failed ones.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -603,11 +605,11 @@ def chatlearn_checkpoint_saved(step: int, path: Path) -> None:
 
 @hookspec
 def chatlearn_error(error: BaseException, failure: RunFailure) -> None:
-    """A run fails with ``error``, the exception itself; ``chatlearn_run_end`` follows. Not for Ctrl-C.
+    """A run fails with ``error``, the exception itself; ``chatlearn_run_end`` follows. Not called for Ctrl-C.
 
-    Called after the last complete step was saved where that was possible. ``failure`` says where the run stood and what
-    is saved. A page for people goes to ``failure.run_dir / "failure.md"``: the run names that file where it reports the
-    failure, and removes it when it goes on.
+    Called after the last complete step was saved, if that was possible. ``failure`` says which step and phase the run
+    was in and what is saved. Write a page for users to ``failure.run_dir / "failure.md"``: the run's failure report
+    refers to it, and a resumed run removes it.
 
     Example:
         from chatlearn_core.plugins import hookimpl
@@ -623,7 +625,7 @@ def chatlearn_error(error: BaseException, failure: RunFailure) -> None:
 
 @hookspec
 def chatlearn_run_end(status: RunStatus, summary: Mapping[str, Any]) -> None:
-    """A run is over and its roles are closed; ``summary`` is what ``summary.json`` holds.
+    """A run has ended and its roles are closed; ``summary`` is the content of ``summary.json``.
 
     ``status`` is ``completed``, ``interrupted`` (Ctrl-C or SIGTERM; it can be resumed) or ``failed``.
 

@@ -1,4 +1,4 @@
-"""Import strings: ``"package.module:Attribute"``, checked without importing, imported when selected."""
+"""Import strings, ``"package.module:Attribute"``: checked without importing, imported when selected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RULE = "an import string is 'package.module:Attribute'"
 
 
 def import_string_problem(value: object) -> str | None:
-    """Why ``value`` is not an import string, or None if it is one. Imports nothing."""
+    """The reason why ``value`` is not an import string, or None if it is one. Imports nothing."""
     if not isinstance(value, str):
         return f"{value!r} is a {type(value).__name__}; {RULE}"
     module, colon, attribute = value.partition(":")
@@ -20,12 +20,12 @@ def import_string_problem(value: object) -> str | None:
 
 
 def resolve_import_string(value: str) -> Any:
-    """Import what an import string names.
+    """Import the attribute named by an import string.
 
     Raises:
-        ValueError: it is no import string.
+        ValueError: ``value`` is not an import string.
         ImportError: the module is missing, or does not have the attribute.
-        Exception: whatever the module raises while it is imported.
+        Exception: any exception that the module raises while it is imported.
     """
     if problem := import_string_problem(value):
         raise ValueError(problem)

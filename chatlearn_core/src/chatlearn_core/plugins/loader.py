@@ -1,8 +1,7 @@
-"""Imports what entry points name and turns everything that happens into a registry.
+"""Loads the modules of plugin entry points and records every outcome in a registry.
 
-Nothing that a plugin does while it loads takes the host down: an exception, ``sys.exit``, a syntax error, a wrong
-return value, an import that hangs or ends the process become entries with a status and a reason. Only strict mode
-raises.
+A plugin cannot stop its host while loading: an exception, ``sys.exit``, a syntax error, a wrong return value, or an
+import that hangs or ends the process becomes an entry with a status and a reason. Only strict mode raises.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ PROJECT_PREFIX = f"{PROJECT}_"
 
 
 def discover_plugins(*, strict: bool = False, extra: Iterable[PluginSource] = ()) -> PluginRegistry:
-    """Load every installed plugin that is not disabled, and ``extra`` ones that no distribution names.
+    """Load every installed plugin that is not disabled, and ``extra`` plugins that belong to no distribution.
 
     Raises:
-        PluginError: under ``strict``, if any plugin is not ``ok``; names all of them. Disabled ones are not meant.
+        PluginError: under ``strict``, some plugin is neither ``ok`` nor disabled; names all of them.
     """
     return load_plugins([*installed_sources(), *extra], strict=strict)
 
@@ -57,10 +56,10 @@ def discover_plugins(*, strict: bool = False, extra: Iterable[PluginSource] = ()
 def load_plugins(
     sources: Iterable[PluginSource], *, disabled: DisabledDistributions | None = None, strict: bool = False
 ) -> PluginRegistry:
-    """Load plugins from ``sources``; ``disabled`` is read from the environment by default.
+    """Load plugins from ``sources``; ``disabled`` comes from the environment by default.
 
     Raises:
-        PluginError: as ``discover_plugins``.
+        PluginError: as for ``discover_plugins``.
     """
     sources = list(sources)
     disabled = DisabledDistributions.from_environment() if disabled is None else disabled
@@ -80,7 +79,7 @@ def load_plugins(
 
 
 def unfit_sources(sources: Iterable[PluginSource]) -> dict[PluginSource, str]:
-    """Those whose import would end this process or never return, and how: see ``trial``."""
+    """The sources whose import would end this process or never return, and how (see ``trial``)."""
     tried = [
         (source, source.point)
         for source in sources
@@ -92,7 +91,7 @@ def unfit_sources(sources: Iterable[PluginSource]) -> dict[PluginSource, str]:
 
 @dataclass(slots=True)
 class SourceLoad:
-    """What became of one entry point."""
+    """The entries made from one entry point."""
 
     source: PluginSource
     entries: list[PluginEntry] = field(default_factory=list)
@@ -107,7 +106,7 @@ class SourceLoad:
         kind: Kind | None = None,
         record: PluginRecord | None = None,
     ) -> None:
-        """Record one outcome, by default of the entry point as a whole."""
+        """Record one outcome, by default of the whole entry point."""
         self.entries.append(
             PluginEntry(
                 name=self.source.name if name is None else name,
@@ -122,7 +121,7 @@ class SourceLoad:
 
 
 def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = "") -> SourceLoad:
-    """Import one entry point, call its registering hooks, and check what they return; nothing of it if it is unfit."""
+    """Import one entry point, call its registering hooks, and check the returned records; skip the import if unfit."""
     load = SourceLoad(source)
     if disabled:
         load.add("disabled", f"by {DISABLE_VARIABLE}")
@@ -136,7 +135,7 @@ def load_source(source: PluginSource, *, disabled: bool = False, unfit: str = ""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspec)
     try:
-        with stdout_to_stderr(sys.stderr):  # what a plugin prints must not end up in `plugins list --json`
+        with stdout_to_stderr(sys.stderr):  # output of a plugin must not mix with `plugins list --json`
             plugin = source.load()
         manager.register(plugin, name=source.name)
         problems = list(unknown_hooks(plugin, manager))
@@ -163,9 +162,9 @@ def hook_names(manager: pluggy.PluginManager) -> list[str]:
 
 
 def unknown_hooks(plugin: Any, manager: pluggy.PluginManager) -> Iterator[str]:
-    """Functions that were meant as hooks and are none: a name without a specification, or a missing ``@hookimpl``.
+    """Functions that look like hooks but are not: a name without a specification, or a missing ``@hookimpl``.
 
-    pluggy accepts both silently (``check_pending`` would stop the host at the first).
+    pluggy accepts both silently; its ``check_pending`` would stop the host at the first.
     """
     known = hook_names(manager)
     marked = {
@@ -189,18 +188,18 @@ def unknown_hooks(plugin: Any, manager: pluggy.PluginManager) -> Iterator[str]:
 
 
 def implementation_problem(hook: str, implementation: pluggy.HookImpl) -> str | None:
-    """Why an implementation would not do what its author expects when it is called, or None."""
+    """The reason why calling an implementation would not have the effect its author expects, or None."""
     if implementation.wrapper or implementation.hookwrapper:
         return f"{hook} is a hook wrapper; hooks of ChatLearn cannot be wrapped"
     if inspect.iscoroutinefunction(implementation.function):
         return f"{hook} is an async function; hooks are called and not awaited"
     if inspect.isgeneratorfunction(implementation.function) and hook not in REGISTERING_HOOKS:
-        return f"{hook} is a generator function; what it does would never be done"
+        return f"{hook} is a generator function; its body would never run"
     return None
 
 
 def call_registering_hook(load: SourceLoad, hook: str, implementation: pluggy.HookImpl) -> None:
-    """Add an entry for every record that an implementation returns, and for whatever goes wrong."""
+    """Add an entry for every record that an implementation returns and for every error."""
     kind = REGISTERING_HOOKS[hook]
     try:
         with stdout_to_stderr(sys.stderr):
@@ -234,14 +233,14 @@ def add_record(load: SourceLoad, record: PluginRecord) -> None:
 
 
 def runs_elsewhere(record: PluginRecord | None) -> bool:
-    """Whether an engine that is missing here may be installed in an interpreter of its own."""
+    """Whether the record's engine, missing here, may be installed in another interpreter."""
     return isinstance(record, GeneratorSpec) and record.own_interpreter
 
 
 def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
     """Turn all usable entries that share kind and name into conflicts, each naming every provider.
 
-    Commands of the command line itself keep their names: a plugin must not be able to disable ``chatlearn plugins``.
+    The command line's own commands keep their names, so that a plugin cannot disable ``chatlearn plugins``.
     """
     same: dict[tuple[Kind | None, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
@@ -262,8 +261,8 @@ def mark_conflicts(entries: list[PluginEntry]) -> list[PluginEntry]:
 def require_all_ok(registry: PluginRegistry) -> None:
     """Raise PluginError if any plugin is broken, incompatible or in conflict.
 
-    One whose engine is not installed is no fault of the installation (the engine may be an extra, or live in another
-    interpreter): selecting it says what is missing.
+    A missing engine is not an error here: it may be an extra or live in another interpreter, and selecting the plugin
+    says what is missing.
     """
     bad = [entry for entry in registry.entries if entry.status not in ("ok", "disabled", "missing-engine")]
     lines = [f"{entry.kind or 'plugin'} {entry.title}: {entry.status}: {entry.reason}" for entry in bad]
@@ -277,7 +276,7 @@ def require_all_ok(registry: PluginRegistry) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, in one line; where a syntax error is."""
+    """Type and message of an error on one line; for a syntax error also its position."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     if isinstance(error, SystemExit):

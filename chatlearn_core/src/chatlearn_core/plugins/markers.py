@@ -1,4 +1,4 @@
-"""pluggy's markers for this project. Apart from the package so that the module ``hookspec`` keeps its name."""
+"""pluggy's markers for this project, in a module of their own so that the module ``hookspec`` keeps its name."""
 
 from __future__ import annotations
 

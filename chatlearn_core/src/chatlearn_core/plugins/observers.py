@@ -1,4 +1,4 @@
-"""Telling observers what happens in a run, so that none of them can stop it."""
+"""Notifies observers of events in a run, without letting them stop or change it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Copy = Callable[[], object]
-"""Makes a copy of an argument."""
+"""Makes a fresh copy of an argument."""
 
 
 @contextmanager
 def _random_numbers_apart() -> Iterator[None]:
-    """Random numbers that are drawn in the block, or seeds set, change no others of this process: dropout draws from
-    the same generators. Libraries that are not loaded are not looked for.
+    """Isolate the process's random generators: numbers drawn or seeds set in the block do not affect code outside it,
+    such as dropout. Libraries that are not loaded are left alone.
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     before = (
@@ -58,14 +58,14 @@ class Observer:
     """Distribution and version."""
     function: Callable[..., object]
     arguments: tuple[str, ...]
-    """Those of the hook's arguments that it takes."""
+    """Names of the hook's arguments that it takes."""
 
 
 @dataclass(slots=True)
 class Observers:
-    """Calls every observing hook; an observer that raises is logged and counted, and the run goes on.
+    """Calls every observing hook; an observer that raises is logged and counted, and the run continues.
 
-    Every observer gets copies of its own: whatever it does to them, the run and other observers do not see it. Under
+    Every observer gets copies of its own, so that its changes reach neither the run nor other observers. Under
     ``strict`` the first failure raises PluginError instead, except in ``chatlearn_error``, where it would hide the
     error being reported.
     """
@@ -102,12 +102,12 @@ class Observers:
         self._notify("chatlearn_run_end", {"summary": lambda: deepcopy(dict(summary))}, status=status)
 
     def _notify(self, hook: str, copies: Mapping[str, Copy], **constants: object) -> None:
-        """Call the hook's observers.
+        """Call the observers of one hook.
 
         Args:
-            hook: its name.
-            copies: makes the arguments that could be changed, for each observer that takes them anew.
-            constants: the arguments that cannot.
+            hook: name of the hook.
+            copies: makes the mutable arguments, anew for each observer that takes them.
+            constants: the immutable arguments.
         """
         for observer in self.observers:
             if observer.hook != hook:

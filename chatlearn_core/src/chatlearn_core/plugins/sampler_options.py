@@ -1,4 +1,4 @@
-"""Options of the sampler ``shuffled``, apart from ``data``, which imports torch."""
+"""Options of the sampler ``shuffled``, outside ``data`` because that package imports torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ShuffledOptions(BaseModel):
-    """None: datasets have weights of their own, and ``data.shuffle`` says whether order is drawn."""
+    """No options: datasets have their own weights, and ``data.shuffle`` turns shuffling on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

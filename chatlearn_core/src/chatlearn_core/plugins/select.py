@@ -1,4 +1,4 @@
-"""Choosing a plugin by name, and importing what its record names; errors say what else could have been chosen."""
+"""Selection of a plugin by name and import of its code; errors list the available choices."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 META_DISTRIBUTION = "chatlearn"
-"""The distribution that only depends on others; its extras are named after the plugins that they bring."""
+"""The distribution that only depends on others; its extras are named after the plugins that they install."""
 COMES_WITH: dict[tuple[Kind, str], str] = {
     ("cli_command", "plugins check"): "chatlearn-testing",
     ("cli_command", "plugins new"): "chatlearn-testing",
     ("runtime", "local"): "chatlearn-local",
 }
-"""What the core speaks of and does not hold, and the distribution that brings it."""
+"""Plugins that the core refers to but does not contain, and the distribution that provides each."""
 KIND_TITLES: dict[Kind, str] = {
     "trainer": "trainer backend",
     "generator": "generator backend",
@@ -51,7 +51,7 @@ KIND_TITLES: dict[Kind, str] = {
     "flow_method": "flow method",
     "aggregation": "aggregation",
 }
-"""How a message calls a plugin of each kind."""
+"""Names of the kinds of plugins in messages."""
 
 
 def select_entry(
@@ -61,16 +61,16 @@ def select_entry(
     where: str,
     installed: InstalledVersion | None = installed_here,
 ) -> PluginEntry:
-    """The one usable entry of that kind and name.
+    """The only usable entry of that kind and name.
 
     Args:
-        where: file and key that ask for it, for the error.
-        installed: looks up engines where the backend will run; None: not checked here.
+        where: file and key that name it, for the error.
+        installed: looks up engines in the interpreter that will host the backend; None: not checked here.
 
     Raises:
-        PluginNotFoundError: nothing of that name works; names what is installed, what failed and why, the nearest.
+        PluginNotFoundError: no usable plugin has that name; lists installed plugins, failures, and the nearest name.
         PluginConflictError: several distributions register it.
-        PluginIncompatibleError: it is for another plugin API, or the engine it needs is not installed.
+        PluginIncompatibleError: it is for another plugin API, or a required engine is not installed.
     """
     named = [entry for entry in entries if entry.kind == kind and entry.name == name]
     usable = [entry for entry in named if entry.record is not None]
@@ -109,7 +109,7 @@ def select_entry(
 
 
 def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: bool = False) -> str:
-    """What could be chosen instead, what could not and why, and the nearest name: lines that end a message."""
+    """Final lines of a message: available choices, unusable ones with reasons, and the nearest name."""
     groups: dict[str, list[str]] = {}
     for entry in entries:
         if entry.kind == kind and entry.status == "ok":
@@ -139,7 +139,7 @@ def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: b
 
 
 def _engine_remedy(record: PluginRecord) -> str:
-    """How to come by the engine that a record needs."""
+    """How to install the engine that a record requires."""
     commands = [
         "pip install " + " or ".join(f"'{alternative}'" for alternative in alternatives)
         for alternatives in record.requires
@@ -153,12 +153,12 @@ def _runs_elsewhere(record: PluginRecord) -> bool:
 
 
 def _where_from(entries: Sequence[PluginEntry], kind: Kind, name: str) -> str:
-    """A line on a name that nothing here registers for that kind: what else it is, or what brings it."""
+    """A line about a name that no plugin registers for that kind: its other kinds, or the distribution to install."""
     other = sorted({KIND_TITLES[entry.kind] for entry in entries if entry.name == name and entry.kind is not None})
     if other:
         return f"\n  {name!r} is the name of a {' and a '.join(other)}."
     if any(entry.name == name for entry in entries):
-        return ""  # one that is broken or disabled, which the error lists
+        return ""  # broken or disabled: the error already lists it
     distribution = COMES_WITH.get((kind, name))
     if distribution is not None and all(entry.distribution != distribution for entry in entries):
         return f"\n  It comes with: pip install {distribution}"
@@ -170,7 +170,7 @@ def _where_from(entries: Sequence[PluginEntry], kind: Kind, name: str) -> str:
 
 
 def load_attribute(record: PluginRecord, attribute: str, origin: str) -> Any:
-    """Import what the field ``attribute`` of a record names; ``origin`` is its distribution and version.
+    """Import the object named by the field ``attribute`` of a record; ``origin`` is its distribution and version.
 
     Raises:
         PluginError: the import fails; names plugin, version, import string and cause.
@@ -187,10 +187,10 @@ def load_attribute(record: PluginRecord, attribute: str, origin: str) -> Any:
 
 
 def load_callable(record: PluginRecord, attribute: str, origin: str) -> Callable[..., Any]:
-    """Import what can be called: a factory, a sender, a command.
+    """Import a callable: a factory, a sender, a command.
 
     Raises:
-        PluginError: the import fails or gives nothing that can be called; names plugin, version and cause.
+        PluginError: the import fails or yields something that is not callable; names plugin, version and cause.
     """
     loaded = load_attribute(record, attribute, origin)
     if not callable(loaded):
@@ -203,10 +203,10 @@ def load_callable(record: PluginRecord, attribute: str, origin: str) -> Callable
 
 
 def load_factory(record: PluginRecord, attribute: str, origin: str) -> Callable[..., Any]:
-    """Like ``load_callable``; where what was imported calls ``sys.exit``, that is a failure of the plugin.
+    """Like ``load_callable``; if the imported code later calls ``sys.exit``, that is a failure of the plugin.
 
     Raises:
-        PluginError: as ``load_callable``.
+        PluginError: as for ``load_callable``.
     """
     target = load_callable(record, attribute, origin)
 
@@ -228,7 +228,7 @@ def load_model(record: PluginRecord, origin: str, attribute: str = "options") ->
     """Import the pydantic model of a record's options, or of a flow method's arguments.
 
     Raises:
-        PluginError: the import fails or gives no pydantic model; names plugin, version and cause.
+        PluginError: the import fails or yields no pydantic model; names plugin, version and cause.
     """
     loaded = load_attribute(record, attribute, origin)
     from pydantic import BaseModel  # not before a plugin is selected: listing plugins imports no pydantic

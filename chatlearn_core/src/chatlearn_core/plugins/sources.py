@@ -1,4 +1,4 @@
-"""Where plugins come from: entry points of installed distributions, found in their metadata without importing them."""
+"""Sources of plugins: entry points of installed distributions, found in their metadata without importing them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class PluginSource:
     load: Callable[[], Any]
     """Imports the module. May raise anything."""
     point: metadata.EntryPoint | None = None
-    """What ``load`` imports, where another process could import it, too."""
+    """The entry point that ``load`` imports, if another process could import it, too."""
     incompatible: str = ""
-    """Why it is not even imported: the distribution's metadata asks for another version of the core."""
+    """Reason not to import the source: its distribution's metadata require another version of the core."""
 
 
 def installed_sources() -> Iterator[PluginSource]:
-    """Every entry point of the group ``chatlearn``; of two distributions of one name the first on the path counts."""
+    """Every entry point of the group ``chatlearn``; of two distributions with one name the first on the path counts."""
     seen: set[str] = set()
     for distribution in metadata.distributions():
         try:
@@ -51,7 +51,7 @@ def installed_sources() -> Iterator[PluginSource]:
             load = raising(f"its entry_points.txt cannot be read: {type(error).__name__}: {error}")
             yield PluginSource(name, name, version, load)
             continue
-        name, version = name_and_version(distribution)  # not before: reading the metadata of everything takes a while
+        name, version = name_and_version(distribution)  # only now: reading the metadata of everything takes a while
         if canonicalize_name(name) in seen:
             continue
         seen.add(canonicalize_name(name))
@@ -61,7 +61,7 @@ def installed_sources() -> Iterator[PluginSource]:
 
 
 def name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
-    """As its metadata say; what is left of a half removed distribution has neither."""
+    """Name and version from the metadata; a partly removed distribution has neither."""
     found = distribution.metadata
     return found["Name"] or "(unnamed distribution)", found["Version"] or "(unknown version)"
 
@@ -76,12 +76,12 @@ def raising(message: str) -> Callable[[], Any]:
 
 
 def core_version_problem(requires: Sequence[str], core_version: str = __version__) -> str:
-    """Why the requirements of a distribution exclude this version of the core; empty if they do not."""
+    """The reason why a distribution's requirements exclude this version of the core; empty if they do not."""
     for text in requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # the installer's business; only a readable requirement on the core can exclude this one
+            continue  # left to the installer; only a readable requirement on the core can exclude this one
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         on_core = canonicalize_name(requirement.name) == CORE and applies
         if on_core and not requirement.specifier.contains(core_version, prereleases=True):
@@ -91,7 +91,7 @@ def core_version_problem(requires: Sequence[str], core_version: str = __version_
 
 @dataclass(slots=True, frozen=True)
 class DisabledDistributions:
-    """The distributions that ``CHATLEARN_DISABLE_PLUGINS`` names: comma separated, spelled in any normalised way."""
+    """The distributions that ``CHATLEARN_DISABLE_PLUGINS`` names, comma-separated; names are normalised."""
 
     names: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ class DisabledDistributions:
         return canonicalize_name(distribution) in {canonicalize_name(name) for name in self.names}
 
     def unknown(self, distributions: set[str]) -> list[str]:
-        """A warning for each name that no plugin distribution has."""
+        """A warning for each name that belongs to no plugin distribution."""
         known = sorted(canonicalize_name(name) for name in distributions)
         return [
             f"{DISABLE_VARIABLE} names {name!r}, which no installed plugin distribution is called."
@@ -115,6 +115,6 @@ class DisabledDistributions:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`` Did you mean 'x'?`` with the nearest name, or nothing."""
+    """`` Did you mean 'x'?`` with the nearest name, or an empty string."""
     nearest = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

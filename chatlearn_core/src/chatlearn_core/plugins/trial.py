@@ -1,8 +1,8 @@
-"""Imports plugins in a child process before this one does, where they are new or have changed.
+"""Imports new or changed plugins in a child process before this process imports them.
 
-An exception of a plugin can be caught. A plugin that ends the process (``os._exit``, a crash in C) or never returns can
-not: what does so in the child is reported, and is not imported here. What came through is remembered by distribution,
-version and the state of its files, so that most of the time there is no child.
+A plugin's exception can be caught, but a plugin that ends the process (``os._exit``, a crash in C) or never returns
+cannot: if that happens in the child, the plugin is reported and not imported here. Successful imports are remembered by
+distribution, version and state of the files, so that a child is rarely needed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from chatlearn_core import __version__
 from chatlearn_core.plugins.markers import PROJECT
 
 LIMIT_VARIABLE = "CHATLEARN_PLUGIN_TIMEOUT_S"
-"""How long one plugin may take to be imported, seconds; 0: there is no trial."""
+"""Time limit for importing one plugin, seconds; 0 disables the trial."""
 DEFAULT_LIMIT_S = 30.0
 TRIED_VARIABLE = "CHATLEARN_PLUGINS_TRIED"
-"""What this process has tried, for those that it starts: they need not try it again."""
+"""The sources that this process has tried, passed to its child processes so that they need not try again."""
 MOST_REMEMBERED = 1000
 _START_S = 10.0
 _STACK_S = 2.0
-"""After the limit the child has this time to write down where it hangs."""
+"""Time that the child has after the limit to report where it hangs, seconds."""
 
 Sources = Mapping[str, EntryPoint]
-"""State (``state_of``) -> what is to be imported."""
+"""State (``state_of``) -> the entry point to import."""
 
 
 def failures(sources: Sequence[tuple[EntryPoint, str, str]]) -> list[str]:
-    """Why each entry point must not be imported here; empty for one that may.
+    """The reason why each entry point must not be imported here; empty if it may be.
 
     Args:
         sources: entry point, name and version of its distribution.
@@ -64,19 +64,19 @@ def failures(sources: Sequence[tuple[EntryPoint, str, str]]) -> list[str]:
 
 
 def state_of(point: EntryPoint, distribution: str, version: str) -> str:
-    """Names an entry point as it is now: it is another one when a file of its package changes."""
+    """Identifies an entry point and the current state of its package's files; any change gives a new value."""
     package = point.value.partition(":")[0].partition(".")[0]
     content = [__version__, sys.version, sys.prefix, distribution, version, point.name, point.value, *_files(package)]
     return hashlib.sha256("\0".join(content).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _files(package: str) -> list[str]:
-    """Number, size and newest change of a package's Python files, without importing it."""
+    """Number, total size and latest change of a package's Python files, found without importing it."""
     try:
         spec = PathFinder.find_spec(package) or next(
             filter(None, (finder.find_spec(package, None) for finder in sys.meta_path)), None
         )
-    except Exception:  # finders are others' code; the import will tell
+    except Exception:  # finders are third-party code; the import will show the error
         return ["unknown"]
     if spec is None:
         return ["missing"]
@@ -91,7 +91,7 @@ def _files(package: str) -> list[str]:
 
 
 def _try(sources: Sources, limit_s: float) -> dict[str, str]:
-    """Import them in a child, one after the other; another child goes on after one that was lost."""
+    """Import the sources in a child, one after another; if a child is lost, another continues with the next."""
     found: dict[str, str] = {}
     waiting = dict(sources)
     while waiting:
@@ -102,14 +102,14 @@ def _try(sources: Sources, limit_s: float) -> dict[str, str]:
             break
         culprit, reason = lost
         if culprit is None:
-            break  # the child itself cannot run here, which says nothing of plugins
+            break  # the child itself cannot run here, which says nothing about plugins
         found[culprit] = reason
         del waiting[culprit]
     return found
 
 
 def _one_child(sources: Sources, limit_s: float) -> tuple[list[str], tuple[str | None, str] | None]:
-    """Keys that came through, and the one that the child was lost with, and how."""
+    """Keys that were imported, and the key and cause with which the child was lost, if it was."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as stacks, os.fdopen(reading, "rb", buffering=0) as reports:
         job = {
@@ -149,7 +149,7 @@ def _one_child(sources: Sources, limit_s: float) -> tuple[list[str], tuple[str |
 
 
 def _follow(reports: IO[bytes], limit_s: float) -> tuple[list[str], str | None, bool]:
-    """Keys that are done, the one that is begun and not done, and whether the child is silent for too long."""
+    """Keys that are done, the key that has begun but is not done, and whether the child exceeded the time limit."""
     done: list[str] = []
     begun: str | None = None
     text = b""
@@ -172,7 +172,7 @@ def _follow(reports: IO[bytes], limit_s: float) -> tuple[list[str], str | None, 
 
 
 def _place(stacks: IO[bytes]) -> str:
-    """Where the import hangs: the innermost line of a file that is not Python's own."""
+    """Where the import hangs: the innermost line of a file outside Python's own library."""
     stacks.seek(0)
     lines = [line.strip() for line in stacks.read().decode(errors="replace").splitlines() if "File " in line]
     own = [line for line in lines if "<frozen" not in line and f"{os.sep}lib{os.sep}python" not in line]
@@ -181,7 +181,7 @@ def _place(stacks: IO[bytes]) -> str:
 
 def _how(status: int) -> str:
     if status == -signal.SIGKILL:
-        return ""  # by this process, after it had closed what it reported to
+        return ""  # killed by this process after the child closed its reports
     return f" with exit code {status}" if status >= 0 else f" by signal {-status} ({signal.Signals(-status).name})"
 
 
@@ -210,7 +210,7 @@ def _remembered() -> set[str]:
 
 
 def _remember(states: Sequence[str]) -> None:
-    """Where it cannot be written, the next process tries again."""
+    """Save the states. If that fails, the next process tries the plugins again."""
     file = _memory()
     if file is None or not states:
         return
@@ -223,7 +223,7 @@ def _remember(states: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The child: read what is to be imported, and report before and after each."""
+    """Entry point of the child: read the sources to import, and report before and after each."""
     from chatlearn_core.plugins.loader import load_source
     from chatlearn_core.plugins.sources import PluginSource
 
@@ -237,4 +237,4 @@ def main() -> None:
             load_source(PluginSource(name, name, "", point.load))
         faulthandler.cancel_dump_traceback_later()
         os.write(job["report"], f"end {state}\n".encode())
-    os._exit(0)  # whatever threads they left behind
+    os._exit(0)  # regardless of threads that the plugins left running

@@ -1,4 +1,4 @@
-"""Whether what a registering hook returned is a record that a run could use: pure checks, nothing is imported."""
+"""Validation of records that registering hooks return: pure checks that import nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")
 RESERVED_NAMES = frozenset({"auto"})
 """Configurations use it for 'the one that fits'."""
 COMMAND_GROUPS = ("plugins",)
-"""Commands of the core that take commands of plugins below them."""
+"""Commands of the core that accept commands of plugins below them."""
 
 VOCABULARIES: Mapping[str, Collection[str]] = {
     "exports": get_args(Export),
@@ -64,11 +64,11 @@ VOCABULARIES: Mapping[str, Collection[str]] = {
     "granularity": get_args(Granularity),
     "takes": ("examples", "samples"),
 }
-"""Fields that the core matches, and the values it knows."""
+"""Fields that the core interprets, and the values it knows."""
 
 
 def wrong_type_problem(value: object, hook: str) -> str | None:
-    """Why ``value`` is not of the record type that ``hook`` returns, or None."""
+    """The reason why ``value`` is not of the record type that ``hook`` returns, or None."""
     expected = RECORD_TYPES[REGISTERING_HOOKS[hook]]
     if isinstance(value, expected):
         return None
@@ -81,7 +81,7 @@ def wrong_type_problem(value: object, hook: str) -> str | None:
 
 
 def api_version_problem(record: PluginRecord) -> str | None:
-    """Why a record's plugin API is not this core's, or None."""
+    """The reason why a record's plugin API is not this core's, or None."""
     if record.api_version == PLUGIN_API_VERSION:
         return None
     outdated = "ChatLearn" if newer(record.api_version) else "the plugin"
@@ -92,12 +92,12 @@ def api_version_problem(record: PluginRecord) -> str | None:
 
 
 def newer(api_version: object) -> bool:
-    """Whether a record was written for a core that is yet to come."""
+    """Whether a record was written for a newer core."""
     return isinstance(api_version, int) and api_version > PLUGIN_API_VERSION
 
 
 def record_problems(record: PluginRecord) -> list[str]:
-    """Every rule that a record of the right type and API version breaks."""
+    """All rules that a record of the right type and API version breaks."""
     named = command_name_problem if record.kind == "cli_command" else name_problem
     problems = [named(record.name), requirement_syntax_problem(record.requires)]
     for field in dataclasses.fields(record):
@@ -117,7 +117,7 @@ def record_problems(record: PluginRecord) -> list[str]:
 
 
 def method_name_problem(name: object) -> str | None:
-    """Why a record of a flow's method is not named ``kind.method``, or None."""
+    """The reason why a flow method's record is not named ``kind.method``, or None."""
     kind, _, method = str(name).partition(".")
     if kind.isidentifier() and method.isidentifier():
         return None
@@ -125,7 +125,7 @@ def method_name_problem(name: object) -> str | None:
 
 
 def name_problem(name: object) -> str | None:
-    """Why a name cannot be written in a configuration, or None."""
+    """The reason why a name cannot be used in a configuration, or None."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         return f"name {name!r}: a name is lower-case letters and digits, separated by single '_', '-' or '.'"
     if name in RESERVED_NAMES:
@@ -134,7 +134,7 @@ def name_problem(name: object) -> str | None:
 
 
 def command_name_problem(name: object) -> str | None:
-    """Why a name cannot be typed after ``chatlearn``, or None: ``report``, or ``plugins check`` in a group."""
+    """The reason why a name cannot follow ``chatlearn``, or None: ``report``, or ``plugins check`` in a group."""
     group, space, command = name.partition(" ") if isinstance(name, str) else ("", "", "")
     if not space:
         return name_problem(name)
@@ -144,7 +144,7 @@ def command_name_problem(name: object) -> str | None:
 
 
 def collection_problem(field: str, value: object) -> str | None:
-    """Why a field that holds a set of words does not, or None."""
+    """The reason why a field is not a set of known words, or None."""
     if not isinstance(value, frozenset | set) or not all(isinstance(item, str) for item in value):
         return f"{field}={short(value)}: must be a frozenset of strings"
     vocabulary = VOCABULARIES.get(field)
@@ -155,7 +155,7 @@ def collection_problem(field: str, value: object) -> str | None:
 
 
 def preference_problem(field: str, value: object) -> str | None:
-    """Why a field that ranks known words does not, or None."""
+    """The reason why a field is not a ranking of known words, or None."""
     if not isinstance(value, tuple) or not value:
         return f"{field}={short(value)}: must be a tuple with at least one of {', '.join(VOCABULARIES[field])}"
     if len(set(value)) < len(value):
@@ -164,7 +164,7 @@ def preference_problem(field: str, value: object) -> str | None:
 
 
 def short(value: object) -> str:
-    """A value for a message: its type, and its text where that is short and safe to make."""
+    """A value for a message: its type, and its text if that is short and safe to make."""
     try:
         text = repr(value)
     except Exception as error:  # a plugin's own __repr__ may do anything

@@ -1,4 +1,4 @@
-"""A plugin's options as text, read from the pydantic model that it supplies."""
+"""A plugin's options as text, read from its pydantic model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ LENGTHS = {"min_length": "at least", "max_length": "at most"}
 
 @dataclass(slots=True, frozen=True)
 class OptionRow:
-    """One option; those of a nested model have dotted names."""
+    """One option; options of a nested model have dotted names."""
 
     name: str
     type: str
-    """With its bounds: ``int >= 1 | null``."""
+    """Type with bounds: ``int >= 1 | null``."""
     default: str
     """``required`` if there is none."""
     description: str
 
 
 def option_rows(model: type[BaseModel], prefix: str = "") -> list[OptionRow]:
-    """Every option of a model, in its own order, nested models right after the option that holds them."""
+    """Every option of a model in declaration order; options of a nested model directly follow the one that holds it."""
     rows = []
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
@@ -43,12 +43,12 @@ def option_rows(model: type[BaseModel], prefix: str = "") -> list[OptionRow]:
 
 
 def type_text(field: FieldInfo) -> str:
-    """What a user may write, with its bounds: ``int >= 1 | null``."""
+    """The values a user may write, with bounds: ``int >= 1 | null``."""
     return annotation_text(field.annotation, field.metadata)
 
 
 def annotation_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """An annotation in the words of a configuration file; bounds belong to its first alternative."""
+    """An annotation in terms of a configuration file; bounds are shown with its first alternative."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return annotation_text(arguments[0], [*arguments[1:], *metadata])
@@ -76,7 +76,7 @@ def bounds(metadata: Sequence[Any]) -> Iterator[str]:
 
 
 def flatten(metadata: Sequence[Any]) -> Iterator[Any]:
-    """Constraints, those inside a nested ``Field(...)`` included."""
+    """All constraints, including those nested in ``Field(...)``."""
     for constraint in metadata:
         if isinstance(constraint, FieldInfo):
             yield from flatten(constraint.metadata)
@@ -85,7 +85,7 @@ def flatten(metadata: Sequence[Any]) -> Iterator[Any]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as it would stand in YAML, roughly."""
+    """The default roughly as YAML would show it."""
     if field.is_required():
         return "required"
     if field.default_factory is not None and field.default_factory_takes_validated_data:
