@@ -1,4 +1,4 @@
-"""The step between rollouts and updates: an algorithm's advantages, computed where the arrays are."""
+"""The step between rollouts and updates: an algorithm's advantages, computed in the worker that has the arrays."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from chatlearn_core.protocols import Algorithm, DataStore, PlainData, TrainerGro
 from chatlearn_core.types import Metrics, Sample, per_sequence, scored_batch
 
 EMPTY = "empty_completion"
-"""Exclusion of a sample without a token to learn from."""
+"""Exclusion of a sample without a token to train on."""
 
 
 @dataclass(slots=True, frozen=True)
 class AdvantageComputer:
-    """Asks an algorithm for the advantages of a step's samples, in a worker of ``group``.
+    """Computes an algorithm's advantages for a step's samples in a worker of ``group``.
 
     Args:
-        algorithm: computes them.
-        group: gives the role that has, or can fetch, what the flow computed: the policy. Called every time, since a
-            runtime may rebuild it.
-        decisions: asked first which samples to leave out.
-        data: has the values that these decisions look at.
+        algorithm: computes the advantages.
+        group: returns the trainer group of the policy, which has or can fetch the flow's results. Called every time,
+            because a runtime may rebuild the group.
+        decisions: exclude samples beforehand.
+        data: fetches the values that these decisions read.
     """
 
     algorithm: Algorithm
@@ -35,11 +35,11 @@ class AdvantageComputer:
     data: DataStore = field(default_factory=PlainData)
 
     async def add(self, samples: Sequence[Sample], step: int) -> Metrics:
-        """Write the algorithm's data into the samples, exclude those that it or the absence of any token to learn
-        excludes, and return its metrics.
+        """Write the algorithm's data into the samples, exclude those that the algorithm names or that have no token to
+        train on, and return its metrics.
 
         Raises:
-            FlowError: what it returns does not fit the samples; names the data and the rule.
+            FlowError: the returned data do not fit the samples; names the data and the rule.
         """
         for sample in samples:
             if sample.exclusion is None and not sample.loss_mask.any():

@@ -1,4 +1,4 @@
-"""Aggregations by name, as plugins register them."""
+"""Selection of an aggregation by name among those that plugins register."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chatlearn_core.protocols.aggregation import Aggregation
 
 
 def select_aggregation(registry: PluginRegistry, name: str, options: Mapping[str, Any]) -> Aggregation:
-    """The aggregation that an algorithm's options name.
+    """The aggregation named in an algorithm's options.
 
     Raises:
         PluginError: no usable plugin registers it; names what is installed.
-        ConfigError: it does not take the options.
+        ConfigError: the aggregation rejects the options.
     """
     record = registry.select("aggregation", name, where="algorithm.options.aggregation")
     try:

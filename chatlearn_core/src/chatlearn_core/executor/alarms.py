@@ -1,4 +1,4 @@
-"""What a step's metrics say that a person should hear at once: runs that cannot learn, or learn the wrong thing."""
+"""Alarms about a step's metrics that a user should see at once: a run that cannot learn, or learns the wrong thing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from chatlearn_core.executor.experience import Experience
 from chatlearn_core.types import UNGRADED, Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
-"""Exclusions that no setting asks for."""
+"""Exclusions that are failures rather than effects of a setting."""
 EQUAL_REWARDS_STEPS = 3
-"""Steps in a row without any spread of rewards before it is said: one may be chance."""
+"""Consecutive steps with equal rewards before the alarm: a single one may be chance."""
 MISMATCH_PROB_DIFF = 0.05
 """Mean |p_trainer − p_generator| above which the two clearly disagree; float32 gives 1e-5, bfloat16 about 1e-2."""
 JUMP_FACTOR = 5.0
-"""How many times the median of the steps before the difference may be; it wanders by less than twice in a sound run."""
+"""Ratio to the median of earlier steps above which the difference has jumped; in a sound run it stays below 2."""
 JUMP_FLOOR = 1e-3
-"""A difference below it is rounding, whatever it was before."""
+"""A difference below it is rounding, however small it was before."""
 JUMP_STEPS = (5, 20)
-"""Steps that a jump is compared with: at least, at most."""
+"""Minimum and maximum number of earlier steps that a jump is compared with."""
 MISMATCH_CAUSES = (
     "Likely causes: stale weights in the generator (a weight sync that did not reach all of it), different dtypes, "
     "another attention implementation, or logprobs of another temperature"
@@ -34,7 +34,7 @@ JUMP_CAUSES = (
 
 
 class Alarms:
-    """Keeps count over steps; returns sentences for the log."""
+    """Keeps counts over steps; returns sentences for the log."""
 
     def __init__(self) -> None:
         self._equal_rewards = 0
@@ -42,10 +42,10 @@ class Alarms:
         self._differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences about this step, empty if all is well.
+        """Sentences about this step; empty if there is no alarm.
 
         Raises:
-            BackendError: every sample failed, so that going on would train nothing, step after step.
+            BackendError: every sample failed, so that continuing would train nothing, step after step.
         """
         require_some_sample(experience)
         sentences: list[str] = []
@@ -71,7 +71,7 @@ class Alarms:
         return sentences + self.mismatch(metrics)
 
     def mismatch(self, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences about the difference between generator and trainer, where these metrics hold it."""
+        """Sentences about the difference between generator and trainer, if these metrics contain it."""
         difference = metrics.get("mismatch/prob_diff_mean")
         if difference is None:
             return []
@@ -103,7 +103,7 @@ def require_some_sample(experience: Experience) -> None:
 
 
 def _reasons(samples: Sequence[Sample]) -> list[str]:
-    """Why samples are left out, the most frequent first, each with how many they are and one of them."""
+    """The reasons for exclusion, most frequent first, each with its count and one sample."""
     first: dict[str, str] = {}
     for sample in samples:
         if sample.exclusion:

@@ -13,30 +13,30 @@ import numpy.typing as npt
 from chatlearn_core.exceptions import CheckpointError
 
 _ARRAY = "$array"
-"""The only key of what stands for an array; its value is the array's name in the NPZ file."""
+"""The only key of the object that replaces an array; its value is the array's name in the NPZ file."""
 
 
 def write_array_state(file: Path, state: Mapping[str, Any]) -> None:
-    """Write ``file`` and, beside it, the arrays that are anywhere in ``state``.
+    """Write ``state`` to ``file``, and the arrays anywhere in it to an NPZ file beside it.
 
     Example: ``{"ids": np.array([4, 2])}`` becomes ``{"ids": {"$array": "a0"}}`` and the array ``a0``.
 
     Raises:
-        OSError: the disk does not take it.
-        CheckpointError: the state has an array of Python objects, or a value that JSON does not have; names its place.
+        OSError: the disk cannot be written.
+        CheckpointError: the state has an array of Python objects, or a value without a JSON form; names its place.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     values = _without_arrays(state, arrays, file.name)
     file.write_text(json.dumps(values), encoding="utf-8")
     with file.with_suffix(".npz").open("wb") as stream:
-        np.savez(stream, **cast(Any, arrays))  # no array is named like an option of savez
+        np.savez(stream, **cast(Any, arrays))  # no array has the name of an option of savez
 
 
 def read_array_state(file: Path) -> dict[str, Any]:
-    """What ``write_array_state`` wrote.
+    """Read a state that ``write_array_state`` wrote.
 
     Raises:
-        OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error: it cannot be read.
+        OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error: the file cannot be read.
     """
     with np.load(file.with_suffix(".npz"), allow_pickle=False) as arrays:
         found: dict[str, Any] = _with_arrays(json.loads(file.read_text(encoding="utf-8")), arrays)
@@ -44,7 +44,7 @@ def read_array_state(file: Path) -> dict[str, Any]:
 
 
 def _without_arrays(value: Any, arrays: dict[str, npt.NDArray[Any]], place: str) -> Any:
-    """The value with names in place of its arrays, which are added to ``arrays``."""
+    """The value with each array replaced by its name; the arrays are added to ``arrays``."""
     if isinstance(value, Mapping):
         if _ARRAY in value:
             raise CheckpointError(f"{place} has the key {_ARRAY!r}, which stands for arrays; choose another name")

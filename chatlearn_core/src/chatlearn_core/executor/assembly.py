@@ -1,4 +1,4 @@
-"""From a checked configuration to everything a run needs: data, algorithm, graph, plan."""
+"""Builds everything a run needs from a checked configuration: data, algorithm, graph, plan."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from chatlearn_core.types import LogprobBasis, SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class Assembly:
-    """A run that has been checked as far as it can be without starting an engine."""
+    """A run that passed every check possible without starting an engine."""
 
     loaded: LoadedConfig
     registry: PluginRegistry
     algorithm: Algorithm
     learning: LearningPlan
     policy: str | None
-    """The role whose weights the generators serve; None if no language model learns."""
+    """The role whose weights the generators serve; None if no language model is trained."""
     kind: ExampleKind
-    """Of the examples that the algorithm takes."""
+    """Kind of the examples that the algorithm takes."""
     eval_kind: ExampleKind
-    """Of the examples that evaluations take."""
+    """Kind of the examples that evaluations take."""
     graph: Graph
     evaluation: Graph | None
-    """None if the configuration evaluates nothing."""
+    """None if the configuration has no evaluation."""
     plan: RunPlan
     train_set: ExampleSet
     eval_set: ExampleSet | None
@@ -76,32 +76,32 @@ class Assembly:
 
     @property
     def home(self) -> str:
-        """The role whose workers compute what the algorithm derives from samples: the policy, or what else learns."""
+        """The role whose workers compute the algorithm's advantages: the policy, else another trained role."""
         return self.policy or self.learning.learners[0]
 
 
 @dataclass(slots=True, frozen=True)
 class FlowAssembly:
-    """What a configuration makes without a look at models and data."""
+    """The part of an assembly that needs neither models nor data."""
 
     algorithm: Algorithm
     learning: LearningPlan
     policy: str | None
-    """The role whose weights the generators serve; None if no language model learns."""
+    """The role whose weights the generators serve; None if no language model is trained."""
     kind: ExampleKind
-    """Of the examples that the algorithm takes."""
+    """Kind of the examples that the algorithm takes."""
     eval_kind: ExampleKind
-    """Of the examples that evaluations take."""
+    """Kind of the examples that evaluations take."""
     graph: Graph
     evaluation: Graph | None
     plan: RunPlan
 
 
 def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembly:
-    """Build the algorithm, trace its flow, and plan the roles: all that ``chatlearn config validate`` can check.
+    """Build the algorithm, trace its flow, and plan the roles: everything that ``chatlearn config validate`` can check.
 
     Raises:
-        ConfigError, FlowError, PluginError: what does not fit, and where it was asked for.
+        ConfigError, FlowError, PluginError: settings or plugins do not fit; names the place in the configuration.
     """
     config = loaded.config
     algorithm = build_algorithm(loaded, registry)
@@ -131,7 +131,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     """Build what a run needs and check that the pieces fit; starts no engine and touches no device.
 
     Raises:
-        ConfigError, FlowError, ModelError, DataError, PluginError: what does not fit, and where it was asked for.
+        ConfigError, FlowError, ModelError, DataError, PluginError: parts do not fit; names the configuration key.
     """
     config = loaded.config
     flow = assemble_flow(loaded, registry)
@@ -218,22 +218,22 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
 
 
 def _ends_of_turns(renderer: PromptRenderer, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token by which the chat template ends a turn, where it is not the tokenizer's end of sequence, which ends a
-    completion anyway.
+    """The token with which the chat template ends a turn, unless it is the tokenizer's end-of-sequence token, which
+    ends every completion.
     """
     end = renderer.end_of_turn_id
     return () if end is None or end == tokenizer.eos_token_id else (end,)
 
 
 def _sampled(tokens: int, sampling: SamplingParams) -> str:
-    """Where that many tokens come from, for messages."""
+    """The settings that allow that many sampled tokens, for messages."""
     if tokens == sampling.max_tokens:
         return f"sampling.max_tokens is {tokens}"
     return f"sampling.max_tokens is {sampling.max_tokens} and the flow or the evaluation samples up to {tokens}"
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
-    """The sampling section as the generator takes it."""
+    """The sampling section as parameters for the generator."""
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
@@ -244,12 +244,12 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 
 
 def greedy(sampling: SamplingParams) -> SamplingParams:
-    """The same lengths and stops, without chance."""
+    """The same lengths and stop conditions without randomness."""
     return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
 
 
 ALGORITHM_MEMBERS = sorted(name for name in vars(Algorithm) if not name.startswith("_"))
-"""What the core uses of an algorithm."""
+"""Attributes of an algorithm that the core uses."""
 
 
 def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm:
@@ -285,7 +285,7 @@ def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm
 
 
 def _other_basis(loaded: LoadedConfig, sampling: SamplingParams) -> tuple[str, LogprobBasis | None]:
-    """The first generator whose logprobs are not of the distribution that is sampled from, and what they are of."""
+    """The first generator whose logprobs have another basis than the sampled distribution, and that basis."""
     judges = frozenset().union(*(role.used_roles for role in loaded.config.roles.values() if role.kind == "reward"))
     for name, role in loaded.config.roles.items():
         if role.kind == "generator" and not (name in judges and role.model is not None):
@@ -328,14 +328,14 @@ def trace_evaluation(loaded: LoadedConfig, algorithm: Algorithm, graph: Graph, r
 
 
 def example_kind(loaded: LoadedConfig, registry: PluginRegistry, name: str) -> ExampleKindSpec:
-    """The record of a kind of examples that the algorithm asks for."""
+    """The record of the kind of examples that the algorithm takes."""
     return registry.select(
         "example_kind", name, f"{loaded.source}, input of algorithm {loaded.config.algorithm.name!r}"
     )
 
 
 def _given(kind: ExampleKindSpec) -> str | None:
-    """The kind, where its examples bring samples."""
+    """The name of the kind if its examples bring samples, else None."""
     return kind.name if kind.has_samples else None
 
 
@@ -344,7 +344,7 @@ def _kinds(config: RunConfig) -> dict[str, str]:
 
 
 def _called(graph: Graph, evaluation: Graph | None, learning: LearningPlan) -> frozenset[str]:
-    """The roles that flow, evaluation and losses call themselves."""
+    """The roles that the flow, the evaluation and losses call directly."""
     return frozenset({*graph.roles, *(evaluation.roles if evaluation else ()), *learning.learners})
 
 

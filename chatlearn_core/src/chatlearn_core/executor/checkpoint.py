@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written aside, sealed, renamed; found again, verified, thinned out."""
+"""Checkpoints on disk: written to a temporary directory, sealed, renamed; later found, verified and thinned out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatlearn_core.metrics.durable_files import file_facts, make_durable, sha25
 from chatlearn_core.types import FileFacts
 
 SEAL = "checkpoint.json"
-"""Written last: the state, and size and checksum of every other file. A directory without it is not a checkpoint."""
+"""Written last: the state, and size and checksum of every other file. A directory without it is no checkpoint."""
 _NAME = re.compile(r"step_(\d{8})")
 _FORMAT = 1
 
@@ -30,11 +30,11 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    """What the executor stored: sampler, versions, best metrics, counters; under ``config`` the run's settings."""
+    """The executor's state: sampler, versions, best metrics, counters; ``config`` holds the run's settings."""
 
     @property
     def metric(self) -> float | None:
-        """The value ``keep_best`` ranks by."""
+        """The value by which ``keep_best`` ranks the checkpoint."""
         value = self.state.get("metric")
         return None if value is None else float(value)
 
@@ -44,7 +44,7 @@ class CheckpointStore:
 
     Args:
         keep_last: newest checkpoints to keep.
-        keep_best: beside them, those with the highest metric.
+        keep_best: number of checkpoints with the highest metric to keep in addition.
     """
 
     def __init__(self, directory: Path, *, keep_last: int, keep_best: int) -> None:
@@ -56,14 +56,14 @@ class CheckpointStore:
     def write(
         self, step: int, state: dict[str, Any], facts: Mapping[str, FileFacts] = MappingProxyType({})
     ) -> Iterator[Path]:
-        """A directory to fill; when the block ends it is sealed and renamed at once, or, if it raised, removed.
+        """Yield a directory to fill. When the block ends, seal and rename it; if the block raised, remove it.
 
         Args:
-            facts: when the block ends, what the writers of some files say of them, by path below the directory. These
-                files are not read again, only compared in size; all others are read for their checksums.
+            facts: facts that the writers of some files state when the block ends, by path below the directory. These
+                files are only compared in size; all others are read for their checksums.
 
         Raises:
-            CheckpointError: the disk does not take it; names the path. Or a file is not there as its writer said.
+            CheckpointError: the disk cannot be written (names the path), or a file differs from its writer's facts.
                 Earlier checkpoints are untouched.
         """
         final = self.path_of(step)
@@ -79,9 +79,9 @@ class CheckpointStore:
             make_durable(self.directory)
         except TrainerLostError:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise  # not the disk's fault: the trainer may be rebuilt
+            raise  # not a disk error: the trainer may be rebuilt
         except (OSError, BackendError) as error:
-            room = _room(self.directory)  # before what was written is removed
+            room = _room(self.directory)  # measured before the unfinished files are removed
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
@@ -100,11 +100,11 @@ class CheckpointStore:
             ) from error
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, if there is one."""
+        """Path of a step's checkpoint, whether or not it exists."""
         return self.directory / f"step_{step:08d}"
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest complete checkpoint, and what is wrong with newer ones that had to be passed over."""
+        """The newest complete checkpoint, and the problems of newer ones that were skipped."""
         problems: list[str] = []
         for path in sorted(self._paths(), reverse=True):
             try:
@@ -114,7 +114,7 @@ class CheckpointStore:
         return None, problems
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, oldest first; the contents of their files are not read."""
+        """All complete checkpoints, oldest first; does not read the contents of their files."""
         found: list[Checkpoint] = []
         for path in sorted(self._paths()):
             with contextlib.suppress(CheckpointError):
@@ -122,14 +122,14 @@ class CheckpointStore:
         return found
 
     def steps_after(self, step: int) -> list[int]:
-        """Steps of what ``forget_after`` removes, whole or damaged, ascending."""
+        """Steps of the checkpoints that ``forget_after`` would remove, complete or damaged, ascending."""
         return sorted(_step_of(path) for path in self._paths() if _step_of(path) > step)
 
     def forget_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``: a run that was asked to go back there writes them again.
+        """Remove checkpoints newer than ``step``, because a run that was told to go back there writes them again.
 
         Raises:
-            CheckpointError: the storage does not take it.
+            CheckpointError: the storage cannot be changed.
         """
         try:
             for path in self._paths():
@@ -142,7 +142,7 @@ class CheckpointStore:
         """Rename damaged checkpoints newer than ``step``, so that new ones can be written; returns their new names.
 
         Raises:
-            CheckpointError: the storage does not take it.
+            CheckpointError: the storage cannot be changed.
         """
         moved: list[Path] = []
         try:
@@ -165,17 +165,17 @@ class CheckpointStore:
             raise CheckpointError(f"cannot read {self.directory}: {error.strerror or error}") from error
 
     def _remove(self, path: Path) -> None:
-        """Under another name first: killed in the middle, no half of a checkpoint stays behind under a good name."""
+        """Rename, then remove: a process killed meanwhile leaves no partial checkpoint under a valid name."""
         condemned = path.with_name(f".removing_{path.name}")
         shutil.rmtree(condemned, ignore_errors=True)
         path.rename(condemned)
         shutil.rmtree(condemned)
 
     def remove_unfinished(self) -> None:
-        """Remove what a process that was killed left half-written or half-removed.
+        """Remove the partly written or partly removed directories of a killed process.
 
         Raises:
-            CheckpointError: the storage does not take it.
+            CheckpointError: the storage cannot be changed.
         """
         try:
             self._remove_unfinished()
@@ -205,7 +205,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         verify: also read every file and compare its checksum.
 
     Raises:
-        CheckpointError: it is incomplete or damaged; names the file and what is wrong with it.
+        CheckpointError: the checkpoint is incomplete or damaged; names the file and the problem.
     """
     try:
         seal = json.loads((path / SEAL).read_text(encoding="utf-8"))
@@ -213,7 +213,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         files = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in seal["files"].items()}
         if seal["format"] != _FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {seal['format']}; this version reads {_FORMAT}")
-        if seal.pop("sha256", None) not in (None, _own_checksum(seal)):  # None: an earlier version wrote it
+        if seal.pop("sha256", None) not in (None, _own_checksum(seal)):  # None: written by an earlier version
             raise CheckpointError(f"{path} is damaged: the contents of {SEAL} changed since it was written")
         if _NAME.fullmatch(path.name) and _step_of(path) != step:  # a link, or a directory that was renamed
             raise CheckpointError(
@@ -241,13 +241,13 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def _has_settings(state: Mapping[str, Any]) -> bool:
-    """Whether it can be told which run the checkpoint belongs to, and how long that was to be."""
+    """Whether the state shows which run the checkpoint belongs to, and the run's planned length."""
     config = state.get("config")
     return isinstance(config, dict) and isinstance(config.get("train"), dict) and "steps" in config["train"]
 
 
 def _seal(directory: Path, step: int, state: dict[str, Any], facts: Mapping[str, FileFacts]) -> None:
-    """Force the files to disk and write what they should be."""
+    """Flush the files to disk and write the seal with their sizes and checksums."""
     names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     if absent := sorted(facts.keys() - set(names)):
         raise CheckpointError(
@@ -275,7 +275,7 @@ def _seal(directory: Path, step: int, state: dict[str, Any], facts: Mapping[str,
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:
-    """Of the seal itself: a number of the state that flipped would go unnoticed otherwise."""
+    """Checksum of the seal itself, so that a corrupted number in the state is noticed."""
     as_read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
@@ -288,7 +288,7 @@ def _cannot_change(directory: Path, error: OSError) -> CheckpointError:
 
 
 def _room(directory: Path) -> str:
-    """How much space was left: what writers of tensors say of a full disk does not tell that it is full."""
+    """The free space as text: errors from writers of tensors do not say that the disk is full."""
     try:
         return f" ({shutil.disk_usage(directory).free / 2**20:,.0f} MiB were free)"
     except OSError:

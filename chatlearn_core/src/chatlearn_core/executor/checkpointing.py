@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole once begun, and found again when a trainer has to go back to one."""
+"""Checkpoints of a run: always finished once begun, and found again when a trainer must go back to one."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from chatlearn_core.types import FileFacts
 _NO_ACCURACY = {
     "eval/accuracy": "; the rewards of this run have no component accuracy: set checkpoint.metric to eval/reward"
 }
-"""Said of a metric that only some rewards give."""
+"""Hints for metrics that only some rewards provide."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of the roles that learn, and of the executor's own state.
+    """Writes checkpoints of the trained roles and of the executor's own state.
 
     Args:
-        store: where they lie.
-        runtime: holds the roles.
-        roles: those that learn.
+        store: the run's checkpoints on disk.
+        runtime: hosts the roles.
+        roles: the trained roles.
         settings: the resolved configuration.
-        metric: ranks checkpoints (``checkpoint.metric``).
-        colocation: gives leases to roles that share devices.
+        metric: name of the metric that ranks checkpoints (``checkpoint.metric``).
+        colocation: leases devices to roles that share them.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class CheckpointWriter:
         self._unranked_told = False
 
     async def save(self, state: RunState) -> None:
-        """Write a checkpoint of the last completed step. Once begun it is finished, also when the run is stopped.
+        """Write a checkpoint of the last completed step. Once begun it is finished, even if the run is stopped.
 
         Raises:
-            CheckpointError: the disk does not take it.
-            TrainerLostError: a rank died while it wrote; nothing of it is left.
+            CheckpointError: the disk cannot be written.
+            TrainerLostError: a rank died while writing; nothing of the checkpoint remains.
         """
         writing = asyncio.ensure_future(self._write(state))
         try:
@@ -91,14 +91,14 @@ class CheckpointWriter:
                 buffered = (await state.buffered.with_values(self.runtime.data)).state_dict()
             save_rollouts(directory, state.pending, buffered)
             self.journal.directory.make_durable()
-            # Checksums and fsync of many gigabytes would hold up everything else that the event loop has to do.
+            # Computing checksums and flushing many gigabytes would block the event loop.
             await asyncio.to_thread(stack.pop_all().close)
         state.saved_step, state.saved_path = state.step, self.store.path_of(state.step)
         self.observers.checkpoint_saved(state.step, state.saved_path)
         self.journal.directory.append_trace(state.step, timers, during="checkpoint")
 
     def _warn_of_no_rank(self, state: RunState) -> None:
-        """Say once that a metric which should rank checkpoints is none: which there are, only a run knows."""
+        """Warn once if the metric that ranks checkpoints does not exist: only a run knows which metrics it has."""
         known = {**state.before, **state.after, **state.line}
         not_measured_yet = self.metric.startswith("eval/") and not any(name.startswith("eval/") for name in known)
         if self._unranked_told or self.store.keep_best == 0 or self.metric in known or not_measured_yet:
@@ -111,7 +111,7 @@ class CheckpointWriter:
         )
 
     async def load(self, checkpoint: Checkpoint, timers: Timers) -> None:
-        """Bring every role that learns to where the checkpoint was taken."""
+        """Restore every trained role from the checkpoint."""
         with self.journal.during(Phase.RESTORING, checkpoint.step):
             for role in self.roles:
                 async with self.colocation.lease(DeviceUse(role, "load"), timers=timers):
@@ -119,8 +119,8 @@ class CheckpointWriter:
                         await self.runtime.trainer(role).load(checkpoint.path / "roles" / role)
 
     def last(self, state: RunState) -> tuple[Checkpoint | None, list[str]]:
-        """What this run last saved or began from, which may be in another run's directory; if it is damaged, the newest
-        of this run's own, and what is wrong with those passed over.
+        """The checkpoint that this run last saved or started from, which may be in another run's directory; if it is
+        damaged, the newest of this run's own, with the problems of the skipped ones.
         """
         if state.saved_path is None:
             return None, []

@@ -1,4 +1,4 @@
-"""Roles that share devices take turns: the next one gets them with what it needs, and the others make room."""
+"""Time sharing of devices: a role that is used next gets the device memory it needs, and the other roles offload."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chatlearn_core.runtime.plan import RolePlan
 
 
 class ColocationManager:
-    """Gives out leases, and moves parts of roles out of the way and back around them.
+    """Grants device leases, and offloads and onloads parts of roles around them.
 
-    Where no two roles share a device a lease is free: nothing waits and nothing moves.
+    If no two roles share a device, leases are free: nothing waits and nothing moves.
 
     Args:
-        runtime: where the roles live.
-        roles: those of the plan.
+        runtime: hosts the roles.
+        roles: the planned roles.
         mode: the setting ``colocation.offload``.
     """
 
@@ -36,18 +36,18 @@ class ColocationManager:
         self._held: dict[str, dict[MemoryPart, bool | None]] = _all_live(self.sharing)
         self._queue: list[DeviceLease] = []
         self._locks = {role: asyncio.Lock() for role in self.roles}
-        """Held while parts of a role are moved, or have to stay."""
+        """Held while parts of a role are moved or must not move."""
         self._timers = Timers()
-        """Those of the newest lease, or of the start or recovery since then."""
+        """Timers of the latest lease, or of the start or recovery since then."""
 
     def _find_sharing(self) -> Sharing:
         return find_sharing(self.roles, self.runtime.devices(), self.mode) if self.mode != "never" else Sharing()
 
     async def start(self, timers: Timers) -> None:
-        """Start the runtime. Roles that share devices come up one after the other, each put aside before the next.
+        """Start the runtime. Roles that share devices start one after another; each is offloaded before the next.
 
         Args:
-            timers: the moves are added to them, as those of a lease are.
+            timers: receive the durations of moves, as for a lease.
         """
         self.runtime.lend_weights = self.lend_weights
         self._timers = timers
@@ -55,12 +55,12 @@ class ColocationManager:
             await self.runtime.start(self._put_aside)
         else:
             await self.runtime.start()
-        planned, self.sharing = self.sharing, self._find_sharing()  # now that their places are known exactly
+        planned, self.sharing = self.sharing, self._find_sharing()  # the places are exact only now
         held, self._held = self._held, _all_live(self.sharing)
         for role in planned.parts:
             if role in self._held:
                 self._held[role] = held[role]
-            else:  # it sits alone after all: nothing of it is moved from here on
+            else:  # it shares no device after all: from here on none of its parts are moved
                 await self._carry_out(Move("onload", role, planned.parts[role]), timers, None)
 
     async def _put_aside(self, role: str) -> None:
@@ -68,13 +68,13 @@ class ColocationManager:
             await self._move(Move("offload", role, parts), self._timers, None)
 
     def lease(self, *uses: DeviceUse, timers: Timers, level: int | None = None) -> DeviceLease:
-        """A place in the queue for the devices of ``uses``: entered with ``async with``, or left with ``leave``.
+        """A place in the queue for the devices of ``uses``; enter it with ``async with``, or give it up with ``leave``.
 
-        Leases on one device are granted in the order in which they were asked for, whichever is ready first.
+        Leases on one device are granted in request order, even if a later one is ready first.
 
         Args:
-            timers: moves are added to ``timing_s/offload`` and ``timing_s/onload``, and to the trace.
-            level: of the call in the flow, for the trace.
+            timers: receive the durations of moves, in ``timing_s/offload``, ``timing_s/onload`` and the trace.
+            level: depth of the call in the flow, for the trace.
         """
         devices = self.sharing.contested(uses)
         lease = DeviceLease(self, uses, devices, [t for t in self._queue if t.devices & devices], timers, level)
@@ -83,15 +83,15 @@ class ColocationManager:
         return lease
 
     async def recover(self, lost: TrainerLostError, timers: Timers) -> None:
-        """Let the runtime rebuild a trainer that lost a rank, with the generators out of its way.
+        """Let the runtime rebuild a trainer that lost a rank, with the generators offloaded.
 
-        What the trainers hold afterwards is made sure of when they are used next.
+        The next use of a trainer checks which parts it holds then.
 
         Args:
-            timers: the moves are added to them, as those of a lease are.
+            timers: receive the durations of moves, as for a lease.
 
         Raises:
-            TrainerLostError: it may not be rebuilt.
+            TrainerLostError: the trainer may not be rebuilt.
         """
         self._timers = timers
         for role, parts in self.sharing.parts.items():
@@ -104,18 +104,18 @@ class ColocationManager:
                 self._held[role] = dict.fromkeys(parts, None)
 
     async def make_room(self, uses: Sequence[DeviceUse], timers: Timers, level: int | None) -> None:
-        """Move what has to be moved before ``uses``; for a lease that has its devices to itself."""
+        """Make the moves needed before ``uses``; called by a lease that holds its devices exclusively."""
         self._timers = timers
         async with contextlib.AsyncExitStack() as stack:
-            for role in self.sharing.affected(uses):  # in one order, so that no circle of waiting arises
+            for role in self.sharing.affected(uses):  # a fixed locking order, to prevent deadlocks
                 await stack.enter_async_context(self._locks[role])
             for move in self.sharing.moves(uses, self._held):
                 await self._move(move, timers, level)
 
     @contextlib.asynccontextmanager
     async def lend_weights(self, role: str) -> AsyncIterator[None]:
-        """Hold a trainer's weights on its devices, beside the role whose lease it is: for a generator replica that is
-        rebuilt between two syncs and takes them now. While it lasts nothing else of the role is moved.
+        """Keep a trainer's weights on its devices during another role's lease, for a generator replica that is rebuilt
+        between two syncs and loads them now. Meanwhile no other part of the trainer is moved.
         """
         if role not in self.sharing.parts:
             yield
@@ -137,12 +137,12 @@ class ColocationManager:
 
     async def _move(self, move: Move, timers: Timers, level: int | None) -> None:
         held = self._held[move.role]
-        held.update(dict.fromkeys(move.parts, None))  # until it is done
+        held.update(dict.fromkeys(move.parts, None))  # unknown until the move is done
         await self._carry_out(move, timers, level)
         held.update(dict.fromkeys(move.parts, move.action == "onload"))
 
     async def _carry_out(self, move: Move, timers: Timers, level: int | None) -> None:
-        """Ask for a move, put it into the trace, and check what is live then."""
+        """Execute a move, record it in the trace, and check the live memory afterwards."""
         group = self._group(move.role)
         with timers.measure(move.action, role=move.role, action=move.action, level=level) as facts:
             events = await (group.offload if move.action == "offload" else group.onload)(move.parts)
@@ -166,7 +166,7 @@ class ColocationManager:
 
 
 class DeviceLease:
-    """A place in the queue for devices. While it is entered, no role that shares one of them has its lease."""
+    """A place in the queue for devices. While a lease is held, no role that shares one of its devices holds another."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class DeviceLease:
         self.leave()
 
     def leave(self) -> None:
-        """Let the next have its lease. Twice is fine."""
+        """Release the lease to the next in the queue. Safe to call twice."""
         self._ended.set()
         self._colocation.remove(self)
 
@@ -211,5 +211,5 @@ def _all_live(sharing: Sharing) -> dict[str, dict[MemoryPart, bool | None]]:
 
 
 def _live_bytes(move: Move, events: Sequence[MemoryEvent]) -> dict[str, Any]:
-    """Part -> worker -> bytes that are live now, for the trace."""
+    """Part -> worker -> bytes in use after the move, for the trace."""
     return {part: {str(e.worker): e.live_bytes for e in events if e.part == part} for part in move.parts}

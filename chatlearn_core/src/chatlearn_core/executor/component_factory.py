@@ -1,4 +1,4 @@
-"""The working parts of a run, built from its assembly."""
+"""Builds the components of a run from its assembly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatlearn_core.types import SamplingParams
 
 
 def build_runtime(assembly: Assembly) -> Runtime:
-    """The runtime that the configuration names."""
+    """The runtime named in the configuration."""
     choice = assembly.loaded.chosen("runtime")
     assert choice is not None
     assert isinstance(choice.record, RuntimeSpec)
@@ -37,10 +37,10 @@ def build_runtime(assembly: Assembly) -> Runtime:
 
 
 def build_colocation(assembly: Assembly, runtime: Runtime) -> ColocationManager:
-    """Leases devices to the roles that share them.
+    """The manager that leases devices to roles that share them.
 
     Raises:
-        ConfigError: completions are to be kept in a KV cache that is released in between.
+        ConfigError: a setting keeps completions in a KV cache that is released between steps.
     """
     colocation = ColocationManager(runtime, assembly.plan.roles, assembly.config.memory.offload)
     if assembly.config.rollout.partial == "keep":
@@ -50,16 +50,16 @@ def build_colocation(assembly: Assembly, runtime: Runtime) -> ColocationManager:
 
 @dataclass(slots=True, frozen=True)
 class LoopParts:
-    """What producer, updater and evaluator are built from."""
+    """The parts from which producer, updater and evaluator are built."""
 
     assembly: Assembly
     runtime: Runtime
     rollouts: Rollouts
-    """In front of the generators."""
+    """Rollout managers, which handle the requests to generators."""
     colocation: ColocationManager | None = None
-    """None: no role gives its memory to another."""
+    """None: no roles share devices."""
     during: Callable[[Phase], AbstractContextManager[None]] | None = None
-    """Entered while calls of training flows are carried out."""
+    """Context entered while the calls of training flows run."""
 
     def scheduler(
         self,
@@ -68,7 +68,7 @@ class LoopParts:
         stage: Sequence[Node] | None = None,
         during: Callable[[Phase], AbstractContextManager[None]] | None = None,
     ) -> FlowScheduler:
-        """Runs a graph, or a stage of it."""
+        """A scheduler for a graph, or for one stage of it."""
         roles = self.assembly.plan.roles
         return FlowScheduler(
             graph,
@@ -87,12 +87,12 @@ class LoopParts:
 
 
 def _changing(assembly: Assembly) -> tuple[str, ...]:
-    """Roles whose weights change: those that learn, and those that follow them."""
+    """Roles whose weights change: trained roles and the roles refreshed from them."""
     return (*assembly.learning.learners, *assembly.plan.refreshes)
 
 
 def build_rollout_producer(parts: LoopParts, sampler: ExampleSampler, decisions: Decisions) -> RolloutProducer:
-    """Makes rollouts: the production stage of the flow."""
+    """The producer of rollouts, which runs the production stage of the flow."""
     assembly = parts.assembly
     production, _ = step_stages(assembly.graph, _changing(assembly))
     partial = None
@@ -113,12 +113,12 @@ def build_rollout_producer(parts: LoopParts, sampler: ExampleSampler, decisions:
 
 
 def build_rollout_buffer(assembly: Assembly) -> RolloutBuffer:
-    """Holds finished rollouts until a step takes them."""
+    """The buffer that holds finished rollouts until a step takes them."""
     return RolloutBuffer(allowed_staleness(assembly.config.rollout), _serving(assembly))
 
 
 def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdater:
-    """Consumes rollouts: the consumption stage of the flow, advantages and updates."""
+    """The consumer of rollouts, which runs the consumption stage of the flow, advantages and updates."""
     assembly, runtime, train = parts.assembly, parts.runtime, parts.assembly.config.train
     _, consumption = step_stages(assembly.graph, _changing(assembly))
     call, mismatch = policy_logprobs(assembly.graph, assembly.policy), None
@@ -144,7 +144,7 @@ def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdate
 
 
 def build_evaluator(parts: LoopParts) -> Evaluator | None:
-    """Evaluates; None if the configuration has nothing to evaluate on."""
+    """The evaluator; None if the configuration has no evaluation data."""
     assembly = parts.assembly
     if assembly.evaluation is None or assembly.eval_set is None:
         return None
@@ -160,12 +160,12 @@ def build_evaluator(parts: LoopParts) -> Evaluator | None:
 
 
 def _own_evaluation(assembly: Assembly, runtime: Runtime) -> OwnMetrics | None:
-    """The algorithm's own metrics of held-out samples; None where prompts are sampled and scored."""
+    """The algorithm's own metrics of held-out samples; None if evaluations sample and score prompts."""
     if assembly.algorithm.evaluation_input is None:
         return None
     return OwnMetrics(assembly.algorithm, lambda: runtime.trainer(assembly.home))
 
 
 def _serving(assembly: Assembly) -> frozenset[str]:
-    """The generators that serve the weights of roles that learn."""
+    """The generators that serve the weights of trained roles."""
     return frozenset(route.generator for route in assembly.plan.weight_syncs)

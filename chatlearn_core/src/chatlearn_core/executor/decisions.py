@@ -1,4 +1,4 @@
-"""What plugins decide in a run, brought together: filters, schedules and step policies, with their state."""
+"""All decisions that plugins make in a run: filters, schedules and step policies, with their state."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from chatlearn_core.protocols.decisions import Stateful
 from chatlearn_core.types import Sample, SamplingParams
 
 MAX_TOKENS = "max_tokens"
-"""The sampling parameter that may change during a run. The others say which distribution logprobs are of."""
+"""The only sampling parameter that may change during a run; the others determine the distribution of logprobs."""
 _OPTIONS = "algorithm.options."
 _SAMPLING = f"sampling.{MAX_TOKENS}"
 
 
 @dataclass(slots=True)
 class Decisions:
-    """The filters, the schedule of sampling and the step policies of a run.
+    """The filters, the sampling schedule and the step policies of a run.
 
-    Each is keyed by the place where the configuration names it (``train.step_policies.0 (early_stop)``), which messages
-    and checkpoints use.
+    Each is keyed by its place in the configuration (``train.step_policies.0 (early_stop)``), which messages and
+    checkpoints use.
     """
 
     filters: Mapping[str, SampleFilter] = field(default_factory=dict)
     step_policies: Mapping[str, StepPolicy] = field(default_factory=dict)
     max_tokens: tuple[str, Schedule] | None = None
-    """The schedule of ``sampling.max_tokens`` and its place."""
+    """Place and schedule of ``sampling.max_tokens``."""
     decided: dict[str, int] = field(default_factory=dict)
-    """Sampling parameters that step policies have set."""
+    """Sampling parameters set by step policies."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """The fields of samples that the filters look at."""
+        """The fields of samples that the filters read."""
         return frozenset[str]().union(*(fields_read_by(one) for one in self.filters.values()))
 
     def exclude(self, samples: Sequence[Sample], seen: Sequence[Sample] | None = None) -> None:
-        """Ask the filters, in their order, about the samples that are not excluded yet.
+        """Apply the filters in order to the samples that are not yet excluded.
 
         Args:
-            samples: of a step; gets the exclusions.
-            seen: what the filters see of each: the same samples, with plain arrays in the fields ``reads``. By default
-                the samples themselves.
+            samples: samples of a step; receive the exclusions.
+            seen: the same samples as the filters see them, with plain arrays in the fields ``reads``. By default the
+                samples themselves.
 
         Raises:
-            PluginError: a filter raised, or names a sample that it was not given.
+            PluginError: a filter raised, or named a sample that it was not given.
         """
         for place, one in self.filters.items():
             given = {sample.id: sample for sample in samples if sample.exclusion is None}
@@ -70,14 +70,14 @@ class Decisions:
                 given[sample_id].exclusion = reason
 
     def sampling_at(self, step: int, sampling: SamplingParams) -> SamplingParams:
-        """How completions of a step are sampled.
+        """Sampling parameters for the completions of a step.
 
         Args:
-            step: from 1.
-            sampling: as configured.
+            step: counts from 1.
+            sampling: the configured parameters.
 
         Raises:
-            PluginError: a schedule gives a length outside [1, ``sampling.max_tokens``].
+            PluginError: a schedule returned a length outside [1, ``sampling.max_tokens``].
         """
         max_tokens = self.decided.get(MAX_TOKENS, sampling.max_tokens)
         if self.max_tokens is not None:
@@ -88,15 +88,15 @@ class Decisions:
         return sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens)
 
     def after_step(self, step: int, line: Mapping[str, float], sampling: SamplingParams) -> Decision:
-        """What the step policies decide, together: the reasons to stop joined, metrics of all.
+        """The combined decision of the step policies: all reasons to stop and all metrics.
 
         Args:
-            step: that is complete.
+            step: the completed step.
             line: its metrics.
-            sampling: as configured.
+            sampling: the configured parameters.
 
         Raises:
-            PluginError: one raised, decides what may not be decided, or gives a metric that is there already.
+            PluginError: a policy raised, set a parameter that must not change, or added an existing metric.
         """
         stops: list[str] = []
         metrics: dict[str, float] = {}
@@ -123,10 +123,10 @@ class Decisions:
         return Decision("; ".join(stops) or None, dict(self.decided), metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all of them, by place, as JSON values.
+        """States of all decisions by place, as JSON values.
 
         Raises:
-            PluginError: a state is not made of JSON values.
+            PluginError: a state does not consist of JSON values.
         """
         states: dict[str, Any] = {}
         for place, one in self._stateful():
@@ -139,10 +139,10 @@ class Decisions:
         return {"states": states, "decided": dict(self.decided)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be where ``state_dict`` was taken.
+        """Restore the states that ``state_dict`` returned.
 
         Raises:
-            CheckpointError: the state is of other plugins, or one refuses it.
+            CheckpointError: the states belong to other plugins, or a plugin rejects its state.
         """
         states, places = state["states"], dict(self._stateful())
         if states.keys() != places.keys():
@@ -161,7 +161,7 @@ class Decisions:
 
 
 def build_decisions(loaded: LoadedConfig, registry: PluginRegistry) -> Decisions:
-    """The filters, the sampling schedule and the step policies that the configuration names."""
+    """The filters, the sampling schedule and the step policies named in the configuration."""
     filters = {place: make() for place, make in _chosen(loaded, registry, ("rollout", "filters"))}
     policies = {place: make() for place, make in _chosen(loaded, registry, ("train", "step_policies"))}
     schedules = build_schedules(loaded, registry)
@@ -169,10 +169,10 @@ def build_decisions(loaded: LoadedConfig, registry: PluginRegistry) -> Decisions
 
 
 def build_schedules(loaded: LoadedConfig, registry: PluginRegistry) -> dict[str, tuple[str, Schedule]]:
-    """Setting -> its place and schedule.
+    """Setting -> its place in the configuration and its schedule.
 
     Raises:
-        ConfigError: two schedules of one setting, or one of a setting that does not change during a run.
+        ConfigError: a setting has two schedules, or cannot change during a run.
     """
     found: dict[str, tuple[str, Schedule]] = {}
     configured = loaded.config.schedules
@@ -200,7 +200,7 @@ def option_schedules(loaded: LoadedConfig, registry: PluginRegistry) -> dict[str
 
 
 def build_sampler(loaded: LoadedConfig, registry: PluginRegistry, datasets: Sequence[Dataset]) -> ExampleSampler:
-    """What ``data.sampler`` names, at the beginning of its stream."""
+    """The sampler that ``data.sampler`` names, at the start of its stream."""
     choice = loaded.chosen("data", "sampler")
     context = SamplerContext(datasets, loaded.config.seed, loaded.config.data.shuffle)
     if choice is None:
@@ -237,7 +237,7 @@ def _length(place: str, value: Any, sampling: SamplingParams) -> int:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """A plugin's own errors begin with its place; whatever else it raises becomes an error that names it."""
+    """A plugin's own errors begin with its place; any other exception becomes an error that names the place."""
     try:
         yield
     except ChatLearnError as error:

@@ -1,8 +1,9 @@
-"""Who shares memory, and what has to move when: derived from roles, devices and the flow before anything runs. Pure.
+"""Device sharing: which roles share memory and which parts must move when, derived from roles, devices and the flow
+before anything runs. Pure functions.
 
-Roles that share a device take turns on it. After a move the shared devices hold exactly what the next use needs: the
-optimizer only for updates and checkpoints, the KV cache only while tokens are sampled, both models while weights are
-sent from one to the other. A role that shares no device is never moved.
+Roles that share a device take turns on it. After a move the shared devices hold exactly the parts that the next use
+needs: the optimizer only for updates and checkpoints, the KV cache only while tokens are sampled, and both models only
+while weights are synced. Roles without shared devices are never moved.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ NEEDS: Mapping[Method, frozenset[MemoryPart]] = {
     "send": frozenset({"weights"}),
     "receive": frozenset({"weights"}),
 }
-"""Which parts a role must have on its device for what it is used for."""
+"""The parts that a role must have on its device for each kind of use."""
 Held = Mapping[str, Mapping[MemoryPart, bool | None]]
-"""Role -> part -> whether it is on the device; None where that is not known, after something failed."""
+"""Role -> part -> whether the part is on the device; None if unknown after a failure."""
 
 
 @dataclass(slots=True, frozen=True)
 class DeviceUse:
-    """What a role is about to do."""
+    """One use of a role's devices."""
 
     role: str
     method: Method
@@ -56,25 +57,25 @@ class Move:
 
 @dataclass(slots=True, frozen=True)
 class Sharing:
-    """The roles that take turns. A role that is not in it has its devices to itself, or is never moved."""
+    """The roles that take turns on devices. Roles not listed have their devices to themselves, or are never moved."""
 
     devices: Mapping[str, frozenset[Device]] = field(default_factory=dict)
-    """The devices of each that another one sits on too."""
+    """The devices that each role shares with another."""
     parts: Mapping[str, tuple[MemoryPart, ...]] = field(default_factory=dict)
-    """What each holds."""
+    """The parts that each role holds."""
 
     def contested(self, uses: Sequence[DeviceUse]) -> frozenset[Device]:
         """The shared devices that these uses need."""
         return frozenset().union(*(self.devices.get(use.role, frozenset()) for use in uses))
 
     def affected(self, uses: Sequence[DeviceUse]) -> list[str]:
-        """The roles of which parts may have to be moved before ``uses``."""
+        """The roles whose parts may have to move before ``uses``."""
         wanted, used = self.contested(uses), {use.role for use in uses}
         return [role for role in self.parts if role in used or self.devices[role] & wanted]
 
     def moves(self, uses: Sequence[DeviceUse], held: Held) -> list[Move]:
-        """What has to happen before ``uses``, all at the same time, may begin: first everything that is in the way
-        leaves, then what is needed comes, in the order of ``uses``.
+        """The moves needed before the concurrent ``uses`` may begin: first all offloads, then the onloads in the order
+        of ``uses``.
         """
         needed: dict[str, frozenset[MemoryPart]] = {}
         for use in uses:
@@ -89,7 +90,7 @@ class Sharing:
         return found
 
     def check_kept(self, setting: str, generators: Iterable[str]) -> None:
-        """Raises ConfigError: ``setting`` keeps requests in the KV cache of one of these, which is released."""
+        """Raises ConfigError if ``setting`` keeps requests in a KV cache of these generators that is released."""
         for generator in generators:
             guests = [role for role in self.parts if role != generator and self._meet(role, generator)]
             if guests:
@@ -105,11 +106,11 @@ class Sharing:
 
 
 def find_sharing(roles: Mapping[str, RolePlan], devices: Mapping[str, frozenset[Device]], mode: OffloadMode) -> Sharing:
-    """Who takes turns.
+    """Find the roles that take turns on devices.
 
     Args:
-        devices: of each role that has some, as the runtime tells.
-        mode: ``auto`` minds the memory of GPUs only, ``always`` that of CPUs too.
+        devices: devices of each role that has some, as stated by the runtime.
+        mode: ``auto`` considers only the memory of GPUs, ``always`` also that of CPUs.
     """
     minded = {
         name: frozenset(d for d in devices.get(name, ()) if mode == "always" or (mode == "auto" and d.is_gpu))
@@ -125,15 +126,15 @@ def find_sharing(roles: Mapping[str, RolePlan], devices: Mapping[str, frozenset[
 
 
 def held_parts(role: RolePlan) -> tuple[MemoryPart, ...]:
-    """What a role holds: a trainer that does not learn has weights only."""
+    """The parts that a role holds: a trainer that is not trained has only weights."""
     if role.kind == "generator":
         return ("weights", "kv_cache")
     return ("weights", "gradients", "optimizer") if role.trainable else ("weights",)
 
 
 def uses_of(node: Node, roles: Mapping[str, RolePlan]) -> list[DeviceUse]:
-    """What a call of the flow does with memory: that of its role, and of the roles which that one calls. A reward that
-    calls none, and a function, use none.
+    """The device uses of a flow's call: those of its role and of the roles that this role calls. Functions, and rewards
+    that call no role, have none.
     """
     kinds = {role: roles[role].kind for role in node.uses} | {node.role: node.kind}
     methods: dict[str, Method] = {"generator": "generate", "trainer": "compute"}
@@ -142,16 +143,16 @@ def uses_of(node: Node, roles: Mapping[str, RolePlan]) -> list[DeviceUse]:
 
 @dataclass(slots=True, frozen=True)
 class ScheduledDeviceUse:
-    """Something that happens in every step, and what moves right before."""
+    """A use that occurs in every step, and the moves right before it."""
 
     name: str
     level: int | None
-    """Depth in the flow's graph; None for what comes after it."""
+    """Depth in the flow's graph; None for uses after the flow."""
     moves: tuple[Move, ...]
 
 
 def schedule(sharing: Sharing, plan: RunPlan, graph: Graph, learners: Sequence[str]) -> list[ScheduledDeviceUse]:
-    """The uses of one step in their order, once the run is under way: a step without evaluation and checkpoint."""
+    """The uses of one step in order, in a running run: a step without evaluation and checkpoint."""
     uses: list[tuple[str, int | None, list[DeviceUse]]] = []
     stages = step_stages(graph, (*learners, *plan.refreshes))
     by_level = [(node, level) for level, nodes in enumerate(graph.levels) for node in nodes]
@@ -163,7 +164,7 @@ def schedule(sharing: Sharing, plan: RunPlan, graph: Graph, learners: Sequence[s
         role: dict.fromkeys(parts, False) for role, parts in sharing.parts.items()
     }
     steps: list[ScheduledDeviceUse] = []
-    for _ in range(2):  # the first round is how a run begins
+    for _ in range(2):  # the first round is the state at the start of a run
         steps = []
         for name, level, together in uses:
             moves = sharing.moves(together, held)
@@ -174,12 +175,12 @@ def schedule(sharing: Sharing, plan: RunPlan, graph: Graph, learners: Sequence[s
 
 
 def sync_uses(trainer: str, generator: str) -> list[DeviceUse]:
-    """A weight sync needs the weights of both ends, and nothing else."""
+    """A weight sync needs only the weights of both ends."""
     return [DeviceUse(trainer, "send"), DeviceUse(generator, "receive")]
 
 
 def describe_sharing(sharing: Sharing, steps: Sequence[ScheduledDeviceUse]) -> list[str]:
-    """Lines for people: who takes turns where, and what moves when."""
+    """Lines for users: which roles take turns on which devices, and which parts move when."""
     if not sharing.devices:
         return ["nothing is moved: no two roles share memory, or memory.offload leaves them in it"]
     lines = []

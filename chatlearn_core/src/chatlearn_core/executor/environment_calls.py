@@ -1,4 +1,4 @@
-"""``environment.rollout``: what the call of a flow does to its requests."""
+"""``environment.rollout``: executes a flow's call on an environment for its requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from chatlearn_core.types import Completion, GenerateRequest, Rollout
 
 
 class TurnWaves:
-    """Lets the requests of concurrent rollouts go on together: when every rollout that has not ended waits for one.
+    """Synchronises the requests of concurrent rollouts: they proceed when every unfinished rollout has made one.
 
-    So what a generator batches does not depend on how long environments take, and a run that resumes samples the same,
-    bit for bit. A slow tool holds up the other rollouts of its step.
+    This makes the generator's batches independent of how long environments take, so that a resumed run samples the same
+    tokens, bit for bit. The price: a slow tool delays the other rollouts of its step.
 
     Args:
-        num_rollouts: that take part.
+        num_rollouts: number of participating rollouts.
     """
 
     def __init__(self, num_rollouts: int) -> None:
@@ -29,7 +29,7 @@ class TurnWaves:
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
 
     async def join(self, index: int) -> None:
-        """Rollout ``index`` asks: wait until all that go on do."""
+        """Rollout ``index`` makes a request: wait until all unfinished rollouts have made one."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(index, []).append(place)
         self._go_on()
@@ -40,7 +40,7 @@ class TurnWaves:
             raise
 
     def _give_up(self, index: int, place: asyncio.Future[None]) -> None:
-        """A request is not made after all: the rollout has ended, or is made again after its worker died."""
+        """A request is withdrawn: its rollout has ended, or is repeated after its worker died."""
         places = self._waiting.get(index, [])
         if place in places:
             places.remove(place)
@@ -58,12 +58,12 @@ class TurnWaves:
             wave, self._waiting = self._waiting, {}
             for index in sorted(wave):
                 for place in wave[index]:
-                    if not place.done():  # its rollout was given up
+                    if not place.done():  # done if its rollout was cancelled
                         place.set_result(None)
 
 
 async def rollout(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """The samples of each request's rollout, all at the same time. One that fails is excluded."""
+    """Make the rollouts of all requests concurrently. A rollout that fails is excluded."""
     waves = TurnWaves(len(requests))
 
     async def one(index: int, request: RolloutRequest) -> None:

@@ -1,4 +1,4 @@
-"""Evaluate a model as it is in its directory, without a trainer."""
+"""Evaluation of the model in a directory, without a trainer."""
 
 from __future__ import annotations
 

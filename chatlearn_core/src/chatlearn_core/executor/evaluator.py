@@ -1,4 +1,4 @@
-"""Evaluation: sample every held-out prompt, score it, average."""
+"""Evaluation: samples every held-out prompt, scores the samples, averages."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from chatlearn_core.types import (
 )
 
 ACCURACY = ("accuracy", "acc")
-"""Components by which a reward says whether the sample is right, the first that it has."""
+"""Reward components that say whether a sample is right; the first one present counts."""
 
 
 @dataclass(slots=True, frozen=True)
 class EvaluationRoles:
-    """Which roles evaluate prompts."""
+    """The roles that evaluate prompts."""
 
     maker: str
     method: str
-    """Of ``maker``: ``generate`` of a generator, or ``rollout`` of an environment."""
+    """Method of ``maker``: ``generate`` of a generator, or ``rollout`` of an environment."""
     reward: str | None
-    """None: the environment's rollouts have rewards."""
+    """None: the environment returns rewards with its rollouts."""
 
 
 def evaluation_flow(roles: EvaluationRoles) -> Callable[[Any, Any], Any]:
-    """A flow that samples with one role and scores with another; nothing is trained."""
+    """A flow that samples with one role and scores with another, without training."""
 
     def evaluate(prompts: Any, m: Any) -> Any:
         samples = getattr(getattr(m, roles.maker), roles.method)(prompts)
@@ -57,11 +57,11 @@ def evaluation_flow(roles: EvaluationRoles) -> Callable[[Any, Any], Any]:
 
 
 def evaluation_roles(config: RunConfig, graph: Graph) -> EvaluationRoles:
-    """The generator (or environment) and the reward that evaluation uses: those of the algorithm's flow; where it has
-    none, the only configured ones.
+    """The generator (or environment) and the reward for evaluation: those of the algorithm's flow or, if it has none,
+    the only configured ones.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: there is no such role, or more than one.
     """
     environments = graph.calls("environment.rollout")
     rewards = graph.calls("reward.score")
@@ -95,7 +95,8 @@ class OwnMetrics:
     group: Callable[[], TrainerGroup]
 
     async def of(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
-        """``{prefix}/samples`` and what ``Algorithm.evaluation_metrics`` returns, below ``prefix``."""
+        """``{prefix}/samples`` and the results of ``Algorithm.evaluation_metrics``, with ``prefix`` before each
+        name."""
         learned = [sample for sample in samples if sample.exclusion is None and sample.loss_mask.any()]
         metrics: Metrics = {
             f"{prefix}/samples": Metric(len(samples), reducer="sum"),
@@ -108,7 +109,7 @@ class OwnMetrics:
 
 
 def own_metrics(algorithm: Algorithm, batch: TrainBatch) -> Derived:
-    """What the algorithm measures of one part of a batch."""
+    """The algorithm's metrics of one part of a batch."""
     return Derived(metrics=algorithm.evaluation_metrics(batch))
 
 
@@ -117,11 +118,11 @@ class Evaluator:
 
     Args:
         scheduler: runs ``evaluation_flow``.
-        examples: the evaluation prompts, all of them, every time.
-        sampling: greedy by default; otherwise seeded by the prompt alone, so that evaluations compare.
-        samples_per_prompt: completions for each prompt.
-        own_metrics: measures the samples in place of ``evaluation_metrics``.
-        kind: of the examples; prompts by default.
+        examples: all evaluation prompts; the same every time.
+        sampling: greedy by default; otherwise seeded by the prompt alone, so that evaluations are comparable.
+        samples_per_prompt: number of completions per prompt.
+        own_metrics: computes the metrics in place of ``evaluation_metrics``.
+        kind: kind of the examples; prompts by default.
     """
 
     def __init__(
@@ -144,8 +145,8 @@ class Evaluator:
         self.seed = seed
 
     async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
-        """``eval/reward``, lengths, ``eval/accuracy`` where the rewards give it; by data source too where there are
-        several.
+        """Return the samples and ``eval/reward``, lengths, and ``eval/accuracy`` if the rewards provide it; with
+        several data sources, also per source.
         """
         calls = self.scheduler.graph.calls("generator.generate")
         draws = [evaluation_draw(example) for example in self.examples]
@@ -169,9 +170,9 @@ class Evaluator:
 
 
 def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
-    """Averages over samples. One that could not be generated or scored counts as wrong, and is counted.
+    """Averages over samples. A sample that could not be generated or scored counts as wrong, and is counted.
 
-    A reward above 0 is not an answer that is right, so ``accuracy`` is there only if every reward says what is right.
+    A reward above 0 does not mean a right answer, so ``accuracy`` exists only if every reward provides it.
     """
     failed = sum(sample.exclusion is not None for sample in samples)
     values = [sample.reward.value for sample in samples if sample.reward and sample.reward.value is not None]
@@ -195,8 +196,8 @@ def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
 
 
 def accuracy(reward: RewardResult) -> float | None:
-    """How right the sample is, 0 to 1: the reward's component ``accuracy`` or ``acc``; None if it has none, or one that
-    is no share.
+    """Accuracy of the sample, 0 to 1: the reward's component ``accuracy`` or ``acc``; None if it has none, or one
+    outside [0, 1].
     """
     value = next((reward.components[name] for name in ACCURACY if name in reward.components), None)
     return value if value is not None and 0.0 <= value <= 1.0 else None

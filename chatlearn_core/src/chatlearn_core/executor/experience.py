@@ -1,4 +1,4 @@
-"""What the updates of one step are made from: its samples, with everything that was computed for them."""
+"""The experience that one step trains on: its samples with everything computed for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.types import UNGRADED, Metric, Metrics, Sample
 
 @dataclass(slots=True)
 class Experience:
-    """The samples of one step. Those with an ``exclusion`` are not trained on, but counted."""
+    """The samples of one step. Samples with an ``exclusion`` are not trained on, but counted."""
 
     step: int
     samples: list[Sample]
@@ -24,7 +24,7 @@ class Experience:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Lengths and what happened to the samples."""
+    """Lengths and outcomes of the samples."""
     metrics: Metrics = exclusion_metrics(samples)
     metrics["prompt_length/mean"] = Metric(sum(s.num_prompt_tokens for s in samples), len(samples))
     if ungraded := sum(s.reward is not None and UNGRADED in s.reward.components for s in samples):
@@ -41,7 +41,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def exclusion_metrics(samples: Sequence[Sample]) -> Metrics:
-    """``samples/total``, ``samples/excluded`` and how many are excluded for each reason."""
+    """``samples/total``, ``samples/excluded`` and the number excluded for each reason."""
     metrics: Metrics = {
         "samples/total": Metric(len(samples), reducer="sum"),
         "samples/excluded": Metric(sum(s.exclusion is not None for s in samples), reducer="sum"),

@@ -1,4 +1,4 @@
-"""A group whose rollouts have all ended and are scored: what a buffer holds and a step is made from."""
+"""A group whose rollouts have all ended and are scored: the unit of the buffer and of a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chatlearn_core.types import ExampleDraw, Sample
 
 @dataclass(slots=True, frozen=True, eq=False)
 class FinishedGroup:
-    """The rollouts of one draw, with all that the flow's production stage computed for them."""
+    """The rollouts of one draw, with all results of the flow's production stage."""
 
     requests: tuple[RolloutRequest, ...]
-    """Filled: each has its sample."""
+    """Each request has its sample."""
 
     @property
     def id(self) -> str:
@@ -26,16 +26,16 @@ class FinishedGroup:
 
     @property
     def samples(self) -> list[Sample]:
-        """In the order of the requests: of each its own sample, then the further ones of the same rollout."""
+        """All samples in request order; each request's own sample precedes the further ones of its rollout."""
         return [sample for request in self.requests for sample in request.samples]
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of all samples that a policy sampled."""
+        """Number of tokens in all samples that a policy sampled."""
         return sum(turn.stop - turn.start for sample in self.samples for turn in sample.turns)
 
     def copy(self) -> FinishedGroup:
-        """With samples of its own, whose arrays are the same: data can be added to them, and an exclusion."""
+        """A copy with its own samples, which share their arrays: data and exclusions can be added to them."""
         return FinishedGroup(
             tuple(
                 replace(request, sample=_copied(request.filled), extras=[_copied(sample) for sample in request.extras])
@@ -45,8 +45,8 @@ class FinishedGroup:
 
 
 def finished_groups(requests: Iterable[RolloutRequest]) -> list[FinishedGroup]:
-    """The groups of requests that a run of the flow has filled, in the order of the requests. A group of which a
-    rollout is left out, since it goes on later, is not among them.
+    """The groups of requests that a run of the flow has filled, in request order. Groups with a rollout that was left
+    out, because it continues later, are omitted.
     """
     members: dict[str, list[RolloutRequest]] = {}
     for request in requests:
@@ -55,7 +55,7 @@ def finished_groups(requests: Iterable[RolloutRequest]) -> list[FinishedGroup]:
 
 
 def samples_of(groups: Sequence[FinishedGroup]) -> list[Sample]:
-    """The samples of all groups, in their order."""
+    """The samples of all groups, in order."""
     return [sample for group in groups for sample in group.samples]
 
 

@@ -1,4 +1,4 @@
-"""What the calls of flows do to samples: one function a method, named by the method's record."""
+"""Implementations of flow calls: one function per method, named by the method's record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def generate(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """``generator.generate``: the sample of each request."""
+    """``generator.generate``: sample a completion for each request."""
     for request in requests:
         found = await _completion(call, request)
         if found is None:
@@ -49,17 +49,17 @@ async def generate(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 
 
 async def extend(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """``generator.extend``: a further turn of each sample, on the tokens that it has; what earlier calls computed is
-    dropped, since it does not cover the new tokens. A sample that cannot be continued is excluded.
+    """``generator.extend``: sample a further turn of each sample from its tokens. Results of earlier calls are dropped,
+    because they do not cover the new tokens. A sample that cannot be continued is excluded.
     """
     number = sum(node.method.name == call.node.method.name for node in call.graph.nodes[: call.node.index])
     await _together(_extend_one(call, request, number) for request in requests)
 
 
 async def _extend_one(call: FlowCall, request: RolloutRequest, number: int) -> None:
-    """The ``number``-th further turn of one sample, from 0."""
+    """Sample further turn ``number`` (from 0) of one sample."""
     sample = request.filled
-    if sample.exclusion is not None:  # nothing was generated, or its reward failed
+    if sample.exclusion is not None:  # generation or its reward failed
         request.dropped = True
         return
     seed = keyed_seed(call.seed, "turn", request.draw.seed_key, request.sample_id, number)
@@ -75,8 +75,8 @@ async def _extend_one(call: FlowCall, request: RolloutRequest, number: int) -> N
 
 
 async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """``generator.score``: what a generator makes of the tokens behind each sample's prompt, as ``token_data`` that is
-    0 where ``loss_mask`` is False.
+    """``generator.score``: a generator's logprobs of the tokens after each sample's prompt, as ``token_data`` that is 0
+    where ``loss_mask`` is False.
     """
     answers = await _together(_forced(call, request) for request in requests)
     scored = [answer for answer in answers if answer is not None]
@@ -87,8 +87,8 @@ async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> No
 
 
 async def _forced(call: FlowCall, request: RolloutRequest) -> tuple[Sample, Completion] | None:
-    """The sample of a request and what a generator makes of its tokens; None where there is nothing to score, or the
-    request failed, which excludes the sample.
+    """The sample of a request and the generator's scored completion of its tokens; None if there is nothing to score,
+    or if the request failed, which excludes the sample.
     """
     sample = request.filled
     start, length = sample.num_prompt_tokens, sample.num_completion_tokens
@@ -112,14 +112,14 @@ async def _forced(call: FlowCall, request: RolloutRequest) -> tuple[Sample, Comp
 
 
 async def _together(requests: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Make requests to a generator at the same time, in their order; returns what they give."""
+    """Make requests to a generator concurrently, submitted in order; return their results in order."""
     async with asyncio.TaskGroup() as tasks:
         made = [tasks.create_task(request) for request in requests]
     return [task.result() for task in made]
 
 
 async def _completion(call: FlowCall, request: RolloutRequest) -> Completion | str | None:
-    """The completion; or why there is none; or None if it goes on after this run of the flow."""
+    """The completion, the reason why there is none, or None if it continues after this run of the flow."""
     try:
         completion = await call.source.completion(call.node.role, request)
     except RoleLostError:
@@ -144,7 +144,7 @@ async def _completion(call: FlowCall, request: RolloutRequest) -> Completion | s
 
 
 async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """``reward.score``: the verdict on each sample that was generated."""
+    """``reward.score``: score each sample that was generated."""
     judged = [request.filled for request in requests if request.filled.turns]
     extras = [request.extras for request in requests if request.filled.turns]
     verdicts = await call.runtime.reward(call.node.role).score(judged) if judged else []
@@ -161,7 +161,7 @@ async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 
 
 async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """Outputs of a trainer role, in one call over all samples that have tokens; the result goes to each sample."""
+    """Compute outputs of a trainer role in one call over all samples with tokens, and store them in the samples."""
     node = call.node
     chosen = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
     if not chosen:
@@ -184,13 +184,13 @@ async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 
 
 async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """``m.apply``: what a function of the user's makes of samples. It gets those that are not excluded; those that it
-    leaves out are.
+    """``m.apply``: apply a user's function to the samples that are not excluded. Samples missing from its result become
+    excluded.
     """
     function = call.node.function
-    assert function is not None, "the trace gives every apply its function"
+    assert function is not None, "the trace sets the function of every apply"
     given = [request.filled for request in requests if request.filled.exclusion is None]
-    given = await call.runtime.data.aget(given)  # a function may look at everything
+    given = await call.runtime.data.aget(given)  # a function may read every field
     changed = await call.functions.call(function, given, dict(call.node.arguments), drop=call.fields) if given else {}
     for request in requests:
         if request.filled.exclusion is None:

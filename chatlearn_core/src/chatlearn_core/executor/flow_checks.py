@@ -1,4 +1,4 @@
-"""What a flow and its losses ask of the configured roles, checked before anything starts."""
+"""Checks, before anything starts, that the configured roles meet the requirements of the flow and its losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Loss
 
 Losses = Mapping[str, tuple[Loss, ...]]
-"""Role that learns -> its losses."""
+"""Trained role -> its losses."""
 
 
 def check_roles(
@@ -26,10 +26,10 @@ def check_roles(
     outputs: Mapping[str, OutputSpec],
     evaluation: Graph | None = None,
 ) -> None:
-    """Every role is used by something, has the head that its calls and its loss need, and learns if it has a loss.
+    """Check that every role is used, has the head that its calls and its loss need, and is trainable if it has a loss.
 
     Args:
-        outputs: everything that the installed plugins describe.
+        outputs: all outputs that the installed plugins register.
     """
     for learner in losses:
         if learner not in config.roles or config.roles[learner].kind != "trainer":
@@ -62,7 +62,7 @@ def check_roles(
 
 
 def _used(config: RunConfig, called: set[str]) -> set[str]:
-    """The roles that are called, and those that they call."""
+    """The called roles, and the roles that these call in turn."""
     return called.union(*(config.roles[name].used_roles for name in called if name in config.roles))
 
 
@@ -71,7 +71,7 @@ def _each(losses: Losses) -> Iterator[tuple[str, Loss]]:
 
 
 def _heads_needed(graph: Graph, losses: Losses, outputs: Mapping[str, OutputSpec]) -> Iterator[tuple[str, str, str]]:
-    """(role, head, what needs it) of every call on a trainer role and every loss."""
+    """(role, head, source of the requirement) of every call on a trainer role and every loss."""
     for node in graph.nodes:
         for output in node.outputs:
             if output.head is not None:
@@ -84,7 +84,8 @@ def _heads_needed(graph: Graph, losses: Losses, outputs: Mapping[str, OutputSpec
 
 
 def check_outputs(loaded: LoadedConfig, registry: PluginRegistry, graph: Graph, losses: Losses) -> None:
-    """Every trainer provides what the flow and the losses ask of it, and every output has a record."""
+    """Check that every trainer provides the outputs that the flow and the losses read, and every output has a
+    record."""
     wanted: dict[str, dict[str, str]] = {}
     for node in graph.nodes:
         for described in node.outputs:
@@ -111,7 +112,7 @@ def check_outputs(loaded: LoadedConfig, registry: PluginRegistry, graph: Graph, 
 
 
 def _check_arguments(by: str, name: str, output: OutputSpec, loss: Loss) -> None:
-    """A loss that reads an output gives the arguments which the output's record names."""
+    """Check that a loss gives the arguments that the record of an output names."""
     for argument in (*output.from_batch, *(size for size in output.shape if isinstance(size, str))):
         if argument not in loss.needs.arguments:
             raise ConfigError(
@@ -121,7 +122,7 @@ def _check_arguments(by: str, name: str, output: OutputSpec, loss: Loss) -> None
 
 
 def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
-    """Every generator that the flow asks for logprobs of given tokens declares that it gives them."""
+    """Check that every generator which the flow asks to score given tokens declares that it can."""
     for node in graph.calls("generator.score"):
         record = loaded.plugin("roles", node.role).record
         assert isinstance(record, GeneratorSpec)
@@ -134,11 +135,11 @@ def check_scores(loaded: LoadedConfig, graph: Graph) -> None:
 
 
 def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection[str]) -> None:
-    """Every role that a reward calls can do what it asks: a trainer computes the outputs, with the head that they need;
-    a generator gives logprobs of given tokens.
+    """Check that every role called by a reward can do what the reward requests: a trainer must compute the outputs and
+    have the head that they need; a generator must score given tokens.
 
     Args:
-        roles: those that are called.
+        roles: the called roles.
     """
     for name in roles:
         for key, handle, used, use in _uses(loaded, name):
@@ -165,7 +166,7 @@ def check_uses(loaded: LoadedConfig, registry: PluginRegistry, roles: Collection
 
 
 def _uses(loaded: LoadedConfig, name: str) -> Iterator[tuple[str, str, str, RoleUse]]:
-    """(place in the configuration, handle, role, what is asked of it) of everything that a reward role calls."""
+    """(configuration key, handle, role, requested use) of every role that a reward role calls."""
     role = loaded.config.roles[name]
     if role.kind != "reward":
         return
@@ -182,10 +183,10 @@ def _uses(loaded: LoadedConfig, name: str) -> Iterator[tuple[str, str, str, Role
 
 
 def called_by_text(loaded: LoadedConfig, called: Collection[str]) -> frozenset[str]:
-    """Roles that only rewards call, and to which they give text: their tokenizer is their own affair.
+    """Roles that only rewards call, and only with text: they may have their own tokenizer.
 
     Args:
-        called: roles that the flow, the evaluation and losses call themselves.
+        called: roles that the flow, the evaluation and losses call directly.
     """
     by_text: set[str] = set()
     by_ids: set[str] = set(called)
@@ -198,7 +199,7 @@ def called_by_text(loaded: LoadedConfig, called: Collection[str]) -> frozenset[s
 
 
 def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
-    """What may be unfinished when a step ends is what a generator samples."""
+    """Check that only a generator's sampling can be unfinished when a step ends."""
     if config.rollout.partial == "none":
         return
     calls = [node for node in graph.nodes if node.kind == "generator"]
@@ -223,7 +224,7 @@ def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Every device is one that torch knows; whether this machine has it is seen when the role starts."""
+    """Check that torch knows every device; the start of the role shows whether this machine has it."""
     for name, role in config.roles.items():
         if role.device in ("auto", "cpu", "cuda"):
             continue
@@ -237,7 +238,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_stages(config: RunConfig, graph: Graph, changing: Collection[str]) -> None:
-    """Nothing is sampled that depends on what a role computes whose weights change: sampling comes before updates."""
+    """Check that no generation depends on the results of a role whose weights change: sampling precedes updates."""
     for node in graph.stages(changing)[1]:
         if node.kind == "generator":
             roles = sorted({graph.nodes[i].role for i in graph.ancestors(node.index)} & set(changing))

@@ -1,4 +1,4 @@
-"""Functions of the user's that flows apply to samples: called off the event loop, and held to what they may change."""
+"""Users' functions that flows apply to samples: called off the event loop, with their results checked."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import NOT_SAMPLED, Sample
 
 _SHOWN = 3
-"""Sample ids in a message."""
+"""Number of sample ids in a message."""
 
 
 class FlowFunctions:
-    """Calls functions: ordinary ones one after the other in a thread, async ones together on an event loop of their
-    own, so that neither can hold up the run's.
+    """Calls functions without blocking the run's event loop: ordinary functions one after another in a thread, async
+    functions concurrently on an event loop of their own.
     """
 
     def __init__(self) -> None:
@@ -39,16 +39,16 @@ class FlowFunctions:
         *,
         drop: Collection[str] = (),
     ) -> dict[str, Sample]:
-        """What the function returns for samples, by sample id; one that it leaves out is not among them.
+        """The function's results by sample id; samples that it leaves out are missing.
 
-        The function gets copies, whose arrays are read-only.
+        The function receives copies, whose arrays are read-only.
 
         Args:
-            samples: with plain arrays.
-            drop: data that is dropped from samples that got further tokens: it does not cover them.
+            samples: have plain arrays.
+            drop: names of data to drop from samples that got further tokens, because it does not cover them.
 
         Raises:
-            FlowError: the function raised, or returned what it may not; names function, file and sample.
+            FlowError: the function raised, or its result breaks a rule; names function, file and sample.
             BackendTimeoutError: no result within the function's timeout.
         """
         copies = [_copied(sample) for sample in samples]
@@ -64,7 +64,7 @@ class FlowFunctions:
     async def _call(
         self, function: FunctionCall, samples: list[Sample], arguments: dict[str, Any], where: str
     ) -> tuple[Any, BaseException | None]:
-        """Result or error of an ordinary function. Its time limit begins when its turn in the thread comes."""
+        """Result or error of an ordinary function. Its timeout starts when the thread begins to run it."""
 
         def guarded() -> tuple[Any, BaseException | None]:
             try:
@@ -114,10 +114,10 @@ def _timed_out(function: FunctionCall, where: str) -> BackendTimeoutError:
 
 
 def checked_result(returned: Any, samples: Sequence[Sample], where: str, drop: Collection[str]) -> dict[str, Sample]:
-    """What a function returned, by sample id.
+    """The samples that a function returned, by id.
 
     Raises:
-        FlowError: it is no list of the given samples, or one of them changed what may not change.
+        FlowError: the result is not a list of given samples, or the function changed something it must not change.
     """
     if not isinstance(returned, list | tuple):
         raise FlowError(f"{where}: it returned a {type(returned).__name__}; it must return a list of the samples")
@@ -136,7 +136,7 @@ def checked_result(returned: Any, samples: Sequence[Sample], where: str, drop: C
 
 
 def _checked_sample(before: Sample, after: Sample, where: str, drop: Collection[str]) -> Sample:
-    """The changed sample with whole per-token data."""
+    """The changed sample, with its per-token data extended to all tokens."""
     subject = f"{where}: sample {before.id!r}"
     if (after.group_id, after.turns, after.num_prompt_tokens) != (
         before.group_id,
@@ -177,7 +177,7 @@ def _checked_sample(before: Sample, after: Sample, where: str, drop: Collection[
 
 
 def _whole(name: str, values: Any, old: int, new: int, subject: str) -> Any:
-    """[new, ...] per-token data of which the function may have left out the tokens that it added."""
+    """[new, ...] per-token data, padded if the function left out the tokens that it added."""
     if len(values) == new:
         return values
     if len(values) != old:
@@ -188,14 +188,14 @@ def _whole(name: str, values: Any, old: int, new: int, subject: str) -> Any:
 
 
 def _without(sample: Sample, names: Collection[str]) -> Sample:
-    """The sample without what does not cover tokens that were added."""
+    """The sample without data that does not cover the added tokens."""
     token_data = {name: values for name, values in sample.token_data.items() if name not in names}
     sequence_data = {name: number for name, number in sample.sequence_data.items() if name not in names}
     return replace(sample, token_data=token_data, sequence_data=sequence_data, reward=None)
 
 
 def _copied(sample: Sample) -> Sample:
-    """The sample with dictionaries of its own and arrays that cannot be written to."""
+    """The sample with its own dictionaries and read-only arrays."""
     arrays = {name: _read_only(values) for name, values in sample.token_data.items()}
     return replace(
         sample,

@@ -1,4 +1,4 @@
-"""How often Python looks for reference cycles in the process that drives a run."""
+"""Frequency of Python's cyclic garbage collection in the driver process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ALLOCATIONS = 100_000
-"""New containers before a look at the youngest. A step of 100,000 samples makes millions that all stay until it ends;
-with Python's default of 700 the looking took as long as the rest of the driver's work."""
+"""New containers before a collection of the youngest generation. A step of 100,000 samples makes millions that all live
+until it ends; with Python's default of 700, collections took as long as the rest of the driver's work."""
 
 
 @contextmanager
 def garbage_collected_seldom() -> Iterator[None]:
-    """While a run is made: what is there already is not looked at, and what is new less often."""
+    """During a run, exempt existing objects from collection and collect new ones less often."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

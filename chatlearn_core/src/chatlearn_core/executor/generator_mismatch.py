@@ -1,4 +1,4 @@
-"""How far the generator's logprobs of what it sampled are from those that the policy's trainer computed."""
+"""The difference between the generator's logprobs of its samples and those that the policy's trainer computed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from chatlearn_core.types import (
 
 @dataclass(slots=True, frozen=True)
 class GeneratorMismatch:
-    """Compares the two, in a worker of the role that computed the logprobs.
+    """Compares the logprobs, in a worker of the role that computed the trainer's.
 
     Args:
         node: the flow's call that computes the policy's logprobs.
-        temperature: that the run samples at.
-        group: gives the trainer; called every time, since a runtime may rebuild it.
+        temperature: the run's sampling temperature.
+        group: returns the trainer group; called every time, because a runtime may rebuild it.
     """
 
     node: Node
@@ -36,11 +36,11 @@ class GeneratorMismatch:
     group: Callable[[], TrainerGroup]
 
     async def metrics(self, samples: Sequence[Sample], policy_version: int) -> Metrics:
-        """``mismatch/...``; empty where no sample has both.
+        """``mismatch/...``; empty if no sample has both logprobs.
 
         Args:
-            samples: of a step, with the policy's logprobs.
-            policy_version: of the weights that these are of.
+            samples: samples of a step, with the policy's logprobs.
+            policy_version: version of the weights that computed these.
         """
         temperature = self.node.arguments.get("temperature", self.temperature)
         batch = both_logprobs(samples, temperature, self.node.output_fields["logprobs"], policy_version)
@@ -50,16 +50,16 @@ class GeneratorMismatch:
 
 
 def policy_logprobs(graph: Graph, policy: str | None) -> Node | None:
-    """The call that computes the policy's logprobs of what was sampled; None if the flow has none."""
+    """The call that computes the policy's logprobs of the samples; None if the flow has none."""
     return next((node for node in graph.nodes if node.role == policy and "logprobs" in node.output_fields), None)
 
 
 def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, policy_version: int) -> TrainBatch:
-    """The samples that have the logprobs of policy and generator, and both of one distribution, in ``token_data`` as
+    """The samples whose policy and generator logprobs exist and have the same basis, with both in ``token_data`` as
     ``trainer_logprobs`` and ``generator_logprobs``.
 
-    The trainer divides its logits by ``temperature`` and cuts nothing off. Tokens that other weights sampled than those
-    of ``policy_version`` are masked out: there the two differ for a good reason.
+    The trainer divides its logits by ``temperature`` and truncates nothing. Tokens sampled by weights other than those
+    of ``policy_version`` are masked out, because their logprobs rightly differ.
     """
     basis = LogprobBasis(temperature or 1.0)
     both: list[Sample] = []
@@ -73,14 +73,14 @@ def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, p
 
 
 def compare_logprobs(batch: TrainBatch) -> Derived:
-    """How far the generator's logprobs are from the trainer's in what ``both_logprobs`` returns."""
+    """Differences of the generator's and the trainer's logprobs in a batch from ``both_logprobs``."""
     data = batch.token_data
     metrics = mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], batch.loss_mask)
     return Derived(metrics=metrics)
 
 
 def _generator_logprobs(sample: Sample, basis: LogprobBasis) -> Floats | None:
-    """[T] the generator's logprobs of that basis, zero where it sampled nothing; None if it gave none."""
+    """[T] the generator's logprobs of that basis, 0 where it sampled nothing; None if it returned none."""
     if not sample.turns:
         return None
     data = sample.token_data

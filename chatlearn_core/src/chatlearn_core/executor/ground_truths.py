@@ -1,4 +1,4 @@
-"""Whether rewards can judge against the ground truths of the data, asked before a run starts."""
+"""Checks before a run starts that rewards can judge against the ground truths of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatlearn_core.types import Prompt
 
 @dataclass(slots=True, frozen=True)
 class _Check:
-    """What one reward says of ground truths."""
+    """One reward's check of ground truths."""
 
     problem: Callable[[Any, Any], str | None]
     options: Any
@@ -25,9 +25,9 @@ class _Check:
 
 
 def ground_truth_check(graph: Graph, plan: RunPlan) -> Callable[[Prompt], str | None]:
-    """A function that says why a reward of ``graph`` could judge no completion of a prompt, or None.
+    """A function that returns the reason why a reward of ``graph`` cannot judge completions of a prompt, or None.
 
-    Only rewards that judge the prompt's data source and whose record has ``check_ground_truth`` are asked.
+    It asks only rewards that judge the prompt's data source and whose record has ``check_ground_truth``.
     """
     checks = [
         _Check(

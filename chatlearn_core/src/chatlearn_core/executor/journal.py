@@ -1,4 +1,4 @@
-"""What a run does and what happens to it: told to who listens, written to ``events.jsonl``, kept for a failure page."""
+"""Phases, messages and events of a run: sent to listeners, written to ``events.jsonl``, kept for a failure page."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from chatlearn_core.metrics import RunDirectory
 from chatlearn_core.protocols import RuntimeEvent
 
 KEPT_EVENTS = 20
-"""Newest events that a failure page shows."""
+"""Number of latest events shown on a failure page."""
 
 
 class Journal:
-    """The one place that phases, messages and events of a run go through.
+    """The single place that records phases, messages and events of a run.
 
     Args:
         directory: holds ``events.jsonl``.
-        listener: a person's view: the progress bar, or a test.
+        listener: shows progress to a user (the progress bar), or to a test.
     """
 
     def __init__(self, directory: RunDirectory, listener: RunListener) -> None:
         self.directory = directory
         self.listener = listener
         self.step = 0
-        """The step that is being made; 0 before the first."""
+        """The step in progress; 0 before the first."""
         self._active: dict[Phase, list[float]] = {}
-        """Phase -> when each of its parts that still run began; the phase that began last is the last."""
+        """Phase -> start times of its running parts; the phase that began last comes last."""
         self._last = (Phase.STARTING, time.monotonic())
         self.recent: deque[Mapping[str, Any]] = deque(maxlen=KEPT_EVENTS)
-        """The newest events of this process, as ``events.jsonl`` has them."""
+        """The latest events of this process, as written to ``events.jsonl``."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All that the run does now, in the order in which it began. After an error: what it did then."""
+        """All phases in progress, in the order in which they began; after an error, those in progress then."""
         return tuple(self._active)
 
     @property
@@ -54,9 +54,9 @@ class Journal:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, step: int | None = None) -> Iterator[None]:
-        """The run does this in the block, in ``step`` or in the step that it is in, whatever else it does meanwhile.
+        """The run is in this phase during the block, for ``step`` or the current step; phases may overlap.
 
-        A block that raises leaves its phase behind, so that a failure can say in what it happened; see ``forget``.
+        If the block raises, its phase stays recorded, so that a failure can name it; see ``forget``.
         """
         self.step = self.step if step is None else step
         began = time.monotonic()
@@ -74,7 +74,7 @@ class Journal:
             self.listener.phases_changed(self.step, self.phases)
 
     def forget(self) -> None:
-        """What was under way is over, though it did not end well."""
+        """Clear the recorded phases after an error was reported."""
         self._active.clear()
 
     def record(self, event: str, **facts: Any) -> None:
@@ -82,18 +82,18 @@ class Journal:
         self.recent.append(self.directory.append_event(event, **facts))
 
     def say(self, text: str, event: str | None = None, **facts: Any) -> None:
-        """Something a person should read; with ``event`` it is written down too."""
+        """Show a message to the user; with ``event`` also write it to ``events.jsonl``."""
         self.listener.message(text)
         if event is not None:
             self.record(event, **facts)
 
     def warn(self, text: str, event: str = "warning", **facts: Any) -> None:
-        """Something a person should do something about; it is written down."""
+        """Show a warning that calls for action, and write it to ``events.jsonl``."""
         self.listener.warning(text)
         self.record(event, **{"step": self.step, **(facts or {"text": text})})
 
     def runtime_event(self, event: RuntimeEvent) -> None:
-        """What the runtime reports while the run goes on: a worker that it rebuilt. Never raises."""
+        """Record an event that the runtime reports, such as a rebuilt worker. Never raises."""
         self.listener.warning(event.text)
         try:
             self.record(event.name, step=self.step, phase=str(self.phase), text=event.text, **event.facts)

@@ -1,4 +1,5 @@
-"""What an algorithm will train over a whole run: which roles, with which losses, in how many optimizer steps."""
+"""The updates that an algorithm plans for a whole run: trained roles, their losses, and the number of optimizer
+steps."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ class LearningPlan:
     """The updates of a run, summed over its steps. Roles are in the order of their first update."""
 
     losses: Mapping[str, tuple[Loss, ...]]
-    """Role -> one loss for each set of outputs that its losses need."""
+    """Role -> one loss per distinct set of outputs that its losses read."""
     num_updates: Mapping[str, int]
-    """Role -> optimizer steps of the whole run, at most: a step with few samples makes fewer."""
+    """Role -> maximum number of optimizer steps in the whole run; a step with few samples makes fewer."""
 
     @property
     def learners(self) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ class LearningPlan:
 
 
 def learning_plan(algorithm: Algorithm, train: TrainConfig, name: str) -> LearningPlan:
-    """Ask the algorithm for the updates of every step.
+    """Collect the updates that the algorithm plans for every step.
 
     Raises:
         ConfigError: it plans passes or mini-batches below 1, or trains nothing; names algorithm, step and role.

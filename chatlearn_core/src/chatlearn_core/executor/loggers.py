@@ -1,4 +1,4 @@
-"""The loggers of a run. A failure of one is a warning: the run's own files are whole, and it goes on."""
+"""The loggers of a run. A failing logger causes a warning: the run's own files are complete, and the run continues."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from chatlearn_core.protocols import Logger
 
 
 class Loggers:
-    """All loggers that the configuration names. Each gets copies of its own: what it does to them changes no run.
+    """All loggers named in the configuration. Each gets copies of its own, so that it cannot change the run.
 
     Args:
-        loggers: in the order of the configuration.
-        warn: called with what a logger did wrong.
+        loggers: in configuration order.
+        warn: called with a description of a logger's failure.
     """
 
     def __init__(self, loggers: list[Logger], warn: Callable[[str], None]) -> None:
@@ -25,10 +25,10 @@ class Loggers:
         self.warn = warn
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        """Begin; a logger that cannot, such as one without its credentials, stops the run before it costs anything.
+        """Start all loggers; one that cannot start, such as one without credentials, stops the run early.
 
         Raises:
-            ChatLearnError: a logger's words, or what its storage or network refused.
+            ChatLearnError: the error of a logger, its storage or its network.
         """
         for logger in self.loggers:
             try:
@@ -57,7 +57,7 @@ class Loggers:
 
 
 def build_loggers(assembly: Assembly, run_dir: Path, warn: Callable[[str], None]) -> Loggers:
-    """The loggers that the configuration names."""
+    """The loggers named in the configuration."""
     loggers: list[Logger] = []
     for index in range(len(assembly.config.log.loggers)):
         choice = assembly.loaded.chosen("log", "loggers", index)

@@ -1,7 +1,7 @@
-"""Which distribution a generator's logprobs are of: what it declares, held against what its completions state.
+"""Bases of a generator's logprobs: checks that its completions state the basis that the generator declares.
 
-A ratio of two probabilities means something only if both are of the same distribution. Raw logprobs beside a trainer's
-at temperature 0.7 give weights that look plausible and are wrong, in every step.
+A ratio of two probabilities is meaningful only if both belong to the same distribution. Raw generator logprobs combined
+with trainer logprobs at temperature 0.7 give weights that look plausible and are wrong in every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chatlearn_core.types import RAW_BASIS, Completion, LogprobBasis, SamplingPa
 
 @dataclass(slots=True, frozen=True)
 class DeclaredBases:
-    """What a generator says of its logprobs."""
+    """The bases that a generator declares for its logprobs."""
 
     role: str
     generator: str
@@ -25,11 +25,11 @@ class DeclaredBases:
     """``raw`` and ``processed``, see ``GeneratorSpec.bases``."""
 
     def expected(self, sampling: SamplingParams) -> LogprobBasis:
-        """The basis of a completion that is sampled like this."""
+        """The basis of completions with these sampling parameters."""
         return sampling.basis if "processed" in self.bases else RAW_BASIS
 
     def check(self, completion: Completion) -> None:
-        """Hold a completion to what the generator declares.
+        """Check a completion against the generator's declaration.
 
         Raises:
             PluginError: the completion states another basis.
@@ -49,7 +49,7 @@ class DeclaredBases:
 
 
 def declared_bases(role: RolePlan) -> DeclaredBases:
-    """What the generator of a role declares with the options that it has."""
+    """The bases that the generator of a role declares with its options."""
     record = role.backend.record
     assert isinstance(record, GeneratorSpec), f"role {role.name} is no generator"
     return DeclaredBases(role.name, record.name, bases_of(record, role.backend.options))

@@ -14,14 +14,14 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def throughput(metrics: Metrics) -> dict[str, float]:
-    """``perf/throughput``: tokens trained on a second of the step."""
+    """``perf/throughput``: trained tokens per second of the step."""
     seconds = metrics["timing_s/step"].value
     tokens = metrics["perf/trained_tokens"].value
     return {"perf/throughput": tokens / seconds if seconds else 0.0}
 
 
 def epochs(sampler: ExampleSampler) -> dict[str, float]:
-    """``training/epoch``, or one a dataset where there are several."""
+    """``training/epoch``, or one metric per dataset if there are several."""
     counts = sampler.epochs
     if len(counts) == 1:
         return {"training/epoch": next(iter(counts.values()))}
@@ -29,7 +29,7 @@ def epochs(sampler: ExampleSampler) -> dict[str, float]:
 
 
 def sync_metrics(receipts: Sequence[SyncReceipt]) -> Metrics:
-    """What one weight sync moved to a replica, which part of the weights that was, and how long the slowest took."""
+    """Bytes moved to a replica by one weight sync, their share of the weights, and the time of the slowest replica."""
     num_bytes = max(receipt.num_bytes for receipt in receipts)
     weight_bytes = max(receipt.weight_bytes for receipt in receipts)
     return {

@@ -1,4 +1,4 @@
-"""What a run can be doing: the one list that listeners, messages and the tests of faults go by."""
+"""The phases of a run: the single list that listeners, messages and fault tests use."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """A part of a run. Its value is the word that people read.
+    """A part of a run. Its value is the word shown to users.
 
-    Phases overlap: within a step ``generating``, ``scoring`` and ``computing``, since work streams sample by sample;
-    where rollouts are made ahead, these and ``updating``. Every phase has a test that kills every kind of process in it
-    (``plugins/chatlearn_ray/tests/test_fault_grid.py``); a new one is added there too, or that test fails.
+    Phases overlap: within a step ``generating``, ``scoring`` and ``computing``, because work streams sample by sample;
+    if rollouts are made ahead, these and ``updating``. Every phase has a test that kills every kind of process in it
+    (``plugins/chatlearn_ray/tests/test_fault_grid.py``), which fails if a phase is missing there.
     """
 
     STARTING = "starting"
-    """Processes are started and roles set up."""
+    """Processes start and roles are set up."""
     RESTORING = "restoring"
-    """Trainers load the checkpoint that the run goes on from."""
+    """Trainers load the checkpoint that the run resumes from."""
     GENERATING = "generating"
     """Generators sample completions."""
     SCORING = "scoring"
-    """Rewards judge them."""
+    """Rewards score them."""
     COMPUTING = "computing"
     """Trainers compute log-probabilities, values or scores of the samples."""
     UPDATING = "updating"
     """Trainers make optimizer steps."""
     SYNCING = "syncing"
-    """The generators take the trainer's weights."""
+    """The generators load the trainer's weights."""
     EVALUATING = "evaluating"
-    """The held-out prompts are sampled and judged."""
+    """The held-out prompts are sampled and scored."""
     SAVING = "saving"
     """A checkpoint is written."""
     EXPORTING = "exporting"

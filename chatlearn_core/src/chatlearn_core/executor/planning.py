@@ -1,4 +1,4 @@
-"""From a checked configuration to the plan that a runtime carries out: roles with their backends, and weight syncs."""
+"""Turns a checked configuration into the plan for a runtime: roles with their backends, and weight syncs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def plan_run(
     learning: LearningPlan,
     policy: str | None,
 ) -> RunPlan:
-    """The roles that flow, evaluation and losses use, and how weights get from the policy to its generators.
+    """Plan the roles that flow, evaluation and losses use, and the weight syncs from the policy to its generators.
 
     Args:
-        policy: the role whose weights the generators serve; None: no language model learns.
+        policy: the role whose weights the generators serve; None: no language model is trained.
 
     Raises:
-        ConfigError: ``weight_sync`` does not suit the two ends, or what they were told to send and take.
+        ConfigError: ``weight_sync`` does not fit the two ends, or the options of the two ends.
     """
     config = loaded.config
     used = {*graph.roles, *learning.learners, *(evaluation.roles if evaluation else ())}
@@ -72,7 +72,7 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def with_vocab_sizes(plan: RunPlan, sizes: Mapping[str, int]) -> RunPlan:
-    """The plan, with what was read from the roles' models."""
+    """The plan, completed with vocabulary sizes read from the roles' models."""
     roles: dict[str, RolePlan] = {}
     for name, role in plan.roles.items():
         model = role.model
@@ -81,7 +81,7 @@ def with_vocab_sizes(plan: RunPlan, sizes: Mapping[str, int]) -> RunPlan:
 
 
 def model_source(model: ModelConfig, default: ModelConfig, head: str = "lm") -> ModelSource:
-    """A model section as backends take it."""
+    """A model section in the form that backends receive."""
     return ModelSource(
         path=model.path,
         tokenizer_path=model.tokenizer or (model.path if model is not default else default.tokenizer or model.path),
@@ -138,7 +138,7 @@ def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) 
 def _weight_syncs(
     loaded: LoadedConfig, registry: PluginRegistry, roles: Mapping[str, RolePlan], policy: RolePlan
 ) -> list[WeightRoute]:
-    """From the policy to every generator that samples from it; a generator with a model of its own keeps it."""
+    """Syncs from the policy to every generator that samples from it; a generator with its own model keeps it."""
     config = loaded.config
     syncs: list[WeightRoute] = []
     export: Export | None = None if config.weight_sync.export == "auto" else config.weight_sync.export
@@ -181,13 +181,13 @@ def _weight_syncs(
                 rolling=config.weight_sync.fleet_rule == "rolling",
                 devices=[policy.device, generator.device],
             )
-            if reasons:  # config/rules says so earlier, where the policy is known from the algorithm's record
+            if reasons:  # config/rules reports it earlier if the algorithm's record names the policy
                 raise ConfigError(
                     f"weight_sync.backend {record.name!r} does not suit roles {policy.name!r} and {generator.name!r}: "
                     f"{'; '.join(reasons)}. Choose another transport, or 'auto'"
                 )
         way = shared_way(trainer_record, generator_record, record, placement, config.weight_sync.payload, export)
-        assert way is not None, "a transport that does not suit both ends is refused"
+        assert way is not None, "a transport that does not fit both ends is refused above"
         syncs.append(
             WeightRoute(
                 trainer=policy.name,
@@ -208,7 +208,7 @@ def _weight_syncs(
 
 
 def _check_payload(payload: Payload, *ends: RolePlan) -> None:
-    """Both ends take the payload with the options they have; which payloads their plugins know was checked before."""
+    """Check that both ends' options allow the payload; whether their plugins know it was checked before."""
     for role in ends:
         payloads: frozenset[str] | None = getattr(role.backend.options, "payloads", None)
         if payloads is not None and payload not in payloads:

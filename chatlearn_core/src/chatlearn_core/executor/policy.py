@@ -1,4 +1,4 @@
-"""Which role is the policy: whose weights the generators serve, and what a run exports."""
+"""The policy role: its weights are served by the generators and exported by the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Algorithm
 
 POLICY_METRICS = "policy"
-"""Prefix of the policy's metrics, whatever its role is called."""
+"""Prefix of the policy's metrics, independent of its role's name."""
 
 
 def policy_of(algorithm: Algorithm, learners: Collection[str], config: RunConfig) -> str | None:
@@ -17,8 +17,8 @@ def policy_of(algorithm: Algorithm, learners: Collection[str], config: RunConfig
     no language model.
 
     Raises:
-        ConfigError: the declared role has no loss or no language-model head, several might be meant, or another role
-            has the name under which the policy's metrics are logged.
+        ConfigError: the declared role has no loss or no language-model head, several roles could be the policy, or
+            another role has the name under which the policy's metrics are logged.
     """
     name = config.algorithm.name
     language_models = [role for role in learners if role in config.roles and config.roles[role].head == "lm"]

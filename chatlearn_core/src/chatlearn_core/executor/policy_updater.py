@@ -1,4 +1,4 @@
-"""Consumes rollouts: runs the flow's consumption stage over those of a step, and makes the step's updates from them."""
+"""Consumes rollouts: runs the flow's consumption stage over a step's samples, then makes the step's updates."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from chatlearn_core.types.keyed_seed import keyed_seed
 
 
 class PolicyUpdater:
-    """Completes what a step trains on, and makes the updates that the algorithm plans for it, role by role.
+    """Completes the samples that a step trains on, and makes the updates that the algorithm plans, role by role.
 
-    Every admitted sample is trained on once in each of an update's epochs. The order within an epoch is drawn from the
-    seed, step and epoch.
+    Every admitted sample is trained on once in each of an update's epochs. The order within an epoch depends on seed,
+    step and epoch.
 
     Args:
-        consumption: runs the flow's consumption stage (``stages``): calls on trainers, and what depends on them.
-        advantages: adds them.
-        mismatch: compares the policy's logprobs with the generator's; None where the flow computes none.
+        consumption: runs the flow's consumption stage (``stages``): calls on trainers, and calls that depend on them.
+        advantages: computes and adds the advantages.
+        mismatch: compares the policy's logprobs with the generator's; None if the flow computes none.
         serving: the generators that serve the policy's weights, for staleness; None: all.
-        num_mini_batches: optimizer steps a pass, where the algorithm does not say.
-        epochs: passes over a step's samples, where the algorithm does not say.
-        colocation: gives updates a lease where roles share devices; by default none do.
-        roles: as planned; messages about what they return are led by their plugins.
+        num_mini_batches: optimizer steps per pass, if the algorithm does not set them.
+        epochs: passes over a step's samples, if the algorithm does not set them.
+        colocation: leases devices for updates if roles share them; by default none do.
+        roles: the planned roles; messages about their results name their plugins.
         policy: the role whose metrics are named ``policy/...``.
     """
 
@@ -78,12 +78,12 @@ class PolicyUpdater:
         """Complete the groups of a step: run the consumption stage, then compute advantages.
 
         Args:
-            groups: that the step trains on; data is added to their samples.
-            policy_version: of the weights that the policy has now.
+            groups: groups that the step trains on; data is added to their samples.
+            policy_version: version of the policy's current weights.
 
         Raises:
             BackendError: a role failed.
-            FlowError: what the algorithm computes does not fit the samples.
+            FlowError: the algorithm's data do not fit the samples.
         """
         requests = [request for group in groups for request in group.requests]
         samples = await self.consumption.run(requests, timers)
@@ -100,7 +100,7 @@ class PolicyUpdater:
         parts: list[Metrics] = [
             {
                 "samples/trained": Metric(len(samples), reducer="sum"),
-                "perf/trained_tokens": Metric(0, reducer="sum"),  # also of a step in which every role rests
+                "perf/trained_tokens": Metric(0, reducer="sum"),  # present even if no role is updated in this step
             }
         ]
         for update in self.algorithm.updates(experience.step):
@@ -121,7 +121,7 @@ class PolicyUpdater:
         epoch: int,
         timers: Timers,
     ) -> list[Metrics]:
-        """One pass over the samples; the metrics of its optimizer steps."""
+        """Make one pass over the samples; returns the metrics of its optimizer steps."""
         role, loss = update.role, update.loss
         count = self.num_mini_batches if update.mini_batches is None else update.mini_batches
         rng = np.random.Generator(np.random.Philox(keyed_seed(self.seed, "mini-batches", step, epoch)))
@@ -138,18 +138,18 @@ class PolicyUpdater:
 
 
 def unit_index(samples: Sequence[Sample], loss: Loss) -> list[int]:
-    """Which samples the loss needs together: one number a unit."""
+    """[S] unit number of each sample; the loss needs the samples of a unit together."""
     units: dict[str, int] = {}
     names = (sample.unit_id if loss.unit == "sequence" else sample.group_id for sample in samples)
     return [units.setdefault(name, len(units)) for name in names]
 
 
 def _of_one_update(metrics: Metrics, role: str, *, is_policy: bool) -> Metrics:
-    """One update's metrics as a part of the step's: named ``policy/grad_norm``, ``critic/lr``, and a loss, which is a
-    sum over its mini-batch, averaged over updates.
+    """Convert one update's metrics to the step's names: ``policy/grad_norm``, ``critic/lr``. A loss, which is a sum
+    over its mini-batch, is averaged over updates.
 
-    The policy's that have a section of their own (``training/ranks_imbalance``) keep it. Another role's do not, so that
-    they are never taken for the policy's; amounts add up over roles.
+    Metrics of the policy that have a section of their own (``training/ranks_imbalance``) keep it. Those of other roles
+    do not, so that they are never mistaken for the policy's; amounts add up over roles.
     """
     named: Metrics = {}
     for name, metric in metrics.items():
@@ -165,7 +165,7 @@ def _of_one_update(metrics: Metrics, role: str, *, is_policy: bool) -> Metrics:
 
 
 _AMOUNTS = ("timing_s/", "perf/")
-"""Metrics of an update that are amounts: a step's is the sum over its updates."""
+"""Prefixes of metrics that are amounts: a step's value is the sum over its updates."""
 
 
 def _batch(samples: Sequence[Sample], units: Sequence[int], indices: Sequence[int]) -> TrainBatch:

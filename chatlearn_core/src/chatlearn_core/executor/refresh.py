@@ -1,4 +1,4 @@
-"""Trainer roles that take the weights of a role that learns: a reference that follows the policy."""
+"""Refreshes trainer roles with the weights of a trained role, such as a reference that follows the policy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chatlearn_core.types import Metric, Metrics
 
 
 class RoleRefresher:
-    """Brings weights from trainer to trainer, as a Hugging Face model directory: any two backends and layouts do.
+    """Moves weights between trainers as a Hugging Face model directory, which works for any backends and layouts.
 
     Args:
-        roles: as planned.
-        workspace: where the directories lie while they are read; all workers see it.
+        roles: the planned roles.
+        workspace: parent of these directories while they are read; visible to all workers.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class RoleRefresher:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Those that are refreshed, whose weights belong into a checkpoint."""
+        """The refreshed roles, whose weights belong in checkpoints."""
         return tuple(self._refreshes)
 
     async def refresh(self, step: int, timers: Timers) -> Metrics:
-        """What is due after a step: each source exports once, and its followers load.
+        """Make the refreshes that are due after a step: each source exports once, and its followers load.
 
         Raises:
-            BackendError, ModelError: the weights do not suit; names the role.
+            BackendError, ModelError: the weights do not fit; names the role.
         """
         due = {name: refresh for name, refresh in self._refreshes.items() if refresh.is_due(step)}
         for source in dict.fromkeys(refresh.role for refresh in due.values()):
             directory = self._workspace / source
-            shutil.rmtree(directory, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(directory, ignore_errors=True)  # left over from a killed run
             try:
                 async with self._colocation.lease(DeviceUse(source, "export"), timers=timers):
                     with timers.measure("refresh", role=source, action="export"):
@@ -58,9 +58,9 @@ class RoleRefresher:
         return {"training/refreshed_roles": Metric(len(due), reducer="sum")} if due else {}
 
     async def begin_anew(self, learners: Iterable[str], timers: Timers) -> None:
-        """Bring every role whose weights have moved back to its own model: the run goes back to its beginning.
+        """Reset every role whose weights have changed to its own model, because the run restarts from its beginning.
 
-        A role that lost a rank was rebuilt so; the others hold what they had learned.
+        Rebuilt roles already hold their own model; the others still hold their trained weights.
         """
         for name in (*learners, *self._refreshes):
             model = self._models[name]

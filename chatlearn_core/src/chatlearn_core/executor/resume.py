@@ -1,4 +1,4 @@
-"""Whether and where a run goes on: its directory, its checkpoints, and whether it still is the same run."""
+"""Decides whether and where a run resumes: its directory, its checkpoints, and whether the settings still match."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from chatlearn_core.runtime.plan import RunPlan
 ResumeMode = Literal["auto", "never"]
 
 BRANCHED_FROM = "branched_from.txt"
-"""In a run directory: the checkpoint of another directory that its run went on from."""
+"""File in a run directory that names the checkpoint of another directory from which the run started."""
 MAY_CHANGE = (
     "log", "checkpoint", "eval", "train.steps", "output_dir", "runtime", "memory", "weight_sync", "roles.*.timeout_s",
     "roles.*.ranks", "roles.*.replicas", "roles.*.device", "rollout.max_retries",
     "rollout.request_timeout_s",
 )  # fmt: skip
-"""Settings that may differ when a run resumes, ``*`` for any one name: they are not part of what a step is defined by.
-Some of them can still be seen in its numbers: a learning-rate schedule that ends with the run is stretched by
-``train.steps``, and other ranks, another device or another number of threads in ``runtime`` round differently. Options
-of a trainer and arguments of an engine are added by their plugins (``layout_options``, ``layout_arguments``).
+"""Settings that may differ when a run resumes (``*`` matches one name), because they do not define a step. Some still
+affect its numbers: a learning-rate schedule over the whole run is stretched by ``train.steps``, and another number of
+ranks, device or number of threads in ``runtime`` rounds differently. Plugins add options of a trainer and arguments of
+an engine (``layout_options``, ``layout_arguments``).
 """
 
 _MOST_CHANGES = 8
-"""Changed settings that a refusal lists."""
+"""Maximum number of changed settings that an error lists."""
 
 
 def layout_settings(plan: RunPlan) -> list[str]:
-    """Options of the run's trainers and arguments of its engines that may differ, because their plugins say so."""
+    """Options of trainers and arguments of engines that may differ because their plugins declare so."""
     settings: list[str] = []
     for role in plan.roles.values():
         for backend in role.backends:
@@ -48,7 +48,7 @@ def layout_settings(plan: RunPlan) -> list[str]:
 
 
 def fixed_layout(plan: RunPlan) -> dict[str, str]:
-    """Settings that may not differ, and why: the layout of trainers whose checkpoints are bound to it."""
+    """Settings that may not differ, with the reason: layouts of trainers whose checkpoints depend on them."""
     fixed: dict[str, str] = {}
     for role in plan.roles.values():
         for record in (backend.record for backend in role.backends):
@@ -61,19 +61,19 @@ def fixed_layout(plan: RunPlan) -> dict[str, str]:
 
 @dataclass(slots=True, frozen=True)
 class ResumePoint:
-    """Where to start: the checkpoint to load (None: from the beginning), and what had to be passed over."""
+    """The checkpoint to start from (None: the beginning), and the problems of skipped checkpoints."""
 
     checkpoint: Checkpoint | None
     notes: list[str]
 
 
 def lock_run_directory(path: Path) -> IO[str]:
-    """Hold the run's directory for this process; released when the file is closed or the process ends.
+    """Lock the run's directory for this process; the lock ends when the file is closed or the process ends.
 
     Raises:
-        ConfigError: another process runs there.
-        ChatLearnError: the lock cannot be taken for another reason: a file that cannot be opened, a file system without
-            locks.
+        ConfigError: another process runs in the directory.
+        ChatLearnError: the lock cannot be taken for another reason, such as a file that cannot be opened or a file
+            system without locks.
     """
     file = path / ".lock"
     try:
@@ -118,24 +118,24 @@ def find_resume_point(
 
     Args:
         store: the run's checkpoints.
-        resume: ``auto`` takes the newest complete checkpoint, ``never`` refuses a directory that holds a run already, a
+        resume: ``auto`` takes the newest complete checkpoint, ``never`` refuses a directory that already holds a run, a
             path names one checkpoint.
-        config: the resolved configuration now.
+        config: the current resolved configuration.
         planned_steps: ``train.steps``.
         has_metrics: whether the directory holds the metrics of a run.
-        is_complete: whether that run ended well, its model exported.
-        may_change: settings that may differ, beside ``MAY_CHANGE``.
-        fixed: settings that may not, whatever those two say, and why.
-        rewind: whether checkpoints newer than that may be deleted, with their metrics and rollouts.
-        command: what starts the run, for messages.
-        branched_from: the checkpoint of another directory that this directory's run went on from, if it did; it may go
-            on from there again.
+        is_complete: whether that run completed and exported its model.
+        may_change: settings that may differ in addition to ``MAY_CHANGE``.
+        fixed: settings that may not differ in any case, with the reason.
+        rewind: whether newer checkpoints may be deleted, with their metrics and rollouts.
+        command: the command that starts the run, for messages.
+        branched_from: the checkpoint of another directory from which this directory's run started, if any; the run may
+            start from it again.
 
     Raises:
-        CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings; going on from it
-            would delete newer ones, and ``rewind`` is not set; it is another directory's, and this one holds a run of
-            its own; none of the run's checkpoints can be read.
-        ConfigError: nothing is left to do, or the directory holds a run that may not be resumed.
+        CheckpointError: the named checkpoint is damaged, or belongs to a run with other settings; resuming from it
+            would delete newer ones, and ``rewind`` is not set; it belongs to another directory, and this one holds a
+            run of its own; none of the run's checkpoints can be read.
+        ConfigError: no steps are left, or the directory holds a run that may not be resumed.
     """
     notes: list[str] = []
     if resume == "never" and rewind:
@@ -197,7 +197,7 @@ def find_resume_point(
 
 
 def is_foreign(checkpoint: Checkpoint, store: CheckpointStore) -> bool:
-    """Whether a checkpoint lies in another run's directory."""
+    """Whether a checkpoint belongs to another run's directory."""
     return checkpoint.path.resolve().parent != store.directory.resolve()
 
 
@@ -206,7 +206,7 @@ def _would_delete(
 ) -> CheckpointError:
     step = checkpoint.step
     back = f"{command} --resume {shlex.quote(str(named))}"
-    apart = f"{command} --resume {shlex.quote(str(checkpoint.path))}"  # another directory has no step of this name
+    apart = f"{command} --resume {shlex.quote(str(checkpoint.path))}"  # another directory lacks this step's name
     steps = f"step {newer[0]}" if len(newer) == 1 else f"steps {', '.join(map(str, newer))}"
     return CheckpointError(
         f"{run_dir} has checkpoints of {steps}, newer than {named} (step {step}): to go on from there would delete "
@@ -229,7 +229,7 @@ def _none_readable(store: CheckpointStore, problems: list[str], command: str) ->
 
 def _named_checkpoint(path: Path, store: CheckpointStore) -> Checkpoint:
     if not path.exists() and (short := re.fullmatch(r"step_(\d+)", str(path))):
-        path = store.path_of(int(short.group(1)))  # as the run's own directory names it, zeros left out
+        path = store.path_of(int(short.group(1)))  # named as in the run's own directory, without leading zeros
     if path.is_dir():
         return read_checkpoint(path)
     there = ", ".join(str(checkpoint.path) for checkpoint in store.complete()) or "none"
@@ -240,7 +240,7 @@ def _named_checkpoint(path: Path, store: CheckpointStore) -> Checkpoint:
 
 
 def changed_settings(then: Any, now: Any, key: str = "") -> list[str]:
-    """Every setting that differs, as ``key: was X, is Y``; a section that only one has is one line."""
+    """Every setting that differs, as ``key: was X, is Y``; a section that only one side has is one line."""
     if isinstance(then, list) and isinstance(now, list):
         then, now = dict(enumerate(then)), dict(enumerate(now))
     if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -253,7 +253,7 @@ def changed_settings(then: Any, now: Any, key: str = "") -> list[str]:
 
 
 def _told(setting: Any) -> str:
-    """A value as it is; of a section that the other run does not have, only that it is there."""
+    """A value as text; for a section that the other run lacks, only that it exists."""
     return "set" if isinstance(setting, Mapping | list) else "not set" if setting is None else repr(setting)
 
 

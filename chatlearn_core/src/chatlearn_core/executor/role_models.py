@@ -1,6 +1,6 @@
-"""Models of roles beside the run's own: token ids mean the same to all of them, or the run is refused.
+"""Checks the models of roles with a model of their own: token ids must mean the same to all of them.
 
-Between roles travel ids, not text: a reference with another tokenizer would compute the logprobs of other words.
+Roles exchange ids, not text: a reference with another tokenizer would compute the logprobs of other words.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from chatlearn_core.protocols import ModelSource
 from chatlearn_core.protocols.model_family import ModelFacts, ModelFamily
 
 _EXAMPLES = 3
-"""Ids that a refusal names."""
+"""Number of ids that an error names."""
 
 
 @contextmanager
 def asked_for_by(where: str) -> Iterator[None]:
-    """What reads models knows directories, not who named them."""
+    """Add the configuration key to errors of code that reads models, which knows only directories."""
     try:
         yield
     except ModelError as error:
@@ -36,17 +36,17 @@ def check_role_models(
     facts: ModelFacts,
     by_text: Collection[str] = (),
 ) -> dict[str, ModelFacts]:
-    """What is known of the model that each trainer and generator role holds.
+    """Facts about the model of each trainer and generator role.
 
     Args:
         family: reads model directories.
-        roles: those that are used.
-        tokenizer: of the run: what prompts are encoded with.
-        facts: of the run's model.
-        by_text: roles that are given text, and so may have another tokenizer.
+        roles: the used roles.
+        tokenizer: the run's tokenizer, which encodes prompts.
+        facts: facts about the run's model.
+        by_text: roles that receive text, and so may have another tokenizer.
 
     Raises:
-        ModelError: a role's own model cannot be read, or its tokenizer gives another meaning to an id of the run's.
+        ModelError: a role's own model cannot be read, or its tokenizer maps an id of the run's to another token.
     """
     config = loaded.config
     known: dict[str, ModelFacts] = {}
@@ -72,7 +72,7 @@ def check_role_models(
 def check_same_tokenizer(
     role: str, source: ModelSource, tokenizer: Tokenizer, run_source: ModelSource, run_tokenizer: Tokenizer
 ) -> None:
-    """Every token of the run's vocabulary has the same id in the role's, which may have more.
+    """Check that every token of the run's vocabulary has the same id in the role's, which may have more tokens.
 
     Raises:
         ModelError: names both directories and the first ids that differ.

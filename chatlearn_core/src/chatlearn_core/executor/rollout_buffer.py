@@ -1,4 +1,4 @@
-"""Finished rollouts between the producer that makes them and the updater that trains on them."""
+"""Buffer of finished rollouts between the producer that makes them and the updater that trains on them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from chatlearn_core.executor.scheduler import RolloutRequest
 from chatlearn_core.protocols import DataStore
 
 STALE = "stale"
-"""Exclusion of samples that left the buffer because their tokens are of too old weights."""
+"""Exclusion of samples that were evicted from the buffer because too old weights sampled their tokens."""
 
 
 class RolloutBuffer:
-    """Groups of finished rollouts, the oldest first. A group enters whole and leaves whole: for a step, or too old.
+    """Groups of finished rollouts, oldest first. Whole groups enter, and leave for a step or because they are too old.
 
     Example: under policy version 7 and ``max_staleness=1`` a group with a token that version 5 sampled is evicted.
 
     Args:
-        max_staleness: the most policy versions between the newest weights and those that sampled a token.
+        max_staleness: maximum number of policy versions between the newest weights and those that sampled a token.
         serving: the generators that serve the policy's weights; None: all.
     """
 
@@ -38,20 +38,20 @@ class RolloutBuffer:
 
     @property
     def groups(self) -> tuple[FinishedGroup, ...]:
-        """What waits, oldest first."""
+        """The buffered groups, oldest first."""
         return tuple(self._groups.values())
 
     def admit(self, groups: Iterable[FinishedGroup]) -> None:
-        """Take groups in, behind those that wait."""
+        """Append groups to the buffer."""
         for group in groups:
             assert group.id not in self._groups, f"group {group.id} is in the buffer already"
             self._groups[group.id] = group
 
     def select(self, count: int | None = None) -> list[FinishedGroup]:
-        """Take up to ``count`` groups out, the oldest first; all without a count.
+        """Remove and return up to ``count`` groups, oldest first; by default all.
 
         Returns:
-            copies: what a step adds to samples is not in what a checkpoint of the step before holds.
+            copies, so that a step's changes to samples do not affect the previous step's checkpoint.
         """
         chosen = list(self._groups.values())[:count]
         for group in chosen:
@@ -59,10 +59,10 @@ class RolloutBuffer:
         return [group.copy() for group in chosen]
 
     def evict(self, policy_version: int) -> list[FinishedGroup]:
-        """Take out the groups that are too old under this policy version.
+        """Remove and return the groups that are too old under this policy version.
 
         Returns:
-            copies, whose samples have the exclusion ``stale``; those that were excluded before keep their reason.
+            copies whose samples have the exclusion ``stale``; samples excluded before keep their reason.
         """
         evicted: list[FinishedGroup] = []
         for group in self.groups:
@@ -83,10 +83,10 @@ class RolloutBuffer:
         return buffer
 
     async def with_values(self, data: DataStore) -> RolloutBuffer:
-        """Holds the same groups, with samples of its own whose arrays are plain, fetched together.
+        """A buffer with the same groups, whose samples are copies with plain arrays, fetched together.
 
         Raises:
-            TrainerLostError: a node that held some is gone.
+            TrainerLostError: a node that held some of the values is gone.
         """
         requests = [request for group in self.groups for request in group.requests]
         samples = [sample for request in requests for sample in (request.filled, *request.extras)]
@@ -108,23 +108,23 @@ class RolloutBuffer:
         self._groups = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups with their rewards and data, which have plain arrays: JSON values and NumPy arrays."""
+        """All groups with their rewards and data (plain arrays only), as JSON values and NumPy arrays."""
         return {"groups": [describe_finished(group) for group in self.groups]}
 
     def load_state_dict(
         self, state: Mapping[str, Any], requests_of: Callable[[Mapping[str, Any]], Sequence[RolloutRequest]]
     ) -> None:
-        """Hold what ``state_dict`` returned.
+        """Restore the groups that ``state_dict`` returned.
 
         Args:
-            requests_of: the requests of a described group, made anew from its example and the run's settings.
+            requests_of: rebuilds the requests of a described group from its example and the run's settings.
         """
         self.clear()
         self.admit(restore_finished(described, requests_of(described)) for described in state["groups"])
 
 
 def allowed_staleness(rollout: RolloutConfig) -> int:
-    """``rollout.max_staleness``, or what the other settings of the section make of it."""
+    """``rollout.max_staleness``, or its default derived from the other settings of the section."""
     if rollout.max_staleness is not None:
         return rollout.max_staleness
     return 0 if rollout.partial == "none" else rollout.max_rounds - 1

@@ -23,12 +23,12 @@ from chatlearn_core.types.keyed_seed import keyed_seed
 
 @dataclass(slots=True)
 class Production:
-    """What one run of the production stage has finished."""
+    """The result of one run of the production stage."""
 
     groups: list[FinishedGroup]
     metrics: Metrics
     timers: Timers
-    """Its own, since updates may run at the same time."""
+    """Timers of its own, because updates may run concurrently."""
 
 
 class RolloutProducer:
@@ -36,14 +36,14 @@ class RolloutProducer:
 
     Args:
         scheduler: runs that stage.
-        algorithm: says how many completions a prompt gets.
+        algorithm: sets the number of completions per prompt.
         sampler: draws the examples.
-        sampling: how completions are sampled; its seed is replaced for every sample.
+        sampling: sampling parameters; the seed is replaced for every sample.
         seed: the run's seed.
-        decisions: say how completions of a step are sampled.
-        rollouts: what the scheduler has in front of the generators, for its metrics.
+        decisions: adapt the sampling parameters of a step.
+        rollouts: the generators' rollout managers, for their metrics.
         partial: makes rollouts that may last longer than a step.
-        kind: of the examples that are drawn; prompts by default.
+        kind: kind of the examples; prompts by default.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class RolloutProducer:
         self.rollouts = rollouts
         self.partial = partial
         self.pending: tuple[Group, ...] = ()
-        """Groups with rollouts that go on in the next production. They are never changed, only replaced."""
+        """Groups with rollouts that continue in the next production. Replaced as a whole, never modified."""
 
     def requests_of(self, draw: ExampleDraw) -> list[RolloutRequest]:
-        """The samples of one draw."""
+        """The requests for the samples of one draw."""
         return make_requests([draw], self.algorithm.group_size, self.sampling, self.seed, self.calls, self.kind)
 
     async def produce(self, step: int, missing: int) -> Production:
-        """Draw examples and finish their rollouts, and those that were pending.
+        """Draw examples and finish their rollouts as well as pending ones.
 
         Args:
-            step: for which they are sampled, by schedules.
-            missing: groups that are needed. Partial rollouts draw as many as keep their number in flight, and finish at
-                least one.
+            step: the step that schedules sample for.
+            missing: number of groups needed. Partial rollouts instead draw enough to keep their number of prompts in
+                flight, and finish at least one group.
 
         Raises:
-            ReplicaLostError: a generator died too often.
-            BackendError: a trainer role failed, or every generation did.
+            ReplicaLostError: a generator died more often than its restart limit allows.
+            BackendError: a trainer role failed, or every generation failed.
         """
         draws = self.sampler.next_batch(missing if self.partial is None else self.partial.num_prompts(self.pending))
         sampling = self.decisions.sampling_at(step, self.sampling)
@@ -103,25 +103,25 @@ class RolloutProducer:
                 await self.scheduler.run(requests, timers, rollout_step)
             finally:
                 playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)  # its errors have reached the scheduler
+                await asyncio.gather(playing, return_exceptions=True)  # the scheduler has received its errors
             self.pending, metrics = await self.partial.finish(rollout_step)
         if self.rollouts is not None:
             metrics |= self.rollouts.metrics()
         return Production(finished_groups(requests), metrics, timers)
 
     async def updates_done(self) -> None:
-        """The updates of a step are made and every generator serves their weights: what waited for that goes on."""
+        """A step's updates are done and every generator serves the new weights: continue paused rollouts."""
         if self.partial is not None:
             await self.partial.weights_changed()
 
     async def close(self) -> None:
-        """Give up rollouts that go on between steps."""
+        """Cancel rollouts that continue between steps."""
         if self.partial is not None:
             await self.partial.close()
 
 
 def sampled_as(arguments: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with the arguments of one call in place of its own values."""
+    """``sampling`` with the arguments of one call replacing its values."""
     own = {name: value for name, value in arguments.items() if name != "n"}
     if "stop" in own:
         own["stop"] = tuple(own["stop"])
@@ -136,15 +136,16 @@ def make_requests(
     calls: Sequence[Node] = (),
     kind: ExampleKind | None = None,
 ) -> list[RolloutRequest]:
-    """The samples that each draw brings; otherwise one request a sample, group by group, and in a group call by call.
+    """The requests of each draw: its own samples if it has them, otherwise one request per sample, ordered by group and
+    within a group by call.
 
-    A generated sample's random numbers depend on the seed, its draw's ``seed_key`` and its index alone; those of a
-    flow's second and further calls on generators on the number of the call, too.
+    A generated sample's random numbers depend only on the seed, its draw's ``seed_key`` and its index; for the second
+    and further generator calls of a flow also on the number of the call.
 
     Args:
-        calls: the flow's calls on generators that take its prompts; without any, requests are as for one that says
-            nothing.
-        kind: of the examples; prompts by default.
+        calls: the flow's generator calls that take its prompts; without any, one call with default arguments is
+            assumed.
+        kind: kind of the examples; prompts by default.
     """
     kind = kind or Prompts()
     requests: list[RolloutRequest] = []
@@ -168,6 +169,6 @@ def make_requests(
 
 
 def _label(call: Node | None, number: int) -> str:
-    """What tells the samples of a further call from the first one's."""
+    """Suffix that distinguishes the samples of a further call from the first one's."""
     assert call is not None, "a flow without calls has no second one"
     return call.given_name or f"{call.role}_{number + 1}"

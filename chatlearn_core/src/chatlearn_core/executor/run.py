@@ -1,4 +1,4 @@
-"""A run from start to end: where it goes on from, its steps, going on after a loss, and how it ends."""
+"""A run from start to end: where it starts, its steps, recovery after a loss, and how it ends."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class Run:
     async def train(
         self, resume: ResumeMode | Path = "auto", *, rewind: bool = False, command: str | None = None
     ) -> dict[str, Any]:
-        """Train to the end, or from the newest checkpoint to the end; returns the content of ``summary.json``.
+        """Train to the end, from the beginning or from a checkpoint; returns the content of ``summary.json``.
 
         Args:
             resume: see ``find_resume_point``.
-            rewind: whether checkpoints newer than the one to go on from may be deleted.
-            command: what starts this run, for messages.
+            rewind: whether checkpoints newer than the starting one may be deleted.
+            command: the command that starts this run, for messages.
 
         Raises:
-            Interrupted: stopped on request; resumable.
-            ChatLearnError: what went wrong; resumable unless the message says otherwise.
+            Interrupted: stopped on request; the run can be resumed.
+            ChatLearnError: the cause of failure; the run can be resumed unless the message says otherwise.
         """
         self.directory = RunDirectory(self.assembly.plan.run_dir)
         self.journal = Journal(self.directory, self.listener)
@@ -142,12 +142,12 @@ class Run:
                 await self._close()
 
     def _ended_well(self) -> bool:
-        """Whether the directory holds this very run, finished: its last steps made and its model exported."""
+        """Whether the directory holds this very run, complete: its last step is done and its model exported."""
         earlier = self.directory.read_summary()
         return earlier.get("status") == "completed" and earlier.get("planned_steps") == self.config.train.steps
 
     def _write_static_files(self) -> None:
-        self.directory.remove(FAILURE_PAGE)  # of a run that goes on now
+        self.directory.remove(FAILURE_PAGE)  # from an earlier failure of this run
         self.directory.write_text("config.yaml", to_yaml(self._settings))
         for warning in self.assembly.loaded.warnings:
             self.journal.warn(warning, "configuration", warning=warning)
@@ -204,18 +204,18 @@ class Run:
         )
 
     async def _train_through_losses(self, checkpoint: Checkpoint | None, timers: Timers) -> dict[str, Any]:
-        """Train to the end; go back to the last checkpoint as often as the runtime rebuilds a trainer that lost a rank.
+        """Train to the end; after a trainer lost a rank and was rebuilt, continue from the last checkpoint.
 
         Args:
             timers: those of the start, for the trace.
 
         Raises:
-            TrainerLostError: it may not be rebuilt any more.
+            TrainerLostError: the trainer has no restarts left.
         """
         lost: TrainerLostError | None = None
         while True:
             if lost is not None:
-                self.state.policy_changed = True  # whatever the other ranks hold is of no use
+                self.state.policy_changed = True  # the other ranks' weights match no completed step
                 timers = Timers()
                 self.journal.forget()
                 with self.journal.during(Phase.RECOVERING):
@@ -231,12 +231,12 @@ class Run:
                 lost = error
 
     async def _restore(self, checkpoint: Checkpoint | None, timers: Timers, during: str) -> None:
-        """Bring every role to where the checkpoint was taken, and every generator to the trainer's weights.
+        """Restore every role from the checkpoint, and sync the trainer's weights to every generator.
 
         Args:
-            timers: what they hold already, and what this adds, is written to the trace as of ``during``.
+            timers: their content, with this call's additions, is written to the trace under ``during``.
         """
-        await self.producer.close()  # what it still has in the generators is not of the checkpoint
+        await self.producer.close()  # rollouts still in the generators do not belong to the checkpoint
         self.producer.pending = ()
         self.buffer.clear()
         if checkpoint is not None:
@@ -259,13 +259,13 @@ class Run:
         self.directory.append_trace(self.state.step, timers, during)
 
     def _say_what_is_removed(self) -> None:
-        """Checkpoints newer than the one that the run goes on from, and the metrics beside them: the steps are made
-        again, and not the same way if settings changed.
+        """Announce the removal of checkpoints newer than the starting one, and of their metrics: these steps are
+        repeated, possibly with other settings.
         """
         step = self.state.step
         checkpoints = self.store.steps_after(step)
         if not checkpoints:
-            return  # steps since the last checkpoint are made again by every run that resumes
+            return  # every resumed run repeats the steps since its last checkpoint
         metrics = [line["step"] for line in self.directory.read_metrics() if line["step"] > step]
         text = f"removing checkpoints newer than step {step}, of step {', '.join(map(str, checkpoints))}"
         if metrics:
@@ -273,7 +273,7 @@ class Run:
         self.journal.say(text, "removed", step=step, checkpoints=checkpoints, metrics=metrics)
 
     async def _go_back(self, lost: TrainerLostError, timers: Timers) -> None:
-        """To the last checkpoint, with the trainer rebuilt. A rank that dies meanwhile is another loss."""
+        """Rebuild the trainer and return to the last checkpoint. A rank that dies meanwhile is another loss."""
         checkpoint, problems = self.checkpoint_writer.last(self.state)
         if checkpoint is not None:
             self.state.take_over(checkpoint)
@@ -307,7 +307,7 @@ class Run:
         return self.run_outcome.completed(self.state, model)
 
     async def _close(self) -> None:
-        """Close everything; the outcome of the run stands, whatever fails here. Then say that it is over."""
+        """Close everything and announce the end; failures while closing do not change the run's outcome."""
         self.journal.forget()
         with self.journal.during(Phase.CLOSING):
             self.loggers.close()

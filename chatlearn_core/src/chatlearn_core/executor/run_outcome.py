@@ -1,4 +1,4 @@
-"""How a run ends: what is kept, ``summary.json``, and what observers hear of a failure."""
+"""The end of a run: what is saved, ``summary.json``, and the report of a failure to observers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PHASES_OF = {
     "reward": (Phase.SCORING,),
     "trainer": (Phase.COMPUTING, Phase.UPDATING),
 }
-"""By kind of role: what it does while other roles do something else."""
+"""Kind of role -> its phases that may overlap with other roles' phases."""
 
 
 class RunOutcome:
-    """Ends a run well, on request, or with an error; all three leave a ``summary.json``."""
+    """Ends a run as completed, interrupted or failed; in each case writes ``summary.json``."""
 
     def __init__(
         self, assembly: Assembly, journal: Journal, observers: Observers, checkpoint_writer: CheckpointWriter
@@ -43,24 +43,24 @@ class RunOutcome:
         self.observers = observers
         self.checkpoint_writer = checkpoint_writer
         self.outcome: tuple[RunStatus, dict[str, Any]] | None = None
-        """How it ended, and the content of ``summary.json``; None if that could not be written."""
+        """The run's status and the content of ``summary.json``; None if the summary could not be written."""
         self._started = time.monotonic()
 
     def completed(self, state: RunState, model: str | None) -> dict[str, Any]:
-        """All steps are made; returns the summary."""
+        """All steps are done; returns the summary."""
         return self._write_summary("completed", state, model=model)
 
     async def interrupted(self, state: RunState) -> Interrupted:
-        """Keep what is complete, and say how to go on."""
+        """Save the last complete step, and say how to resume."""
         kept = await self._rescue(state)
         self._record("interrupted", state, "stopped on request")
         return Interrupted(f"stopped after step {state.step}. {kept} Run the same command again to go on")
 
     async def failed(self, state: RunState, error: Exception) -> None:
-        """Keep what is complete, and tell observers, the log and ``summary.json`` what happened."""
+        """Save the last complete step, and report the error to observers, the log and ``summary.json``."""
         phase, step = self._phase_of(error), self.journal.step
         phase_s = self.journal.seconds_in(phase)
-        self.journal.forget()  # to keep what is complete is a phase, too
+        self.journal.forget()  # saving is a phase, too
         kept = await self._rescue(state, hangs=_is_timeout(error), unsaved=isinstance(error, CheckpointError))
         failure = RunFailure(
             name=self.assembly.config.name,
@@ -82,14 +82,14 @@ class RunOutcome:
         self._record("failed", state, f"{type(error).__name__}: {error}", phase=str(phase), kept=kept)
 
     def _phase_of(self, error: Exception) -> Phase:
-        """What the run did; of phases that overlap, one that the role at fault was in."""
+        """The phase in progress; if phases overlapped, one of the role that failed."""
         place = error.place if isinstance(error, BackendError) else None
         role = self.assembly.config.roles.get(place.role) if place is not None else None
         own = _PHASES_OF[role.kind] if role is not None else ()
         return next((phase for phase in reversed(self.journal.phases) if phase in own), self.journal.phase)
 
     def _record(self, status: RunStatus, state: RunState, error: str, **facts: str) -> None:
-        """Write down how the run ended; what stopped it may be the very disk that this is written to."""
+        """Record how the run ended; the disk that this is written to may itself be the cause of the failure."""
         try:
             name = "error" if status == "failed" else status
             self.journal.record(name, step=state.step, error=error, **facts)
@@ -98,11 +98,11 @@ class RunOutcome:
             self.journal.listener.warning(f"how the run ended could not be recorded: {unwritten}")
 
     async def _rescue(self, state: RunState, *, hangs: bool = False, unsaved: bool = False) -> str:
-        """Save the last completed step if it is still in memory; says what can be resumed.
+        """Save the last completed step if it is still in memory; returns a sentence on what can be resumed.
 
         Args:
-            hangs: a role did not answer in time: saving would wait behind the call that hangs, for as long again.
-            unsaved: a checkpoint is what failed, so that why is told already.
+            hangs: a role did not answer in time, so saving would wait behind the hanging call for another timeout.
+            unsaved: the failure was that of a checkpoint, whose cause is already reported.
         """
         lost = ""
         if state.step > state.saved_step and state.step > 0 and not state.policy_changed:
@@ -149,7 +149,7 @@ class RunOutcome:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether a role's executor is blocked: a call did not return in time, be it that of a checkpoint."""
+    """Whether a role's executor is blocked: a call, possibly that of a checkpoint, did not return in time."""
     return isinstance(error, BackendTimeoutError) or (
         isinstance(error, CheckpointError) and isinstance(error.__cause__, BackendTimeoutError)
     )

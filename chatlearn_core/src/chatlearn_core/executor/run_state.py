@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint keeps beside the roles' own state, and as what it was saved last."""
+"""The state of a run: what a checkpoint stores besides the roles' own state, and what was saved last."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.protocols.decisions import Stateful
 
 COUNTED = ("samples/admitted", "samples/total", "samples/trained", "samples/excluded", "perf/trained_tokens")
-"""Metrics that are added up over the whole run, in checkpoints and in the summary."""
+"""Metrics summed over the whole run, in checkpoints and in the summary."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """Everything that changes from step to step in the executor itself.
+    """The executor's own state that changes from step to step.
 
-    A checkpoint is of a completed step, also where the next one has begun: ``complete`` keeps what it stores.
+    A checkpoint always represents a completed step, even if the next one has begun: ``complete`` keeps its content.
     """
 
     parts: Mapping[str, Stateful]
-    """By the name under which a checkpoint holds their state."""
+    """Stateful parts by their name in checkpoints."""
     step: int = 0
     """Last completed step."""
     policy_version: int = 0
-    """Weight syncs of the policy so far: which weights the generators serve."""
+    """Version of the policy's weights that the generators serve: the number of its weight syncs."""
     stopped: str | None = None
-    """Why a step policy ended the run before its last step."""
+    """Reason why a step policy ended the run before its last step."""
     before: dict[str, float] = field(default_factory=dict)
-    """The evaluation before training."""
+    """Metrics of the evaluation before training."""
     after: dict[str, float] = field(default_factory=dict)
-    """The newest evaluation since."""
+    """Metrics of the latest evaluation since."""
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0.0))
     line: dict[str, float] = field(default_factory=dict)
     """Metrics of the last completed step."""
     alarms: Alarms = field(default_factory=Alarms)
     pending: tuple[Group, ...] = ()
-    """Rollouts that were not finished when the step was complete."""
+    """Rollouts that were unfinished when the step was complete."""
     buffered: RolloutBuffer | None = None
-    """Rollouts that were finished and waited for a later step; None: none."""
+    """Finished rollouts that waited for a later step; None if there were none."""
     policy_changed: bool = False
-    """Whether updates of an incomplete step have been made: then the weights match no completed step."""
+    """Whether updates of an incomplete step were made: then the weights match no completed step."""
     saved_step: int = -1
     saved_path: Path | None = None
-    """The checkpoint of that step; in another run's directory where ``--resume PATH`` named one there."""
+    """The checkpoint of that step; in another run's directory if ``--resume PATH`` named one there."""
     _initial: dict[str, dict[str, Any]] = field(init=False)
     _states: dict[str, dict[str, Any]] = field(init=False)
-    """Of the parts, when the step was complete."""
+    """States of the parts when the step was complete."""
 
     def __post_init__(self) -> None:
         self._initial = self._states = self._states_now()
@@ -65,7 +65,7 @@ class RunState:
     def complete(
         self, step: int, line: dict[str, float], pending: tuple[Group, ...] = (), buffer: RolloutBuffer | None = None
     ) -> None:
-        """``step`` is done, with these metrics, and left these rollouts for later ones."""
+        """Record that ``step`` is complete, its metrics, and the rollouts left for later steps."""
         for name in COUNTED:
             self.totals[name] += line.get(name, 0.0)
         self.step, self.policy_changed, self.line, self.pending = step, False, line, pending
@@ -73,14 +73,14 @@ class RunState:
         self._states = self._states_now()
 
     def content(self, settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
-        """What a checkpoint stores of it.
+        """The content that a checkpoint stores of this state.
 
         Args:
-            settings: the resolved configuration, which a run that resumes is compared with.
+            settings: the resolved configuration, with which a resumed run is compared.
             metric: name of the metric that ranks checkpoints.
 
         Raises:
-            CheckpointError: the state of a part is not made of JSON values.
+            CheckpointError: the state of a part does not consist of JSON values.
         """
         for name, state in self._states.items():
             try:
@@ -101,7 +101,7 @@ class RunState:
         }
 
     def take_over(self, checkpoint: Checkpoint) -> None:
-        """Be where the checkpoint was taken. A run that stops before its roles are up has lost nothing then."""
+        """Restore the state of a checkpoint. A run that stops before its roles are up then has lost nothing."""
         content = checkpoint.state
         self._load({name: content.get(name, initial) for name, initial in self._initial.items()})
         self.before, self.after = dict(content["eval_before"]), dict(content["eval_after"])
@@ -125,5 +125,5 @@ class RunState:
         self._states = self._states_now()
 
     def _start_over(self) -> None:
-        """What is known of steps that are made again is forgotten."""
+        """Forget everything recorded about steps that are repeated."""
         self.alarms, self.line, self.pending, self.buffered = Alarms(), {}, (), None

@@ -1,7 +1,7 @@
-"""Run a flow's graph over samples: every call starts as soon as what it needs is there.
+"""Runs a flow's graph over samples: every call starts as soon as its inputs are ready.
 
-Work streams: a sample is scored while others are still generated. What a call returns does not depend on when it
-ran, so the result is the same whatever the timing.
+Work streams: a sample is scored while others are still being generated. The result of a call does not depend on when it
+ran, so timing does not affect results.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, Sample, SamplingParams
 
 _PHASES = {"generator": Phase.GENERATING, "environment": Phase.GENERATING, "trainer": Phase.COMPUTING}
-"""What a run does during calls on roles of a kind; during all others it is scoring."""
+"""Phase of the run during calls on roles of a kind; all other calls are scoring."""
 
 
 @dataclass(slots=True)
 class RolloutRequest:
-    """Place of one sample in a step: what is asked for, and later the sample itself."""
+    """The place of one sample in a step: its request, and later the sample itself."""
 
     sample_id: str
     draw: ExampleDraw
     generate_request: GenerateRequest | None = None
-    """None for demonstrations, whose sample is there from the start."""
+    """None for demonstrations, whose samples exist from the start."""
     sample: Sample | None = None
     left_out: bool = False
-    """Its generation goes on after this run of the flow: nothing else is called for it, and no sample comes back."""
+    """Whether its generation continues after this run of the flow: no other call is made for it, and it gives no
+    sample."""
     sampling: SamplingParams | None = None
-    """Of the step, for further turns; None: as the run's."""
+    """The step's sampling parameters, for further turns; None: the run's."""
     maker: int | None = None
-    """Index of the flow's node that generates it; None where only one does."""
+    """Index of the flow's node that generates it; None if there is only one."""
     extras: list[Sample] = field(default_factory=list)
-    """Further samples of the same rollout, which are trained on beside it and share its reward."""
+    """Further samples of the same rollout, which are also trained on and share its reward."""
     dropped: bool = False
-    """A call excluded its sample on purpose or could not continue it: later calls pass it by."""
+    """Whether a call excluded its sample on purpose or could not continue it: later calls skip it."""
 
     @property
     def group_id(self) -> str:
@@ -62,13 +63,13 @@ class RolloutRequest:
 
     @property
     def filled(self) -> Sample:
-        """The sample, once it is there."""
+        """The sample, once it exists."""
         assert self.sample is not None, f"request {self.sample_id} was not filled"
         return self.sample
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples of the rollout, once they are there."""
+        """All samples of the rollout, once they exist."""
         return [self.filled, *self.extras]
 
 
@@ -81,26 +82,26 @@ def without_completion(request: RolloutRequest, reason: str) -> Sample:
 
 
 class CompletionSource(Protocol):
-    """Who answers the flow's calls on generators."""
+    """Answers the flow's calls on generators."""
 
     async def completion(self, role: str, request: RolloutRequest) -> Completion | None:
-        """What the generation request gave; None leaves the rollout out.
+        """The completion of the generation request; None leaves the rollout out.
 
         Raises:
-            ReplicaLostError: a replica died, and may not be rebuilt any more.
+            ReplicaLostError: a replica died and has no restarts left.
             BackendError: this request failed.
         """
 
 
 class GeneratorFront(CompletionSource, Protocol):
-    """What stands between the flow and the generator replicas."""
+    """A completion source between the flow and the generator replicas."""
 
     def begin(self) -> None:
-        """A run of the flow begins."""
+        """Called when a run of the flow begins."""
 
 
 class FleetCompletions:
-    """Asks the fleet itself, with nothing in front of it."""
+    """Passes requests to the fleet directly, without a rollout manager."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -116,7 +117,7 @@ class FleetCompletions:
 
 @dataclass(slots=True, frozen=True)
 class FlowCall:
-    """One call of a flow, while it is carried out."""
+    """One call of a flow during its execution."""
 
     node: Node
     graph: Graph
@@ -124,22 +125,22 @@ class FlowCall:
     source: CompletionSource
     """Answers calls on generators."""
     sampling: SamplingParams
-    """Of the run."""
+    """The run's sampling parameters."""
     seed: int
-    """Of the run."""
+    """The run's seed."""
     functions: FlowFunctions
     origin: Origin
-    """Whose values the role returns, for messages."""
+    """Plugin and role that return the values, for messages."""
     bases: DeclaredBases | None = None
-    """What the generator says of its logprobs."""
+    """The bases that the generator declares for its logprobs."""
     role: RolePlan | None = None
-    """As planned; None for a role that no plan knows."""
+    """The planned role; None for a role without a plan."""
     max_length: int = 1 << 62
     """Longest sequence of the run, tokens."""
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of all that calls of this flow add to samples."""
+        """Names of all data that calls of this flow add to samples."""
         return frozenset(field for node in self.graph.nodes for field in node.fields)
 
 
@@ -148,17 +149,17 @@ class FlowScheduler:
 
     Args:
         graph: the traced flow.
-        runtime: where the roles live.
-        stage: the calls of the graph that are carried out; what others compute is there before. All by default.
-        sampling: of the run, where a call does not say otherwise; the logits of trainer outputs are divided by its
+        runtime: hosts the roles.
+        stage: the calls of the graph to execute; the results of other calls must already exist. All by default.
+        sampling: the run's parameters, used unless a call sets its own; trainers divide their logits by its
             temperature.
         seed: the run's; keys the random numbers of further turns.
         group_rewards: reward roles that judge a whole group at a time.
-        during: entered while calls of a kind are carried out.
-        colocation: gives calls a lease where roles share devices; by default none do.
+        during: context entered while calls of a phase run.
+        colocation: leases devices for calls if roles share them; by default none do.
         front: answers calls on generators; the fleets themselves by default.
-        bases: what the generators say of their logprobs, by role; a role that is not among them is not held to it.
-        roles: as planned; messages about what they return are led by their plugins.
+        bases: bases declared by the generators, by role; completions of other roles are not checked.
+        roles: the planned roles; messages about their results name their plugins.
         max_length: longest sequence of the run, tokens.
     """
 
@@ -198,16 +199,16 @@ class FlowScheduler:
     async def run(
         self, requests: Sequence[RolloutRequest], timers: Timers, source: CompletionSource | None = None
     ) -> list[Sample]:
-        """Fill every request; the samples come back in the order of the requests.
+        """Fill every request and return the samples in request order.
 
-        A sample whose generation or reward failed is among them with ``exclusion`` set.
+        A sample whose generation or reward failed is included, with ``exclusion`` set.
 
         Args:
             source: answers calls on generators in place of the front.
 
         Raises:
-            ReplicaLostError: a generator died too often.
-            BackendError: a trainer role failed, or every generation did; the first cause.
+            ReplicaLostError: a generator died more often than its restart limit allows.
+            BackendError: a trainer role failed, or every generation failed; the first cause.
         """
         done = {node.index: [asyncio.Event() for _ in requests] for node in self.stage}
         if any(node.kind == "generator" for node in self.stage):
@@ -232,13 +233,13 @@ class FlowScheduler:
         return samples
 
     def _leases(self, timers: Timers) -> dict[int, DeviceLease]:
-        """Places of all calls in the queues for their devices, level by level: by node index, none for rewards.
+        """Device leases of all calls except rewards, by node index, requested level by level.
 
-        They are taken before anything runs, so that calls which share a device follow one another in the same order in
-        every step. Calls that share none run at the same time.
+        They are requested before anything runs, so that calls that share a device run in the same order in every step.
+        Calls that share none run concurrently.
         """
         leases: dict[int, DeviceLease] = {}
-        for index, level in self._levels.items():  # in the order of levels
+        for index, level in self._levels.items():  # ordered by level
             uses = uses_of(self.graph.nodes[index], self.roles)
             if uses:
                 leases[index] = self.colocation.lease(*uses, timers=timers, level=level)
@@ -253,7 +254,7 @@ class FlowScheduler:
         source: CompletionSource,
         lease: DeviceLease | None,
     ) -> None:
-        """Carry one call out for all its samples, and say of each when that is done."""
+        """Execute one call for all its samples, and signal each sample when it is done."""
         finished = done[node.index]
         own: list[int] = []
         for index, request in enumerate(requests):
@@ -263,7 +264,7 @@ class FlowScheduler:
                 finished[index].set()
         needs = [done[number] for number in node.inputs if number in done]
         ready: asyncio.Queue[int] = asyncio.Queue()
-        with contextlib.ExitStack() as phase:  # from the first call to the last
+        with contextlib.ExitStack() as phase:  # lasts from the first call to the last
             work = _Work(self._call(node, source), self._actions[node.index], requests, finished, timers, phase)
             if node.granularity == "batch":
                 for events in needs:
@@ -275,7 +276,7 @@ class FlowScheduler:
                 return
             if node.kind == "generator":
                 self._enter_phase(work)
-            # A generator's lease lasts until its last completion: then nothing is sampled any more, and it may sleep.
+            # A generator's lease ends with its last completion: nothing more is sampled, so it may be offloaded.
             async with lease or contextlib.nullcontext():
                 with self._generation(node, timers):
                     async with asyncio.TaskGroup() as tasks:
@@ -287,8 +288,8 @@ class FlowScheduler:
     async def _units(
         self, node: Node, requests: Sequence[RolloutRequest], own: Sequence[int], ready: asyncio.Queue[int]
     ) -> AsyncIterator[list[int]]:
-        """What is to be worked on together, as it becomes ready: a sample or a whole group; for rewards, whose workers
-        share work out themselves, everything that became ready meanwhile.
+        """Yield the samples to process together as they become ready: one sample or a whole group; for rewards, whose
+        workers divide the work themselves, everything that became ready meanwhile.
         """
         by_group = node.granularity == "group" or node.role in self.group_rewards
         group_size = Counter(requests[index].group_id for index in own)
@@ -312,7 +313,7 @@ class FlowScheduler:
                 yield unit
 
     async def _carry_out(self, work: _Work, unit: Sequence[int]) -> None:
-        """One call for samples that are ready; those that are not to be worked on are passed by."""
+        """Execute one call for samples that are ready; skip samples that were left out or dropped."""
         node = work.call.node
         live = [work.requests[i] for i in unit if not work.requests[i].left_out and not work.requests[i].dropped]
         if live:
@@ -344,7 +345,7 @@ class FlowScheduler:
         return timers.measure("generate", role=node.role, level=self._levels[node.index])
 
     def _measured(self, node: Node, timers: Timers) -> AbstractContextManager[object]:
-        """Measures one call on a role that is no generator, or of a function."""
+        """Measures one call of a function or on a role other than a generator."""
         if node.kind == "generator":
             return contextlib.nullcontext()
         names = {"reward": "reward", "trainer": f"compute/{node.role}", "environment": "generate"}
@@ -353,7 +354,7 @@ class FlowScheduler:
         return timers.measure(name, role=node.role, action=action, level=self._levels[node.index])
 
     def _enter_phase(self, work: _Work) -> None:
-        """The first calls of a node begin."""
+        """Enter the phase when the first call of a node begins."""
         if not work.has_begun:
             work.has_begun = True
             work.phase.enter_context(self.during(_PHASES.get(work.call.node.kind, Phase.SCORING)))
@@ -361,7 +362,7 @@ class FlowScheduler:
 
 @dataclass(slots=True)
 class _Work:
-    """One call in one run of the graph."""
+    """The state of one call in one run of the graph."""
 
     call: FlowCall
     action: Callable[[FlowCall, Sequence[RolloutRequest]], Awaitable[None]]
@@ -369,7 +370,7 @@ class _Work:
     finished: Sequence[asyncio.Event]
     timers: Timers
     phase: contextlib.ExitStack
-    """What is entered when the first call begins ends with the last."""
+    """Contexts entered when the first call begins and left after the last."""
     has_begun: bool = False
 
 
@@ -389,7 +390,7 @@ async def _announce(index: int, events: Sequence[asyncio.Event], ready: asyncio.
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """The most serious of several errors that were raised at the same time; the others stay in its cause."""
+    """The most serious of several concurrent errors; the others stay in its cause."""
     leaves: list[Exception] = []
     stack: list[Exception] = [group]
     while stack:

@@ -1,4 +1,4 @@
-"""Which calls of a flow run when rollouts are made, and which when a step trains on them."""
+"""Assigns a flow's calls to two stages: making rollouts, and training on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatlearn_core.flow import Graph, Node
 def step_stages(graph: Graph, changing: Collection[str]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """The production and the consumption stage of steps that produce their own rollouts.
 
-    These are ``Graph.stages``, but calls on frozen trainers that no other call of the production stage needs, such as a
-    reference's logprobs, are consumption: they return the same in either stage, and there they run at the same time as
-    the calls on roles that learn, where those have other devices, and only for rollouts that a step takes.
+    These are ``Graph.stages`` with one change: calls on frozen trainers that no other production call needs, such as a
+    reference's logprobs, move to consumption. They return the same in either stage, and in consumption they run
+    concurrently with calls on trained roles on other devices, and only for rollouts that a step takes.
 
     Args:
-        changing: roles whose weights change: those that learn, and those that follow them.
+        changing: roles whose weights change: trained roles and the roles refreshed from them.
     """
     production, consumption = graph.stages(changing)
     late: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a run leaves for people and programs that look at it afterwards: ``summary.json``."""
+"""``summary.json``: the results of a run for users and programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 
 
 def versions(registry: PluginRegistry) -> dict[str, str]:
-    """Python, torch and every distribution with a plugin in use."""
+    """Versions of Python, torch and every distribution with a plugin in use."""
     found = {"python": platform.python_version(), "torch": metadata.version("torch")}
     for entry in registry.entries:
         if entry.status == "ok" and entry.version:

@@ -1,4 +1,4 @@
-"""The steps of a run: rollouts are produced and buffered, a step's are selected and trained on, weights are synced."""
+"""The steps of a run: produce and buffer rollouts, select and train on a step's, sync the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from chatlearn_core.types import Metric, Metrics, Sample, merge_metrics
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Makes the steps of a run, one after the other.
+    """Makes the steps of a run, one after another.
 
     ``sampler -> RolloutProducer -> RolloutBuffer -> PolicyUpdater -> WeightSyncManager -> generators``
     """
@@ -52,7 +52,7 @@ class TrainingLoop:
     observers: Observers
 
     async def run(self) -> None:
-        """Make every step that the run still has to make."""
+        """Make all remaining steps."""
         if self.state.step == 0 and self.evaluator is not None and self.config.eval.at_start:
             timers = Timers()
             self.state.before = await self._evaluate(self.evaluator, timers, 0)
@@ -78,7 +78,7 @@ class TrainingLoop:
             state.policy_changed = True
             with self.journal.during(Phase.UPDATING):
                 trained = await self.updater.train(experience, timers)
-            warnings += state.alarms.mismatch(values(trained))  # there, if no flow computed trainer logprobs
+            warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             learned = {update.role for update in self.algorithm.updates(step)}
             with self.journal.during(Phase.SYNCING):
                 synced = await self.weight_sync.publish(state, learned, timers)
@@ -99,7 +99,7 @@ class TrainingLoop:
             self.journal.warn(f"step {step}: {text}")
         await self._write_rollouts(step, experience.samples)
         self.journal.directory.append_trace(step, timers)
-        self._write_line(step, line)  # before the checkpoint: what is written after it would be lost by a kill between
+        self._write_line(step, line)  # before the checkpoint: a kill in between would lose lines written after it
         self.algorithm.after_step(step, dict(line))
         state.complete(step, line, self.producer.pending, self.buffer)
         every = self.config.checkpoint.every
@@ -107,11 +107,11 @@ class TrainingLoop:
             await self.checkpoint_writer.save(state)
 
     async def _collect(self, step: int, timers: Timers) -> tuple[list[FinishedGroup], Metrics]:
-        """The groups of a step, and metrics of making them and of leaving others out.
+        """The groups of a step, and metrics of producing and excluding groups.
 
-        Without partial rollouts a step takes ``train.prompts_per_step`` groups, first those that wait in the buffer;
-        with them it takes all that are finished. While the algorithm wants more the step takes further ones from the
-        buffer, then has some produced; what it does not take stays there.
+        Without partial rollouts a step takes ``train.prompts_per_step`` groups, buffered ones first; with them it takes
+        all finished groups. While the algorithm wants more, the step takes further groups from the buffer, then has
+        more produced; the rest stays in the buffer.
         """
         metrics: list[Metrics] = [self._evict()]
         missing = max(0, self.config.train.prompts_per_step - len(self.buffer))
@@ -135,7 +135,7 @@ class TrainingLoop:
         return groups, merge_metrics(*metrics)
 
     async def _produce(self, step: int, missing: int, timers: Timers) -> Metrics:
-        """Have groups produced, and admit them to the buffer."""
+        """Produce groups, and add them to the buffer."""
         production = await self.producer.produce(step, missing)
         timers.include(production.timers)
         self.buffer.admit(production.groups)
@@ -143,7 +143,7 @@ class TrainingLoop:
         return production.metrics | {"samples/admitted": Metric(admitted, reducer="sum")}
 
     def _evict(self) -> Metrics:
-        """Leave out what is too old; its samples are counted as excluded, its tokens as discarded."""
+        """Evict groups that are too old; their samples count as excluded, their tokens as discarded."""
         evicted = self.buffer.evict(self.state.policy_version)
         if not evicted:
             return {}
@@ -157,7 +157,7 @@ class TrainingLoop:
         self.journal.listener.step_done(step, line)
 
     async def _write_rollouts(self, step: int, samples: Sequence[Sample], kind: str = "step") -> None:
-        """Write as many of the samples as the configuration says, with the values that a line shows."""
+        """Write as many samples as configured, with the values shown in a line of the file."""
         chosen = samples[: self.config.log.rollouts]
         if chosen:
             plain = await self.updater.runtime.data.aget(chosen, recorded_fields(chosen))

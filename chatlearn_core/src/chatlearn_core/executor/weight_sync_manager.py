@@ -1,4 +1,4 @@
-"""Weight sync: the generators take the weights of the roles that learn, under a new policy version."""
+"""Weight sync: the generators load the weights of the trained roles under a new policy version."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chatlearn_core.types import Metrics, merge_metrics
 
 
 class WeightSyncManager:
-    """Brings weights from trainers to generators along the planned routes, and counts policy versions.
+    """Syncs weights from trainers to generators along the planned routes, and counts policy versions.
 
     Args:
         runtime: moves the weights.
-        routes: from which trainer to which generator.
-        colocation: gives a lease to both ends.
-        observers: hear of every sync.
+        routes: pairs of trainer and generator.
+        colocation: leases the devices of both ends.
+        observers: notified of every sync.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class WeightSyncManager:
         self.observers = observers
 
     async def publish(self, state: RunState, learned: Collection[str], timers: Timers) -> Metrics:
-        """After updates: raise the policy version, and sync the generators of the roles that learned under it.
+        """After updates: raise the policy version, and sync it to the generators of the updated roles.
 
-        Where none of these roles has a generator nothing moves, and the version stays.
+        If none of these roles has a generator, nothing moves and the version stays.
 
         Raises:
             WeightSyncError: no replica serves the new version.
@@ -48,8 +48,8 @@ class WeightSyncManager:
         return await self._sync(routes, state.policy_version, timers)
 
     async def republish(self, state: RunState, timers: Timers) -> Metrics:
-        """Bring every generator to the trainers' weights under the version that they have, after a start or a return to
-        a checkpoint.
+        """Sync the trainers' weights to every generator under their current version, after a start or a return to a
+        checkpoint.
 
         Raises:
             WeightSyncError: no replica serves the version.

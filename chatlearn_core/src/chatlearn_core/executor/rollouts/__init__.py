@@ -1,1 +1,1 @@
-"""Rollouts: what stands between the flow and the generator replicas, and rollouts that last longer than a step."""
+"""Rollout management between the flow and the generator replicas, including rollouts that span several steps."""

@@ -1,7 +1,7 @@
-"""Partial rollouts in rounds: a completion grows by a bounded number of tokens a step and is resumed in the next.
+"""Partial rollouts in rounds: a completion grows by a bounded number of tokens per step and is resumed in the next.
 
-Nothing here depends on timing: what a round samples follows from what was pending and which prompts were drawn. A run
-that was killed therefore goes on bit-identically from the pending rollouts of its checkpoint.
+Nothing here depends on timing: the tokens of a round depend only on the pending rollouts and the drawn prompts. A
+killed run therefore continues bit-identically from the pending rollouts of its checkpoint.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from chatlearn_core.types import Completion, GenerateRequest, Metrics
 
 
 class ChunkedRollouts(PromptsInFlight):
-    """Completions that go on over several steps, each time under the newest weights.
+    """Completions that continue over several steps, each time under the newest weights.
 
-    A step begins with ``in_flight_prompts`` prompts: those that are pending, and new ones in the places of those that
-    were trained on. Every unfinished completion may grow by ``round_tokens``; in its ``max_rounds``-th round it has no
-    such bound and ends. The step trains every prompt whose completions have all ended, at least one: if there is none,
-    another round follows in the same step.
+    A step begins with ``in_flight_prompts`` prompts: the pending ones, and new ones replacing those that were trained
+    on. Every unfinished completion may grow by ``round_tokens``; in its ``max_rounds``-th round it has no such bound
+    and ends. The step trains on every prompt whose completions have all ended, at least one: if there is none, another
+    round follows in the same step.
 
     Args:
-        generate: makes a request.
-        round_tokens: tokens that a completion may grow by in a round.
-        max_rounds: rounds of a completion, at least 1.
-        in_flight_prompts: prompts that a step begins with.
-        data: has what completions refer to.
+        generate: sends a request.
+        round_tokens: maximum number of tokens that a completion grows by in a round.
+        max_rounds: maximum number of rounds of a completion, at least 1.
+        in_flight_prompts: number of prompts that a step begins with.
+        data: fetches values behind references in completions.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ChunkedRollouts(PromptsInFlight):
         self.round_tokens = round_tokens
 
     async def _sample(self, rollout_step: PartialRolloutStep) -> None:
-        """Make rounds until a group is complete and has a completion."""
+        """Make rounds until at least one group is complete and has a completion."""
         while rollout_step.unfinished and not any(group.has_completion for group in rollout_step.complete):
             await self._round(rollout_step)
 
@@ -56,10 +56,10 @@ class ChunkedRollouts(PromptsInFlight):
         return await self._pending(rollout_step, carried)
 
     async def close(self) -> None:
-        """Nothing runs between steps."""
+        """Nothing to close: nothing runs between steps."""
 
     async def weights_changed(self) -> None:
-        """Nothing waits for them."""
+        """Nothing to do: no request waits for new weights."""
 
     async def _round(self, rollout_step: PartialRolloutStep) -> None:
         rollout_step.num_rounds += 1
@@ -71,7 +71,7 @@ class ChunkedRollouts(PromptsInFlight):
         await self._keep(rollout_step)
 
     async def _keep(self, rollout_step: PartialRolloutStep) -> None:
-        """What is resumed must not be lost with the node that sampled it."""
+        """Fetch the values of completions that will be resumed, so that they survive the loss of their node."""
         places = [
             (group, index, progress.completion)
             for group in rollout_step.unfinished
@@ -101,10 +101,10 @@ class ChunkedRollouts(PromptsInFlight):
 
 
 def progressed(completion: Completion, request: GenerateRequest, rounds: int, *, last: bool) -> Progress:
-    """What a round made of a sample: its completion as the whole ``request`` sees it.
+    """A sample's progress after a round, with its completion measured against the whole ``request``.
 
-    A completion that was cut off before the request's own bound is not whole; in the ``last`` round the engine should
-    not have done that.
+    A completion that was cut off before the request's own bound is unfinished; in the ``last`` round that is an error
+    of the engine.
     """
     cut = completion.finish_reason == "abort" or (
         completion.finish_reason == "length" and len(completion.token_ids) < request.sampling.max_tokens

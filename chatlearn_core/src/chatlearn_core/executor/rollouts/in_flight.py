@@ -1,4 +1,4 @@
-"""What every kind of partial rollout does: it keeps a number of prompts in flight from step to step."""
+"""The common part of all partial rollouts: a number of prompts stays in flight from step to step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 
 
 class PromptsInFlight(ABC):
-    """Begins a step with what is pending, and new prompts in the places of those that were trained on.
+    """Begins a step with the pending prompts, and new ones replacing those that were trained on.
 
     Args:
-        generate: makes a request.
-        max_rounds: steps that a completion may last, at least 1.
-        in_flight_prompts: prompts that a step begins with.
-        data: has what completions refer to.
+        generate: sends a request.
+        max_rounds: maximum number of steps of a completion, at least 1.
+        in_flight_prompts: number of prompts that a step begins with.
+        data: fetches values behind references in completions.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PromptsInFlight(ABC):
         try:
             await self._sample(rollout_step)
         except BaseException as error:
-            # As a group: a plain BackendError would exclude the samples that wait, and they are pending besides.
+            # Raised as a group: a plain BackendError would exclude the waiting samples, which are also pending.
             if isinstance(error, BackendError) and not isinstance(error, RoleLostError):
                 rollout_step.end(ExceptionGroup("rollouts", [error]))
             else:
@@ -64,11 +64,11 @@ class PromptsInFlight(ABC):
     async def _pending(
         self, rollout_step: PartialRolloutStep, num_unfinished: int
     ) -> tuple[tuple[Group, ...], Metrics]:
-        """What ``finish`` returns.
+        """The return value of ``finish``.
 
         Args:
-            rollout_step: that has ended.
-            num_unfinished: completions that go on.
+            rollout_step: the ended step.
+            num_unfinished: number of completions that continue.
         """
         unfinished = rollout_step.unfinished
         metrics: Metrics = {

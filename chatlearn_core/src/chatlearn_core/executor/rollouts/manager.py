@@ -1,4 +1,4 @@
-"""The rollout manager: stands in front of the replicas of a generator role and decides who samples what, and when."""
+"""The rollout manager: distributes requests over the replicas of a generator role and decides when each starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Completion, GenerateRequest, Metrics, merge_metrics
 
 _ABORT_S = 10.0
-"""A replica that does not even take an abort for so long hangs: its next call tells."""
+"""Timeout for an abort, seconds. A replica that exceeds it hangs, which its next call will show."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request and its place: given when a replica may start it."""
+    """A request and its turn, which is granted when a replica may start it."""
 
     request: GenerateRequest
     turn: asyncio.Future[None]
@@ -34,19 +34,19 @@ class _Entry:
 class RolloutManager:
     """Requests to the replicas of one generator role.
 
-    Requests that are made in one turn of the event loop are a wave: they are spread over the replicas together, a
-    group to one replica, and start in the order of their work, longest first. With ``max_concurrent`` a replica has at
-    most so many open and gets the next as soon as one ends. What waits for a replica that takes no requests, since it
-    loads weights or is rebuilt, goes to others that do. A request that fails on a living replica is made again
-    ``max_retries`` times, in its place and with the same random numbers; one that takes longer than
-    ``request_timeout_s`` is ended in the engine and given up. What a dead replica had is the fleet's matter.
+    Requests made in one turn of the event loop form a wave. A wave is spread over the replicas as a whole, each group
+    on one replica, and its requests start in order of their work, longest first. With ``max_concurrent``, a replica has
+    at most that many open requests and starts the next as soon as one ends. Requests waiting for a replica that accepts
+    none, because it loads weights or is being rebuilt, move to other replicas. A request that fails on a living replica
+    is repeated ``max_retries`` times in its place with the same random numbers; one that exceeds
+    ``request_timeout_s`` is aborted in the engine and fails. The fleet handles the requests of a dead replica.
 
     Args:
-        fleet: gives the replicas; called again for every request, since a runtime may exchange the fleet.
+        fleet: returns the fleet; called for every request, because a runtime may replace the fleet.
         config: section ``rollout``.
-        clock: seconds, for the share of time that replicas are idle.
-        origin: whose completions these are, to check them by.
-        count_tokens: called with the number of tokens that were sampled, as they come; None where they are not counted.
+        clock: returns seconds, for the idle fraction of replicas.
+        origin: plugin and role of the completions, used in checking them.
+        count_tokens: called with the number of newly sampled tokens; None: tokens are not counted.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class RolloutManager:
         self._clock = clock
         self._arrived: list[_Entry] = []
         self._queues: list[list[_Entry]] = []
-        """Of each replica: what waits for a place there, first first."""
+        """Per replica: waiting requests, next to start first."""
         self._num_open: list[int] = []
-        """Of each replica: requests that have been started."""
+        """Per replica: number of started requests that have not ended."""
         self._routing = Routing(0)
         self._accepting: frozenset[int] = frozenset()
-        """Replicas that took requests when that was looked at last."""
+        """Replicas that accepted requests when this was last checked."""
         self._occupancy = Occupancy(0, clock)
         self.num_retries = 0
-        """Since ``begin``."""
+        """Number of retries since ``begin``."""
 
     def begin(self) -> None:
-        """A new batch of work, after which ``metrics`` will be asked for. Known prefixes are forgotten: what a batch is
-        made of must not depend on the batches before it.
+        """Start a new batch of work, which ``metrics`` then covers. Known prefixes are forgotten, so that a batch does
+        not depend on earlier batches.
         """
         replicas = self._fleet().num_replicas
         if replicas != self._routing.num_replicas:
@@ -95,10 +95,10 @@ class RolloutManager:
         """Sample one completion.
 
         Raises:
-            ReplicaLostError: a replica died, and may not be rebuilt any more.
+            ReplicaLostError: a replica died and has no restarts left.
             BackendTimeoutError: no completion within ``rollout.request_timeout_s`` of its start, or the role's timeout.
-            ContractError: the completion is not one that may be trained on.
-            BackendError: the request failed, and its retries too.
+            ContractError: the completion breaks a rule and must not be trained on.
+            BackendError: the request and all its retries failed.
         """
         if not self._queues:
             self.begin()
@@ -117,7 +117,7 @@ class RolloutManager:
             self._release(entry)
 
     def metrics(self) -> Metrics:
-        """Since ``begin``: how idle replicas were, and what was retried."""
+        """Metrics since ``begin``: idle fractions of replicas, and retries."""
         return self._occupancy.metrics(self.num_retries)
 
     # Placing
@@ -128,7 +128,7 @@ class RolloutManager:
         try:
             self._follow_fleet()
             self._queue_up(wave)
-        except Exception as error:  # this callback is not awaited: pass the error to the requests that wait for a place
+        except Exception as error:  # this callback is not awaited: pass the error to the waiting requests
             for entry in wave:
                 if not entry.turn.done():
                     entry.turn.set_exception(error)
@@ -144,8 +144,8 @@ class RolloutManager:
             self._start(replica)
 
     def _follow_fleet(self) -> None:
-        """What waits for replicas that take no requests any more goes to those that do; one that takes them again gets
-        its share of what waits for the others. If none does, everything stays where it is.
+        """Move requests waiting for replicas that no longer accept any to replicas that do; a replica that accepts
+        requests again takes its share from the others. If no replica accepts requests, nothing moves.
         """
         accepting = self._fleet().accepting
         if accepting is self._accepting or not accepting:
@@ -165,7 +165,7 @@ class RolloutManager:
                 self._start(replica)
 
     def _start(self, replica: int) -> None:
-        """Let requests start while the replica has places."""
+        """Start requests while the replica has room."""
         queue = self._queues[replica]
         while queue and self._has_place(replica):
             entry = queue.pop(0)
@@ -191,10 +191,10 @@ class RolloutManager:
         self._start(replica)
 
     def _steal(self, thief: int) -> bool:
-        """Take over the group that would start last on the replica with the most open work, as far as it waits.
+        """Move the waiting requests of the group that would start last from the replica with the most open work.
 
         Returns:
-            Whether anything waited.
+            Whether any request was waiting.
         """
         waiting = [i for i, queue in enumerate(self._queues) if queue]
         if not waiting:
@@ -210,11 +210,11 @@ class RolloutManager:
         return True
 
     def _withdraw(self, entry: _Entry) -> None:
-        """This request's result is no longer wanted."""
+        """Remove a request whose result is no longer needed."""
         if entry in self._arrived:
             self._arrived.remove(entry)
         elif entry.turn.done() and not entry.turn.cancelled():
-            self._release(entry)  # it was just let in
+            self._release(entry)  # it has just been started
         elif entry.replica >= 0 and entry in self._queues[entry.replica]:
             self._queues[entry.replica].remove(entry)
             self._routing.done(entry.request, entry.replica)
@@ -228,7 +228,7 @@ class RolloutManager:
                 check_completion(completion, entry.request, self._origin)
                 return completion
             except (RoleLostError, BackendTimeoutError, ContractError):
-                raise  # it ends the run; it would take as long again; it would be returned again
+                raise  # it ends the run, or a retry would take as long or fail the same way
             except BackendError:
                 if attempt == self.config.max_retries:
                     raise
@@ -252,7 +252,7 @@ class RolloutManager:
         )
 
     async def _end_in_engine(self, entry: _Entry) -> None:
-        """Cancelling a call ends its request in most engines; an abort does so in all."""
+        """Abort a request: most engines end it when its call is cancelled, all of them on an abort."""
         limit = asyncio.timeout(_ABORT_S)
         try:
             async with limit:
@@ -261,17 +261,17 @@ class RolloutManager:
             if not limit.expired():
                 raise
         except BackendError:
-            pass  # an engine that cannot end it is found out by whatever it is asked next
+            pass  # an engine that cannot abort will fail at its next call
 
 
 class Rollouts:
-    """The rollout managers of a run, one for each generator role, made when they are first asked for.
+    """The rollout managers of a run, one per generator role, each created on first use.
 
     Args:
-        runtime: where the roles live.
+        runtime: hosts the roles.
         config: section ``rollout``.
-        roles: as planned; completions are checked by them.
-        count_tokens: called with the number of tokens that were sampled, as they come, where a generator streams.
+        roles: the planned roles, used in checking completions.
+        count_tokens: called with the number of newly sampled tokens, for generators that stream.
     """
 
     def __init__(
@@ -312,5 +312,5 @@ class Rollouts:
         return await self.of(role).generate(request.generate_request)
 
     def metrics(self) -> Metrics:
-        """Of all managers, since ``begin``."""
+        """Metrics of all managers since ``begin``."""
         return merge_metrics(*(manager.metrics() for manager in self._managers.values()))

@@ -1,4 +1,4 @@
-"""How much of the time that anything is being generated each replica has something to do."""
+"""Idle fractions of replicas, relative to the time in which the fleet is busy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from chatlearn_core.types import Metric, Metrics
 
 MAX_NAMED = 16
-"""Up to so many replicas each has a metric of its own; of a larger fleet mean and maximum tell enough."""
+"""Larger fleets log only mean and maximum; up to this size each replica has a metric of its own."""
 
 
 class Occupancy:
-    """Keeps the time that replicas are busy.
+    """Measures the time that replicas are busy.
 
     Args:
-        num_replicas: of the fleet.
-        clock: seconds.
-        num_open: requests that are open on each replica already.
+        num_replicas: number of replicas in the fleet.
+        clock: returns seconds.
+        num_open: number of requests already open on each replica.
     """
 
     def __init__(self, num_replicas: int, clock: Callable[[], float], num_open: Sequence[int] = ()) -> None:
@@ -24,13 +24,13 @@ class Occupancy:
         self._num_open = list(num_open) or [0] * num_replicas
         self._busy_s = [0.0] * num_replicas
         self._since = [clock() if count else 0.0 for count in self._num_open]
-        """When the replica became busy."""
+        """Per replica: when it became busy."""
         self._any_s = 0.0
         self._any_since = clock() if any(self._num_open) else 0.0
         """When the fleet became busy."""
 
     def opened(self, replica: int) -> None:
-        """A request was started there."""
+        """A request has started on the replica."""
         now = self._clock()
         if not any(self._num_open):
             self._any_since = now
@@ -48,7 +48,7 @@ class Occupancy:
             self._any_s += now - self._any_since
 
     def idle_shares(self) -> list[float]:
-        """Of each replica: the share of the time in which any replica had an open request that it had none."""
+        """Per replica: idle fraction of the time in which the fleet was busy."""
         now = self._clock()
         total = self._any_s + (now - self._any_since if any(self._num_open) else 0.0)
         if not total:
@@ -57,11 +57,11 @@ class Occupancy:
             done + (now - since if count else 0.0)
             for done, since, count in zip(self._busy_s, self._since, self._num_open, strict=True)
         ]
-        return [max(0.0, 1.0 - seconds / total) for seconds in busy]  # a difference of clocks is not exact
+        return [max(0.0, 1.0 - seconds / total) for seconds in busy]  # differences of clock readings are inexact
 
     def metrics(self, num_retries: int) -> Metrics:
-        """``perf/replica_idle`` (mean), ``perf/replica_idle_max`` and, for few replicas, one for each; empty for a
-        single replica. ``rollout/retries`` where there were any.
+        """``perf/replica_idle`` (mean), ``perf/replica_idle_max`` and, for small fleets, one metric per replica; none
+        for a single replica. ``rollout/retries`` if there were any.
         """
         metrics: Metrics = {"rollout/retries": Metric(num_retries, reducer="sum")} if num_retries else {}
         shares = self.idle_shares() if len(self._num_open) > 1 else []

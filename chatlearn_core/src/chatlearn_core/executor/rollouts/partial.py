@@ -1,4 +1,4 @@
-"""Rollouts that last longer than a step: which kind a configuration asks for."""
+"""Rollouts that may span several steps, and the choice among their kinds by configuration."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from chatlearn_core.types import Metrics
 
 
 class PartialRollouts(Protocol):
-    """What a step does with rollouts that were pending before it and may be after it.
+    """Handles rollouts that may be pending before and after a step.
 
-    Between steps the pending groups are the caller's: ``begin`` works on a copy of them, so that a step that fails has
-    changed nothing.
+    Between steps the caller owns the pending groups: ``begin`` works on a copy, so that a failed step changes nothing.
     """
 
     def num_prompts(self, pending: Sequence[Group]) -> int:
-        """New prompts that a step takes beside what is pending."""
+        """Number of new prompts that a step takes in addition to pending ones."""
 
     def begin(self, pending: Sequence[Group], new: Sequence[RolloutRequest]) -> PartialRolloutStep:
         """The partial rollouts of a step."""
 
     async def play(self, rollout_step: PartialRolloutStep) -> None:
-        """Sample until the step has enough complete groups, at least one; then end it. Errors reach those who wait for
-        the step's completions.
+        """Sample until the step has enough complete groups, at least one; then end it. Errors are raised by the
+        step's waiting calls for completions.
         """
 
     async def finish(self, rollout_step: PartialRolloutStep) -> tuple[tuple[Group, ...], Metrics]:
-        """What is pending after the step, with plain arrays, and metrics of it.
+        """The groups pending after the step, with plain arrays, and their metrics.
 
         Raises:
-            TrainerLostError: a node that held what was sampled is gone.
+            TrainerLostError: a node that held sampled tokens is gone.
         """
 
     async def weights_changed(self) -> None:
-        """Every replica serves new weights."""
+        """Called when every replica serves new weights."""
 
     async def close(self) -> None:
-        """Give up whatever goes on."""
+        """Cancel everything in progress."""
 
 
 def partial_rollouts(config: RunConfig, rollouts: Rollouts, role: str) -> PartialRollouts | None:
-    """The partial rollouts of generator ``role``; None where a step waits for all of its samples."""
+    """The partial rollouts of generator ``role``; None if a step waits for all of its samples."""
     rollout, per_step = config.rollout, config.train.prompts_per_step
     if rollout.partial == "resume":
         assert rollout.round_tokens is not None, "cross-checks refuse rounds without an end"

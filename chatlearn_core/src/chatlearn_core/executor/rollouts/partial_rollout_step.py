@@ -1,4 +1,4 @@
-"""One step of the partial rollouts: it announces each group as soon as that group is complete."""
+"""One step of partial rollouts: announces each group as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from chatlearn_core.types import Completion
 
 
 class PartialRolloutStep:
-    """The groups that a step works on: those in flight, oldest first, then new ones.
+    """The groups of a step: those already in flight, oldest first, then new ones.
 
-    A ``CompletionSource``: the flow's calls on the generator wait here for their group. A group that is complete goes
-    on through the flow at once; those that are not when the step ends are left out of the step.
+    This is a ``CompletionSource``: the flow's calls on the generator wait here for their group. A complete group
+    continues through the flow at once; groups that are incomplete when the step ends are left out of it.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
         self.num_rounds = 0
         self.wanted = asyncio.Event()
-        """Set when the flow asks for the first completion: before that the generator may not have its memory."""
+        """Set when the flow requests the first completion; before that the generator may be offloaded."""
         self._places = {
             request.sample_id: (group, i) for group in self.groups for i, request in enumerate(group.requests)
         }
@@ -31,7 +31,7 @@ class PartialRolloutStep:
 
     @property
     def requests(self) -> list[RolloutRequest]:
-        """Of all groups, in their order."""
+        """Requests of all groups, in order."""
         return [request for group in self.groups for request in group.requests]
 
     @property
@@ -59,12 +59,12 @@ class PartialRolloutStep:
         return progress.completion
 
     def tell(self, group: Group) -> None:
-        """The group may be complete: if so, let it go on through the flow."""
+        """Let the group continue through the flow if it is complete."""
         if group.is_complete:
             self._known[group.id].set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more is sampled in this step. With an ``error`` every call that still waits raises it."""
+        """End sampling for this step. With an ``error``, every waiting call raises it."""
         self._error = error
         for event in self._known.values():
             event.set()

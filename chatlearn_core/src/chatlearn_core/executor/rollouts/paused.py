@@ -1,5 +1,5 @@
-"""Partial rollouts that stay in the engine: a step ends when enough prompts are complete, and the others wait there for
-the new weights.
+"""Partial rollouts that stay in the engine: a step ends when enough prompts are complete, and the other completions
+wait in the engine for the new weights.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from chatlearn_core.types import Completion, Metrics
 
 
 class PausedRollouts(PromptsInFlight):
-    """Completions that are paused in the engine while the trainer learns, and go on under the new weights.
+    """Completions that are paused in the engine while the trainer updates, and continue under the new weights.
 
-    A step has ``in_flight_prompts`` prompts in flight: those that are pending, and new ones. It ends, and the engine is
-    paused, as soon as ``prompts_per_step`` prompts are complete; more are trained if they are complete by then, or if a
-    completion of theirs is in its ``max_rounds``-th step and has to end. Which prompts a step trains depends on timing.
-    A checkpoint holds the prompts in flight and their finished completions; unfinished ones begin again.
+    A step has ``in_flight_prompts`` prompts in flight: pending ones and new ones. It ends, and the engine is paused, as
+    soon as ``prompts_per_step`` prompts are complete. Further prompts are trained on if they are complete by then, or
+    if one of their completions is in its ``max_rounds``-th step and must end. Which prompts a step trains on depends on
+    timing. A checkpoint holds the prompts in flight and their finished completions; unfinished ones start again.
 
     Args:
-        generate: makes a request.
-        fleet: gives the replicas that are paused.
-        prompts_per_step: complete prompts that end a step's generation.
-        max_rounds: steps of a completion, at least 1.
-        in_flight_prompts: more than ``prompts_per_step``.
-        data: has what completions refer to.
+        generate: sends a request.
+        fleet: returns the fleet to pause.
+        prompts_per_step: number of complete prompts that end a step's generation.
+        max_rounds: maximum number of steps of a completion, at least 1.
+        in_flight_prompts: greater than ``prompts_per_step``.
+        data: fetches values behind references in completions.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class PausedRollouts(PromptsInFlight):
         self.prompts_per_step = prompts_per_step
         self._fleet = fleet
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        """Sample id -> its request, from its first step to its last."""
+        """Sample id -> task of its request, from its first step to its last."""
         self._paused = False
 
     async def _sample(self, rollout_step: PartialRolloutStep) -> None:
         """Sample until enough groups are complete, then pause."""
         rollout_step.num_rounds = 1
-        await self.weights_changed()  # a step that finishes rollouts twice pauses between
+        await self.weights_changed()  # a step that finishes rollouts twice pauses in between
         self._start(rollout_step)
         self._collect(rollout_step)
         while not self._enough(rollout_step):
@@ -74,13 +74,13 @@ class PausedRollouts(PromptsInFlight):
         return await self._pending(rollout_step, len(self._running))
 
     async def weights_changed(self) -> None:
-        """Let what was kept go on."""
+        """Resume the paused completions."""
         if self._paused:
             self._paused = False
             await self._fleet().resume()
 
     async def close(self) -> None:
-        """Give up what is in the engine."""
+        """Cancel the requests in the engine."""
         running, self._running = self._running, {}
         for task in running.values():
             task.cancel()
@@ -94,7 +94,7 @@ class PausedRollouts(PromptsInFlight):
                     self._running[request.sample_id] = asyncio.ensure_future(self._generate(request.generate_request))
 
     def _collect(self, rollout_step: PartialRolloutStep) -> None:
-        """Take what has ended. Raises: ReplicaLostError, and whatever else is no failure of one request."""
+        """Take ended completions. Raises ReplicaLostError, and any other error that is not one request's failure."""
         for group in rollout_step.groups:
             for index, request in enumerate(group.requests):
                 task = self._running.get(request.sample_id)

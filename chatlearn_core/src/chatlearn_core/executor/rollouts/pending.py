@@ -1,4 +1,4 @@
-"""Rollouts that are not complete: groups of which some samples are finished, some half sampled, some not begun."""
+"""Incomplete rollouts: groups in which some samples are finished, some partly sampled, some not begun."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Progress:
     """How far one sample is."""
 
     completion: Completion | None = None
-    """What has been sampled, finish reason ``abort`` while it is not whole."""
+    """The tokens sampled so far; finish reason ``abort`` while it is unfinished."""
     failure: BackendError | None = None
-    """Why there is no completion; the sample is then excluded with its group's others that are trained."""
+    """Reason why there is no completion; the sample is then excluded when its group is trained on."""
     rounds: int = 0
-    """Rounds that it has been sampled in."""
+    """Number of rounds in which it has been sampled."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be sampled."""
+        """Whether sampling has ended."""
         finished = self.completion is not None and self.completion.finish_reason != "abort"
         return finished or self.failure is not None
 
@@ -40,7 +40,7 @@ class Group:
 
     requests: list[RolloutRequest]
     progress: list[Progress] = field(default_factory=list)
-    """Of each request."""
+    """Progress of each request."""
 
     def __post_init__(self) -> None:
         self.progress = self.progress or [Progress()] * len(self.requests)
@@ -59,11 +59,11 @@ class Group:
 
     @property
     def has_completion(self) -> bool:
-        """Whether something was sampled: a group of failures alone gives a step nothing to train on."""
+        """Whether at least one completion exists: a group of failures gives a step nothing to train on."""
         return any(progress.completion is not None for progress in self.progress)
 
     def copy(self) -> Group:
-        """With progress and requests of its own."""
+        """A copy with its own progress and requests."""
         requests = [
             RolloutRequest(request.sample_id, request.draw, request.generate_request) for request in self.requests
         ]
@@ -71,11 +71,11 @@ class Group:
 
 
 async def with_values(groups: Sequence[Group], data: DataStore) -> tuple[Group, ...]:
-    """Copies of groups whose completions need no worker any more, fetched together: what a worker's node keeps is lost
-    with it.
+    """Copies of groups with the values of their completions, fetched together, so that they survive the loss of a
+    worker's node.
 
     Raises:
-        TrainerLostError: a node that held some is gone.
+        TrainerLostError: a node that held some values is gone.
     """
     copies = [group.copy() for group in groups]
     found = [progress.completion for group in copies for progress in group.progress if progress.completion is not None]
@@ -89,7 +89,7 @@ async def with_values(groups: Sequence[Group], data: DataStore) -> tuple[Group, 
 
 
 def groups_of(requests: Iterable[RolloutRequest]) -> list[Group]:
-    """New groups, in the order of their requests."""
+    """New groups, in request order."""
     found: dict[str, list[RolloutRequest]] = {}
     for request in requests:
         found.setdefault(request.group_id, []).append(request)
@@ -97,5 +97,5 @@ def groups_of(requests: Iterable[RolloutRequest]) -> list[Group]:
 
 
 def num_samples(groups: Sequence[Group]) -> int:
-    """Samples of all groups, ended or not."""
+    """Number of samples in all groups, ended or not."""
     return sum(len(group.requests) for group in groups)

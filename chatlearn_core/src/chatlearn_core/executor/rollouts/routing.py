@@ -1,4 +1,4 @@
-"""Which replica serves a request, and in which order: a matter of what is asked for, never of timing."""
+"""Assignment of requests to replicas, and their order: determined by the requests alone, never by timing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatlearn_core.types import GenerateRequest
 
 @dataclass(slots=True, frozen=True, order=True)
 class Work:
-    """What a request may cost. Compared by ``new_tokens`` first: a token that is sampled costs a pass of its own."""
+    """Estimated cost of a request. Compared by ``new_tokens`` first, as each sampled token costs a forward pass."""
 
     new_tokens: int = 0
-    """Most tokens that may still be sampled."""
+    """Maximum number of tokens still to be sampled."""
     context_tokens: int = 0
-    """Tokens to compute before the first is sampled: the prompt, and what is resumed."""
+    """Tokens to compute before the first is sampled: the prompt and resumed tokens."""
 
     def __add__(self, other: Work) -> Work:
         return Work(self.new_tokens + other.new_tokens, self.context_tokens + other.context_tokens)
@@ -25,19 +25,19 @@ class Work:
 
 
 def work_of(request: GenerateRequest) -> Work:
-    """Upper bound of the request's work: it may end earlier."""
+    """Upper bound of the request's work; it may end earlier."""
     done = 0 if request.resume_from is None else len(request.resume_from.token_ids)
     return Work(max(0, request.sampling.max_tokens - done), len(request.prompt_ids) + done)
 
 
 def affinity_of(request: GenerateRequest) -> str:
-    """Requests with the same affinity share a prefix: those of a group."""
+    """A key shared by requests with the same prefix: those of a group."""
     return request.group_id or request.id
 
 
 def longest_first(requests: Sequence[GenerateRequest]) -> list[int]:
-    """Indices of the requests, those with the most work first and equal ones in their order: a long one that starts
-    last keeps everybody waiting.
+    """Indices of the requests, most work first, ties in their order: a long request that starts last delays the whole
+    step.
     """
     work = [work_of(request) for request in requests]
     return sorted(range(len(requests)), key=lambda i: (-work[i].new_tokens, -work[i].context_tokens, i))
@@ -45,19 +45,19 @@ def longest_first(requests: Sequence[GenerateRequest]) -> list[int]:
 
 @dataclass(slots=True)
 class Routing:
-    """Assigns groups to replicas by the work that each has been given and has not done.
+    """Assigns groups to replicas by the open work of each replica.
 
-    Within one wave (requests that are submitted together) the assignment depends on the requests and on what is open,
-    not on how fast anything is.
+    Within one wave (requests submitted together) the assignment depends on the requests and the open work, not on the
+    speed of replicas.
     """
 
     num_replicas: int
     open_work: list[Work] = field(init=False)
-    """Of each replica."""
+    """Open work per replica."""
     _home: dict[str, int] = field(init=False, default_factory=dict)
-    """Affinity -> replica that has its prefix."""
+    """Affinity -> replica that has its prefix in the KV cache."""
     _num_open: dict[str, int] = field(init=False, default_factory=dict)
-    """Affinity -> requests that are open."""
+    """Affinity -> number of open requests."""
 
     def __post_init__(self) -> None:
         self.open_work = [Work()] * self.num_replicas
@@ -65,12 +65,12 @@ class Routing:
     def assign(self, requests: Sequence[GenerateRequest], accepting: Collection[int] = ()) -> list[int]:
         """The replica of each request of a wave.
 
-        Groups whose prefix is known go where it is; of the others the one with the most work comes first, and goes to
-        the replica with the least open work, the first one of equals.
+        Groups with a known prefix go to the replica that has it. Of the others, the one with the most work comes first
+        and goes to the replica with the least open work, in a tie to the first.
 
         Args:
             requests: the wave.
-            accepting: replicas to choose from; all if there are none. A prefix that is elsewhere is given up.
+            accepting: replicas to choose from; all if empty. A prefix on another replica is abandoned.
         """
         choice: Collection[int] = accepting or range(self.num_replicas)
         groups: dict[str, list[int]] = {}
@@ -93,7 +93,7 @@ class Routing:
         return replicas
 
     def move(self, request: GenerateRequest, source: int, target: int) -> None:
-        """The request, and with it its group from now on, is served by another replica."""
+        """Move the request, and with it the later requests of its group, to another replica."""
         self.open_work[source] -= work_of(request)
         self.open_work[target] += work_of(request)
         self._home[affinity_of(request)] = target
@@ -104,6 +104,6 @@ class Routing:
         self._num_open[affinity_of(request)] -= 1
 
     def forget(self) -> None:
-        """Forget where groups were that have nothing open: after a weight sync no replica has their prefix."""
+        """Forget the replicas of groups without open requests: after a weight sync no replica has their prefix."""
         self._num_open = {name: count for name, count in self._num_open.items() if count}
         self._home = {name: replica for name, replica in self._home.items() if name in self._num_open}

@@ -1,8 +1,8 @@
-"""Rollouts in a checkpoint: ``rollouts/state.json`` and the arrays beside it.
+"""Rollouts in a checkpoint: ``rollouts/state.json`` and arrays beside it.
 
-An example is stored by its id and found in the data again; its requests are made anew from the run's settings, which a
-run that resumes must not change. Stored is what cannot be computed again: the tokens that older weights sampled, and
-what was computed for finished rollouts, rewards included.
+An example is stored by its id and looked up in the data again; its requests are rebuilt from the run's settings, which
+must not change when a run resumes. Stored is only what cannot be recomputed: tokens sampled by older weights, and
+results computed for finished rollouts, including rewards.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Described = Mapping[str, Any]
 
 
 def save_rollouts(checkpoint: Path, pending: Sequence[Group], buffer: Described) -> None:
-    """Write rollouts into a checkpoint's directory; without any, nothing.
+    """Write rollouts into a checkpoint's directory; write nothing if there are none.
 
     Args:
-        pending: groups that are not finished, with plain arrays.
+        pending: unfinished groups, with plain arrays.
         buffer: the state of the buffer.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk cannot be written.
         CheckpointError: a sample has data that a checkpoint cannot hold.
     """
     if not pending and not buffer["groups"]:
@@ -62,12 +62,12 @@ def save_rollouts(checkpoint: Path, pending: Sequence[Group], buffer: Described)
 
 @dataclass(slots=True, frozen=True)
 class SavedRollouts:
-    """What a checkpoint holds of rollouts.
+    """The rollouts in a checkpoint.
 
     Args:
-        pending: groups that are not finished.
+        pending: unfinished groups.
         buffer: the state of the buffer.
-        requests_of: the requests of one of the buffer's groups.
+        requests_of: rebuilds the requests of one of the buffer's groups.
     """
 
     pending: tuple[Group, ...]
@@ -78,15 +78,15 @@ class SavedRollouts:
 def load_rollouts(
     checkpoint: Path, examples: Iterable[Example], make_requests: Callable[[ExampleDraw], list[RolloutRequest]]
 ) -> SavedRollouts:
-    """The rollouts that a checkpoint holds.
+    """Load the rollouts of a checkpoint.
 
     Args:
         checkpoint: its directory.
         examples: the training data.
-        make_requests: the requests of a draw.
+        make_requests: makes the requests of a draw.
 
     Raises:
-        CheckpointError: what is stored cannot be read, or is of other data or settings.
+        CheckpointError: the stored rollouts cannot be read, or belong to other data or settings.
     """
     file = checkpoint / FILE
     if not file.exists():
@@ -123,10 +123,10 @@ def describe_finished(group: FinishedGroup) -> dict[str, Any]:
 
 
 def restore_finished(described: Described, requests: Sequence[RolloutRequest]) -> FinishedGroup:
-    """What ``describe_finished`` described.
+    """The group that ``describe_finished`` described.
 
     Args:
-        requests: its requests, made anew.
+        requests: its rebuilt requests.
     """
     for request, sample in zip(requests, described["samples"], strict=True):
         request.sample, request.dropped = _restore_sample(sample, request), sample["dropped"]
@@ -144,7 +144,7 @@ def _describe_draw(draw: ExampleDraw) -> dict[str, Any]:
 
 
 def _crc(prompt: Prompt) -> int:
-    """Of the tokens: what was sampled after others must not go on after these."""
+    """Checksum of the prompt's tokens, so that stored completions are not attached to another prompt."""
     return zlib.crc32(np.ascontiguousarray(prompt.token_ids, np.int64).tobytes())
 
 
@@ -156,7 +156,7 @@ def _describe_pending(group: Group) -> dict[str, Any]:
     for request, progress in zip(group.requests, group.progress, strict=True):
         assert request.generate_request is not None, "partial rollouts are of prompts"
         sample: dict[str, Any] = {"id": request.sample_id, "rounds": progress.rounds}
-        sample["sampling"] = asdict(request.generate_request.sampling)  # a schedule may have set it for that step
+        sample["sampling"] = asdict(request.generate_request.sampling)  # a schedule may have changed it for that step
         if progress.failure is not None:
             sample["failure"] = str(progress.failure)
             sample["timed_out"] = isinstance(progress.failure, BackendTimeoutError)
@@ -318,12 +318,12 @@ def _restore_spans(stored: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
 
 
 def _find_examples(crcs: Mapping[str, int], examples: Iterable[Example], file: Path) -> dict[str, Example]:
-    """The examples of these ids.
+    """The examples with these ids.
 
     Args:
-        crcs: id -> what ``_crc`` gave when the rollouts were stored.
-        examples: to look in.
-        file: for messages.
+        crcs: id -> result of ``_crc`` when the rollouts were stored.
+        examples: the examples to search.
+        file: name of the file, for messages.
     """
     found = {example.id: example for example in examples if example.id in crcs}
     if missing := sorted(crcs.keys() - found.keys()):

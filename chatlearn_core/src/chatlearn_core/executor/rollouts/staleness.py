@@ -1,4 +1,4 @@
-"""How old the weights are that sampled what is trained on: policy versions between them and the newest."""
+"""Staleness: policy versions between the weights that sampled a token and the newest weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.types import Metric, Metrics, Sample, Turn
 
 
 def fresh_mask(sample: Sample, version: int) -> npt.NDArray[np.bool_]:
-    """[T] the loss mask without the tokens that another version than ``version`` sampled."""
+    """[T] the loss mask without tokens sampled by a version other than ``version``."""
     mask = sample.loss_mask.copy()
     for turn in sample.turns:
         for span in turn.version_spans:
@@ -21,10 +21,10 @@ def fresh_mask(sample: Sample, version: int) -> npt.NDArray[np.bool_]:
 
 
 def oldest_version(samples: Iterable[Sample], serving: frozenset[str] | None = None) -> int | None:
-    """The oldest policy version that sampled a token of these; None if the policy sampled none.
+    """The oldest policy version that sampled a token of these samples; None if the policy sampled none.
 
     Args:
-        serving: the generators that serve the policy's weights; what others sampled does not count. None: all do.
+        serving: the generators that serve the policy's weights; tokens of others do not count. None: all do.
     """
     return min((span.version for turn in _turns(samples, serving) for span in turn.version_spans), default=None)
 
@@ -36,8 +36,8 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int, serving: f
         serving: see ``oldest_version``.
 
     Returns:
-        ``rollout/staleness_mean`` (over tokens), ``rollout/staleness_max`` and ``rollout/stale_tokens`` (share), over
-        the samples that are trained on; empty if none of them says its versions.
+        ``rollout/staleness_mean`` (over tokens), ``rollout/staleness_max`` and ``rollout/stale_tokens`` (fraction),
+        over the samples that are trained on; empty if none of them has version spans.
     """
     trained = [sample for sample in samples if sample.exclusion is None]
     ages = [
