@@ -57,7 +57,10 @@ def set_up(recipe: Any, name: str, **options: Any) -> None:
     if name.endswith("ppo"):
         recipe.content["roles"] |= CRITIC
     if name == "gdpo":
-        parts = [{"backend": "letters"}, {"backend": "format", "options": {"pattern": "[aeiou]"}, "weight": 0.5}]
+        parts = [
+            {"backend": "letters"},
+            {"backend": "format", "options": {"pattern": "[aeiou]", "match": "search"}, "weight": 0.5},
+        ]
         recipe.content["roles"]["reward"] = {"kind": "reward", "parts": parts}
 
 
@@ -105,10 +108,14 @@ def test_ppo_killed_and_resumed_is_bit_identical(recipe, chatlearn, result_of):
     assert len(set(coefficients)) == 3, "it moved in every step, and after the resume from where it was"
 
 
-def test_dynamic_sampling_stops_at_its_bound_and_says_so(recipe, chatlearn):
-    """Rewards of 0 or 1 that are nearly all equal: refills, a warning, excluded groups and their tokens."""
+def test_dynamic_sampling_draws_others_for_groups_without_spread(recipe, chatlearn):
+    """Rewards of 0 or 1, often equal in a group: a refill, excluded groups and their tokens."""
     set_up(recipe, "dapo", group_size=2)
-    recipe.content["roles"]["reward"] = {"kind": "reward", "backend": "format", "options": {"pattern": "[aeiou]"}}
+    recipe.content["roles"]["reward"] = {
+        "kind": "reward",
+        "backend": "format",
+        "options": {"pattern": "[aeiou]", "match": "search"},
+    }
     recipe.content["train"] = {"steps": 1, "prompts_per_step": 6}
     recipe.content["rollout"] = {"max_refills": 1}
     recipe.write()
@@ -118,8 +125,41 @@ def test_dynamic_sampling_stops_at_its_bound_and_says_so(recipe, chatlearn):
     assert line["rollout/refills"] == 1
     assert line["samples/excluded/zero_spread_group"] > 0
     assert line["rollout/discarded_tokens"] > 0
-    if line["samples/trained"] < 12:
-        assert "algorithm 'dapo' wants" in finished.output
+    assert line["samples/trained"] > 0
+
+
+def test_what_dynamic_sampling_draws_too_much_waits_for_the_next_step(recipe, chatlearn):
+    set_up(recipe, "dapo", group_size=2, oversampling=20.0, importance_correction="truncate")
+    recipe.content["roles"]["reward"] = {
+        "kind": "reward",
+        "backend": "format",
+        "options": {"pattern": "[aeiou]", "match": "search"},
+    }
+    recipe.content["train"] = {"steps": 2, "prompts_per_step": 6}
+    recipe.content["rollout"] = {"max_refills": 5, "max_staleness": 1}
+    recipe.write()
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    first, second = lines_of(recipe)
+    assert first["rollout/buffered"] > 0
+    assert first["samples/trained"] == 12
+    assert second["rollout/staleness_max"] == 1, "trained on what had waited"
+
+
+def test_a_step_without_any_spread_trains_on_nothing(recipe, chatlearn):
+    """All rewards are 1: every group is left out, after the refills that are allowed."""
+    set_up(recipe, "dapo", group_size=2)
+    recipe.content["roles"]["reward"] = {"kind": "reward", "backend": "format", "options": {"pattern": "(?s).*"}}
+    recipe.content["train"] = {"steps": 1, "prompts_per_step": 2}
+    recipe.content["rollout"] = {"max_refills": 1}
+    recipe.write()
+    finished = chatlearn("run", recipe.file)
+    assert finished.code == 0, finished.output
+    [line] = lines_of(recipe)
+    assert line["samples/trained"] == 0
+    assert line["samples/excluded/zero_spread_group"] == 8
+    assert line["rollout/discarded_tokens"] > 0
+    assert "algorithm 'dapo' wants 2 examples more; the step trains on 4 groups" in finished.output
 
 
 @pytest.mark.parametrize(

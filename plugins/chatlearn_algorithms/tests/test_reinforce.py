@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from chatlearn_algorithms.cispo import CISPO
+from chatlearn_algorithms.dapo import DAPO
+from chatlearn_algorithms.grpo import GRPO
+from chatlearn_algorithms.grpo_options import CISPOOptions, DAPOOptions, GRPOOptions
 from chatlearn_algorithms.maxrl import MaxRL, mean_normalised
 from chatlearn_algorithms.reinforce_options import (
     MaxRLOptions,
@@ -22,8 +27,16 @@ from chatlearn_algorithms.reinforce_options import (
 from chatlearn_algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from chatlearn_algorithms.rloo import RLOO, leave_one_out
 from chatlearn_core.exceptions import FlowError
-from chatlearn_core.types import Sample, TrainBatch, pack_samples, scored_batch
+from chatlearn_core.types import Sample, TrainBatch, merge_metrics, pack_samples, scored_batch
 
+DIVIDED: dict[str, Any] = {
+    "rloo": (RLOO, RLOOOptions),
+    "maxrl": (MaxRL, MaxRLOptions),
+    "grpo": (GRPO, GRPOOptions),
+    "dapo": (DAPO, DAPOOptions),
+    "cispo": (CISPO, CISPOOptions),
+}
+"""Whose advantages look at whole groups alone."""
 rewards_of_group = st.lists(st.floats(-5, 5), min_size=2, max_size=8)
 
 
@@ -92,7 +105,7 @@ def loop_reinforce_pp(samples: list[Sample], kl: list[float], beta: float, gamma
     return [(value - mean) / spread if sampled else 0.0 for value, sampled in zip(returns, mask, strict=True)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(gamma=st.sampled_from([0.0, 0.9, 1.0]), beta=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 50))
 def test_reinforce_pp_equals_the_loop(make_context, make_group, gamma, beta, seed):
     options = ReinforcePPOptions(gamma=gamma, kl_coef=beta)
@@ -193,3 +206,32 @@ def test_pack_samples_takes_what_is_derived(make_context, make_group):
     samples = make_group("a", [1.0, 0.0])
     _, derived = derive(RLOO(RLOOOptions(), make_context()), samples)
     assert derived.token_data["advantages"].shape == pack_samples(samples).token_ids.shape
+
+
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)  # nothing is changed
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["rloo", "maxrl", "grpo", "dapo", "cispo"])
+def test_ranks_that_share_the_groups_give_what_one_gives(make_context, make_group, name, data):
+    """Groups are divided over data-parallel ranks; their parts and metrics are those of the whole."""
+    factory, options = DIVIDED[name]
+    algorithm = factory(options(drop_zero_spread_groups=True), make_context())
+    verdicts = data.draw(
+        st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), min_size=2, max_size=5)
+    )
+    groups = [make_group(f"g{number}", of_group) for number, of_group in enumerate(verdicts)]
+    rank_of = data.draw(st.lists(st.integers(0, 1), min_size=len(groups), max_size=len(groups)))
+    batch, whole = derive(algorithm, [sample for group in groups for sample in group])
+    rows = dict(zip(batch.sample_ids, whole.token_data["advantages"].split(batch.lengths), strict=True))
+    exclusions, metrics = {}, []
+    for rank in (0, 1):
+        own = [sample for group, of in zip(groups, rank_of, strict=True) if of == rank for sample in group]
+        if not own:
+            continue
+        part, derived = derive(algorithm, own)
+        exclusions |= derived.exclusions
+        metrics.append(derived.metrics)
+        for sample_id, row in zip(part.sample_ids, derived.token_data["advantages"].split(part.lengths), strict=True):
+            assert torch.equal(row, rows[sample_id])
+    assert exclusions == whole.exclusions
+    merged = {name: metric.value for name, metric in merge_metrics(*metrics).items()}
+    assert merged == pytest.approx({name: metric.value for name, metric in whole.metrics.items()})
