@@ -468,3 +468,29 @@ async def test_a_reward_that_failed_keeps_its_sample_from_functions_and_turns() 
     roles.reward = lambda role: Picky(role)  # type: ignore[method-assign]
     samples = await run(flow, roles, groups=1)
     assert [sample.exclusion for sample in samples] == [None, "reward failed: no verdict"]
+
+
+async def test_a_call_on_some_data_sources_computes_those_alone_and_gives_the_others_zeros() -> None:
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        return m.join(
+            samples,
+            m.teacher.topk(samples, k=3, data_sources=["maths"]),
+            m.trainer.logprobs(samples, data_sources=["poems"]),
+        )
+
+    roles, graph = Roles(), trace(flow, ROLES)
+    draws = [
+        ExampleDraw(Prompt(f"p{i}", np.array([1, 2, 3 + i]), "?", data_source=source), 0, f"p{i}@1")
+        for i, source in enumerate(["maths", "code", "maths"])
+    ]
+    requests = make_requests(draws, 1, SAMPLING, 7, graph.calls("generator.generate"))
+    samples = await FlowScheduler(graph, roles, sampling=SAMPLING, seed=7, front=roles).run(requests, Timers())  # type: ignore[arg-type]  # the part that is used
+    [(role, batch, request)] = roles.computed  # no poems: the trainer is not asked at all
+    assert (role, batch.sample_ids, request.arguments) == ("teacher", (samples[0].id, samples[2].id), {"k": 3})
+    for sample, is_taught in zip(samples, (True, False, True), strict=True):
+        ids, logprobs = (sample.token_data[f"teacher_topk_{name}"] for name in ("ids", "logprobs"))
+        assert (ids.shape, ids.dtype, logprobs.dtype) == ((len(sample.token_ids), 3), np.int64, np.float32)
+        assert (ids.any(), logprobs.any()) == (is_taught, is_taught)
+        assert not sample.token_data["trainer_logprobs"].any()
+    assert {"teacher_topk_ids", "trainer_logprobs"} <= pack_samples(samples).token_data.keys()

@@ -212,6 +212,7 @@ def make_run(
         eval_set=None,
         sampling=SamplingParams(1),
         group_rewards=frozenset(),
+        cached_roles={},
     )
     return Run(assembly, listener=listener, observers=observers)  # type: ignore[arg-type]  # the part that is used
 

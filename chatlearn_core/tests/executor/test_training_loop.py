@@ -223,6 +223,7 @@ class Looped:
             graph=trace(algorithm.flow, ROLES, name="spread"),
             evaluation=None,
             plan=SimpleNamespace(run_dir=run_dir, weight_syncs=routes, roles={}, refreshes={}),
+            cached_roles={},
             train_set=[*prompts],
             eval_set=None,
             sampling=SAMPLING,

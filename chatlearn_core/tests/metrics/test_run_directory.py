@@ -13,6 +13,7 @@ import pytest
 from chatlearn_core.exceptions import BackendError, ChatLearnError
 from chatlearn_core.metrics import RunDirectory, Timers
 from chatlearn_core.metrics.durable_files import read_lines
+from chatlearn_core.metrics.run_directory import recorded_fields
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -225,3 +226,14 @@ def test_text_of_others_can_be_written_and_comes_back(tmp_path: Path) -> None:
         assert hostile in json.loads(content).values()
     assert directory.read_summary() == {"error": hostile}
     assert "half \\ud800 of" in (tmp_path / "failure.md").read_text()
+
+
+def test_rollouts_hold_numbers_of_tokens_and_not_k_of_each(tmp_path: Path) -> None:
+    sample = _sample()
+    sample.token_data["teacher_topk_logprobs"] = np.zeros((len(sample.token_ids), 4), np.float32)
+    assert "teacher_topk_logprobs" not in recorded_fields([sample])
+    directory = RunDirectory(tmp_path)
+    directory.write_rollouts(1, [sample])
+    [record] = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert "teacher_topk_logprobs" not in record
+    assert "generator_logprobs" in record

@@ -8,18 +8,24 @@ import pytest
 import torch
 
 from chatlearn_algorithms import plugin
+from chatlearn_core.data import Preferences
 from chatlearn_core.executor.aggregations import select_aggregation
 from chatlearn_core.plugins.loader import load_plugins
 from chatlearn_core.plugins.sources import PluginSource
 from chatlearn_core.protocols.algorithm import AlgorithmContext
 from chatlearn_core.types import (
+    Answer,
     Completion,
+    ExampleDraw,
     LogprobBasis,
+    Preference,
     Prompt,
     RewardResult,
     Sample,
     SamplingParams,
+    TrainBatch,
     VersionSpan,
+    pack_samples,
     sample_from_completion,
 )
 
@@ -87,5 +93,26 @@ def make_group() -> MakeGroup:
                 sample.reward = RewardResult(reward)
             samples.append(sample)
         return samples
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_preferences() -> Callable[..., TrainBatch]:
+    """Builds the batch of ranked completions: one list of (rank, completion length) a prompt, float64 logprobs."""
+
+    def build(*prompts: Sequence[tuple[float, int]], num_prompt: int = 2, seed: int = 0) -> TrainBatch:
+        generator = torch.Generator().manual_seed(seed)
+        samples = []
+        for number, completions in enumerate(prompts):
+            prompt = Prompt(f"p{number}", np.arange(num_prompt), "text")
+            answers = tuple(Answer(np.arange(length)) for _, length in completions)
+            example = Preference(prompt, answers, ranks=tuple(rank for rank, _ in completions))
+            samples += Preferences().samples(ExampleDraw(example, 0, f"p{number}"))
+        batch = pack_samples(samples)
+        for name in ("logprobs", "reference_logprobs"):
+            drawn = torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64)
+            batch.token_data[name] = torch.where(batch.loss_mask, -3 * drawn - 0.01, 0.0)
+        return batch
 
     return build

@@ -43,7 +43,7 @@ def test_registers_the_policy_gradients_and_sft():
     assert dict(SFTOptions().required_roles) == {"trainer": "trainer"}
 
 
-@pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "sft"])
+@pytest.mark.parametrize("name", SPECS)
 def test_import_strings_lead_to_a_working_algorithm(name, make_context):
     def load(target: str) -> type:
         module, attribute = target.split(":")
@@ -66,6 +66,8 @@ def test_import_strings_lead_to_a_working_algorithm(name, make_context):
         "ppo_options",
         "sft_options",
         "aggregation_options",
+        "preference_options",
+        "distillation_options",
     ],
 )
 def test_listing_imports_nothing_heavy(module):

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from chatlearn_algorithms.sft import SFT, SFTLoss
 from chatlearn_algorithms.sft_options import SFTOptions
+from chatlearn_core.flow import trace
 from chatlearn_core.types import Prompt, Sample, pack_samples
 
 VOCABULARY = 9
@@ -79,3 +80,10 @@ def test_held_out_demonstrations_are_measured_where_nothing_samples(make_context
 
 def test_prompts_are_sampled_and_scored_where_the_roles_are_there(make_context):
     assert SFT(SFTOptions(), make_context()).evaluation_input is None
+
+
+def test_held_out_demonstrations_are_measured_at_the_temperature_of_the_loss(make_context):
+    algorithm = SFT(SFTOptions(), replace(make_context(), roles={"trainer": "trainer"}))
+    graph = trace(algorithm.evaluation, {"trainer": "trainer"}, given="demonstrations")
+    [update] = algorithm.updates(1)
+    assert [node.arguments["temperature"] for node in graph.nodes] == [update.loss.needs.temperature] == [1.0]

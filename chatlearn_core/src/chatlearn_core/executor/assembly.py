@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from chatlearn_core.config.load import LoadedConfig
@@ -11,6 +12,7 @@ from chatlearn_core.data import ExampleKind, ExampleSet, build_dataset
 from chatlearn_core.data.tokenizer import Tokenizer
 from chatlearn_core.exceptions import ConfigError, PluginError
 from chatlearn_core.executor.aggregations import select_aggregation
+from chatlearn_core.executor.cached_calls import check_cached, kept_roles, reading_graph
 from chatlearn_core.executor.decisions import option_schedules
 from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
 from chatlearn_core.executor.flow_checks import (
@@ -40,7 +42,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Algorithm, AlgorithmContext
 from chatlearn_core.protocols.prompt_renderer import PromptRenderer
 from chatlearn_core.runtime.model_families import check_served_families, model_family
-from chatlearn_core.runtime.plan import RunPlan
+from chatlearn_core.runtime.plan import RolePlan, RunPlan
 from chatlearn_core.types import LogprobBasis, SamplingParams
 
 
@@ -69,6 +71,11 @@ class Assembly:
     sampling: SamplingParams
     eval_sampling: SamplingParams
     group_rewards: frozenset[str]
+    cached_roles: Mapping[str, RolePlan] = field(default_factory=dict)
+    """Frozen roles that ``plan`` does without: ``graph`` and ``evaluation`` read their results from the disk
+    (``executor/cached_calls.py``)."""
+    evaluation_calls: Graph | None = None
+    """``evaluation`` with every call made, for an evaluation without a run."""
 
     @property
     def config(self) -> RunConfig:
@@ -118,6 +125,9 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     check_partial_rollouts(config, graph)
     follow = [name for name, role in config.roles.items() if role.refresh is not None]
     check_stages(config, graph, (*learning.losses, *follow))
+    for one in (graph, evaluation):
+        if one is not None:
+            check_cached(config, one, (*learning.losses, *follow))
     check_devices(config)
     plan = plan_run(loaded, registry, graph, evaluation, learning, policy)
     kind, eval_kind = (
@@ -197,6 +207,11 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             split="eval",
             check=ground_truth_check(flow.evaluation, flow.plan),
         )
+    cached_roles = kept_roles(plan, flow.graph, flow.evaluation)
+    graph, evaluation = (
+        None if one is None else reading_graph(one, cached_roles) for one in (flow.graph, flow.evaluation)
+    )
+    assert graph is not None
     return Assembly(
         loaded=loaded,
         registry=registry,
@@ -205,15 +220,17 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         policy=flow.policy,
         kind=flow.kind,
         eval_kind=flow.eval_kind,
-        graph=flow.graph,
-        evaluation=flow.evaluation,
-        plan=plan,
+        graph=graph,
+        evaluation=evaluation,
+        plan=replace(plan, roles={name: role for name, role in plan.roles.items() if name not in cached_roles}),
         train_set=train_set,
         eval_set=eval_set,
         max_length=max_length,
         sampling=sampling,
         eval_sampling=eval_sampling,
         group_rewards=_group_rewards(loaded),
+        cached_roles=cached_roles,
+        evaluation_calls=flow.evaluation,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.cached_calls import CachedCalls
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.decisions import Decisions
 from chatlearn_core.executor.evaluator import Evaluator, OwnMetrics
@@ -60,6 +61,8 @@ class LoopParts:
     """None: no roles share devices."""
     during: Callable[[Phase], AbstractContextManager[None]] | None = None
     """Context entered while the calls of training flows run."""
+    cached: CachedCalls | None = None
+    """The cached results that the graph reads; None: it reads none."""
 
     def scheduler(
         self,
@@ -83,6 +86,7 @@ class LoopParts:
             bases={name: declared_bases(role) for name, role in roles.items() if role.kind == "generator"},
             roles=roles,
             max_length=self.assembly.max_length,
+            cached=self.cached,
         )
 
 

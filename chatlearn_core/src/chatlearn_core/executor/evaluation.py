@@ -20,8 +20,10 @@ async def evaluate_model(assembly: Assembly) -> dict[str, float]:
     """
     if assembly.evaluation is None or assembly.eval_set is None:
         raise ConfigError(f"{assembly.loaded.source}: data.eval is empty; add a dataset to evaluate on")
-    roles = {name: role for name, role in assembly.plan.roles.items() if name in assembly.evaluation.roles}
-    alone = replace(assembly, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
+    calls = assembly.evaluation_calls or assembly.evaluation
+    planned = {**assembly.cached_roles, **assembly.plan.roles}
+    roles = {name: role for name, role in planned.items() if name in calls.roles}
+    alone = replace(assembly, evaluation=calls, plan=replace(assembly.plan, roles=roles, weight_syncs=()))
     runtime = build_runtime(alone)
     rollouts = Rollouts(runtime, assembly.config.rollout, alone.plan.roles)
     evaluator = build_evaluator(LoopParts(alone, runtime, rollouts))

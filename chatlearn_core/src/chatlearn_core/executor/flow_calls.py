@@ -12,8 +12,9 @@ import numpy as np
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
 from chatlearn_core.executor.rollout_producer import sampled_as
 from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
+from chatlearn_core.flow import Node
 from chatlearn_core.runtime.boundary import checked_rewards
-from chatlearn_core.runtime.outputs import check_outputs
+from chatlearn_core.runtime.outputs import check_outputs, row_shape
 from chatlearn_core.types import (
     Completion,
     GenerateRequest,
@@ -30,6 +31,8 @@ from chatlearn_core.types.array_ref import cut
 from chatlearn_core.types.keyed_seed import keyed_seed
 
 ResultT = TypeVar("ResultT")
+_NOT_OUTPUTS = ("temperature", "cache", "data_sources")
+"""Arguments of calls on trainers that outputs do not take."""
 
 
 async def generate(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
@@ -163,13 +166,17 @@ async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
 async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     """Compute outputs of a trainer role in one call over all samples with tokens, and store them in the samples."""
     node = call.node
-    chosen = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
+    present = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
+    sources = node.arguments.get("data_sources")
+    chosen, others = present, list[Sample]()
+    if sources is not None:
+        chosen = [sample for sample in present if sample.prompt.data_source in sources]
+        others = [sample for sample in present if sample.prompt.data_source not in sources]
+    asked = output_request(node, call.sampling)
     if not chosen:
+        _fill_with_zeros(node, others, asked)
         return
     batch = pack_samples(chosen)
-    arguments = dict(node.arguments)
-    temperature = arguments.pop("temperature", call.sampling.temperature or 1.0)
-    asked = OutputRequest(frozenset(node.output_fields), temperature, arguments)
     outputs = await call.runtime.trainer(node.role).compute(batch, asked)
     check_outputs(outputs, batch, asked, call.origin, {spec.name: spec for spec in node.outputs})
     for spec in node.outputs:
@@ -181,6 +188,26 @@ async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
             rows = per_sequence(values, batch.lengths, batch.sample_ids, field)
             for sample, array in zip(chosen, rows, strict=True):
                 sample.token_data[field] = array
+    _fill_with_zeros(node, others, asked)  # together with the others: a call beside this one packs all samples
+
+
+def _fill_with_zeros(node: Node, samples: Sequence[Sample], asked: OutputRequest) -> None:
+    """What samples have of a call that leaves them out: a batch needs the same data of all."""
+    if not samples:
+        return
+    batch = pack_samples(samples)
+    for spec in node.outputs:
+        row = [size or 0 for size in row_shape(spec, batch, asked)]
+        for sample in samples:
+            dtype = np.float32 if spec.dtype == "float" else np.int64
+            sample.token_data[node.output_fields[spec.name]] = np.zeros((len(sample.token_ids), *row), dtype)
+
+
+def output_request(node: Node, sampling: SamplingParams) -> OutputRequest:
+    """What a call on a trainer asks for, in a run that samples so."""
+    arguments = {name: value for name, value in node.arguments.items() if name not in _NOT_OUTPUTS}
+    temperature = node.arguments.get("temperature", sampling.temperature or 1.0)
+    return OutputRequest(frozenset(node.output_fields), temperature, arguments)
 
 
 async def apply_function(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:

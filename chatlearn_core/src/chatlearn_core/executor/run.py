@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from chatlearn_core.config.recorded import recorded_values
 from chatlearn_core.config.show import to_yaml
 from chatlearn_core.exceptions import ChatLearnError, TrainerLostError
 from chatlearn_core.executor.assembly import Assembly
+from chatlearn_core.executor.cache_filling import fill_cache
+from chatlearn_core.executor.cached_calls import CachedCalls
 from chatlearn_core.executor.checkpoint import Checkpoint, CheckpointStore
 from chatlearn_core.executor.checkpointing import CheckpointWriter
 from chatlearn_core.executor.component_factory import (
@@ -26,6 +29,7 @@ from chatlearn_core.executor.device_sharing import DeviceUse
 from chatlearn_core.executor.finished_group import samples_of
 from chatlearn_core.executor.journal import Journal
 from chatlearn_core.executor.loggers import build_loggers
+from chatlearn_core.executor.output_cache import OutputCache
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.executor.refresh import RoleRefresher
@@ -49,6 +53,7 @@ from chatlearn_core.metrics import RunDirectory, Timers
 from chatlearn_core.metrics.run_directory import FAILURE_PAGE
 from chatlearn_core.plugins.exits import exit_called
 from chatlearn_core.plugins.observers import Observers
+from chatlearn_core.runtime.plan import RunPlan
 
 
 class Run:
@@ -104,8 +109,8 @@ class Run:
                 self.config.train.steps,
                 has_metrics=self.directory.metrics_file.exists(),
                 is_complete=self._ended_well(),
-                may_change=layout_settings(self.assembly.plan),
-                fixed=fixed_layout(self.assembly.plan),
+                may_change=layout_settings(self._all_roles()),
+                fixed=fixed_layout(self._all_roles()),
                 rewind=rewind,
                 command=command or f"chatlearn run {self.assembly.loaded.source}",
                 branched_from=self.directory.read_text(BRANCHED_FROM),
@@ -123,6 +128,10 @@ class Run:
                 self.loggers.start(self._settings)
                 timers = Timers()
                 with self.journal.during(Phase.STARTING, self.state.step):
+                    if self.cached is not None:
+                        left = self.config.train.steps - self.state.step
+                        said = await fill_cache(self.cached, self.assembly, self.sampler.state_dict(), left, timers)
+                        self.journal.say(said, "output_cache", note=said)
                     await self.colocation.start(timers)
                 for sync in self.assembly.plan.weight_syncs:
                     flow = {"trainer": sync.trainer, "generator": sync.generator, "channel": sync.channel}
@@ -141,6 +150,11 @@ class Run:
             finally:
                 await self._close()
 
+    def _all_roles(self) -> RunPlan:
+        """The plan, with roles that are closed before the run's own start."""
+        plan, kept = self.assembly.plan, self.assembly.cached_roles
+        return replace(plan, roles={**kept, **plan.roles}) if kept else plan
+
     def _ended_well(self) -> bool:
         """Whether the directory holds this very run, complete: its last step is done and its model exported."""
         earlier = self.directory.read_summary()
@@ -157,6 +171,9 @@ class Run:
                 self.journal.warn(str(dataset), "data", report=str(dataset))
 
     def _build(self) -> None:
+        plan = self.assembly.plan
+        kept = self.assembly.cached_roles
+        self.cached = CachedCalls(OutputCache(plan.run_dir), kept) if kept else None
         self.runtime = build_runtime(self.assembly)
         self.runtime.on_event = self.journal.runtime_event
         self.colocation = build_colocation(self.assembly, self.runtime)
@@ -166,14 +183,13 @@ class Run:
             self.assembly.plan.roles,
             count_tokens=self.listener.sampled if self.listener.counts_tokens else None,
         )
-        parts = LoopParts(self.assembly, self.runtime, rollouts, self.colocation, self.journal.during)
+        parts = LoopParts(self.assembly, self.runtime, rollouts, self.colocation, self.journal.during, self.cached)
         self.producer = build_rollout_producer(parts, self.sampler, self.decisions)
         self.buffer = build_rollout_buffer(self.assembly)
         self.weight_sync = WeightSyncManager(
             self.runtime, self.assembly.plan.weight_syncs, self.colocation, self.observers
         )
         self.loggers = build_loggers(self.assembly, self.directory.path, self.journal.warn)
-        plan = self.assembly.plan
         self.refresher = RoleRefresher(self.runtime, plan.roles, self.colocation, plan.run_dir / "refresh")
         self.checkpoint_writer = CheckpointWriter(
             self.store,
@@ -295,8 +311,8 @@ class Run:
             text = f"{left} samples were not trained on by the last step; they are in its checkpoint, and go on if "
             self.journal.say(f"{text}train.steps is raised", "unfinished", step=self.state.step, samples=left)
         model = None
-        role = self.assembly.policy
-        if self.config.checkpoint.export and role is not None:
+        role = self.assembly.home  # the policy, or the reward model that a run trains
+        if self.config.checkpoint.export:
             timers = Timers()
             with self.journal.during(Phase.EXPORTING):
                 async with self.colocation.lease(DeviceUse(role, "export"), timers=timers):
@@ -316,6 +332,8 @@ class Run:
                 await self.runtime.close()
             except ChatLearnError as error:
                 self.listener.warning(str(error))
+            if self.cached is not None:
+                self.cached.cache.close()
         if self.run_outcome.outcome is not None:
             self.observers.run_end(*self.run_outcome.outcome)
             self.listener.finished(self.run_outcome.outcome[1])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.colocation import ColocationManager, DeviceLease
@@ -27,6 +27,9 @@ from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.plan import RolePlan, origin_of
 from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from chatlearn_core.executor.cached_calls import CachedCalls
 
 _PHASES = {"generator": Phase.GENERATING, "environment": Phase.GENERATING, "trainer": Phase.COMPUTING}
 """Phase of the run during calls on roles of a kind; all other calls are scoring."""
@@ -137,6 +140,8 @@ class FlowCall:
     """The planned role; None for a role without a plan."""
     max_length: int = 1 << 62
     """Longest sequence of the run, tokens."""
+    cached: CachedCalls | None = None
+    """What calls that are kept on disk read; None in a flow that makes all its calls."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -161,6 +166,7 @@ class FlowScheduler:
         bases: bases declared by the generators, by role; completions of other roles are not checked.
         roles: the planned roles; messages about their results name their plugins.
         max_length: longest sequence of the run, tokens.
+        cached: what the graph's reads read (``cached_calls.reading_graph``).
     """
 
     def __init__(
@@ -178,7 +184,9 @@ class FlowScheduler:
         bases: Mapping[str, DeclaredBases] | None = None,
         roles: Mapping[str, RolePlan] | None = None,
         max_length: int = 1 << 62,
+        cached: CachedCalls | None = None,
     ) -> None:
+        self.cached = cached
         self.max_length = max_length
         self.graph = graph
         self.stage = tuple(graph.nodes if stage is None else stage)
@@ -336,6 +344,7 @@ class FlowScheduler:
             self.bases.get(node.role),
             self.roles.get(node.role),
             self.max_length,
+            self.cached,
         )
 
     def _generation(self, node: Node, timers: Timers) -> AbstractContextManager[object]:

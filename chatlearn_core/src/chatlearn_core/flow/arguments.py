@@ -43,13 +43,26 @@ class ComputeArguments(NoArguments):
     )
 
 
-class TopKArguments(ComputeArguments):
+class KeptComputeArguments(ComputeArguments):
+    """Outputs of a language model that may be kept on disk."""
+
+    cache: bool = Field(
+        False,
+        description="Keep the results in the run's directory, by model and content: for frozen roles on the flow's own "
+        "input. A role that makes no other call is closed before the run's own roles start.",
+    )
+    data_sources: list[str] | None = Field(
+        None, min_length=1, description="Compute only samples of these data sources; the others have zeros."
+    )
+
+
+class TopKArguments(KeptComputeArguments):
     """The most likely tokens."""
 
     k: int = Field(ge=1)
 
 
-class LogprobsAtArguments(ComputeArguments):
+class LogprobsAtArguments(KeptComputeArguments):
     """Logprobs of given token ids."""
 
     ids: str = Field(min_length=1, description="Name of the token data [T, k] that holds the ids.")

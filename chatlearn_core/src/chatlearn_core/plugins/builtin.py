@@ -92,7 +92,7 @@ def chatlearn_outputs() -> list[OutputSpec]:
 @hookimpl
 def chatlearn_flow_methods() -> list[FlowMethodSpec]:
     """The calls available to every flow."""
-    compute = f"{_ARGUMENTS}:ComputeArguments"
+    compute = f"{_ARGUMENTS}:KeptComputeArguments"
     return [
         FlowMethodSpec(
             name="generator.generate",

@@ -8,6 +8,8 @@ from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import (
     AggregationSpec,
     AlgorithmSpec,
+    ExampleKindSpec,
+    FlowMethodSpec,
     SampleFilterSpec,
     ScheduleSpec,
     StepPolicySpec,
@@ -16,7 +18,7 @@ from chatlearn_core.plugins.records import (
 
 @hookimpl
 def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
-    """Policy gradients, and supervised fine-tuning."""
+    """Policy gradients, preferences, distillation and supervised fine-tuning."""
     return [
         *_policy_gradients(),
         AlgorithmSpec(
@@ -25,6 +27,68 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
             factory="chatlearn_algorithms.sft:SFT",
             options="chatlearn_algorithms.sft_options:SFTOptions",
         ),
+        *_preference_algorithms(),
+        AlgorithmSpec(
+            name="distillation",
+            summary="On-policy distillation from one or several teachers (arXiv 2306.13649)",
+            factory="chatlearn_algorithms.distillation:Distillation",
+            options="chatlearn_algorithms.distillation_options:DistillationOptions",
+        ),
+    ]
+
+
+def _preference_algorithms() -> Iterable[AlgorithmSpec]:
+    """Those that learn from good and bad completions."""
+    summaries = {
+        "dpo:DPO": "Direct preference optimization (arXiv 2305.18290)",
+        "ipo:IPO": "Identity preference optimization (arXiv 2310.12036)",
+        "simpo:SimPO": "Simple preference optimization, without a reference (arXiv 2405.14734)",
+        "orpo:ORPO": "Odds ratio preference optimization, without a reference (arXiv 2403.07691)",
+        "kto:KTO": "Kahneman-Tversky optimization on single labelled completions (arXiv 2402.01306)",
+        "reward_model:RewardModel": "Reward-model training by Bradley-Terry, with margins (arXiv 2203.02155)",
+        "online_dpo:OnlineDPO": "DPO or IPO on pairs that the policy samples (arXiv 2402.04792)",
+        "rejection_sampling:RejectionSampling": "Imitates the best of n completions (arXiv 2304.06767)",
+    }
+    return [
+        AlgorithmSpec(
+            name=factory.partition(":")[0],
+            summary=summary,
+            factory=f"chatlearn_algorithms.{factory}",
+            options=f"chatlearn_algorithms.preference_options:{factory.partition(':')[2]}Options",
+        )
+        for factory, summary in summaries.items()
+    ]
+
+
+@hookimpl
+def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
+    """What preference algorithms take from the data."""
+    return [
+        ExampleKindSpec(
+            name="ranked_completions",
+            summary="Completions of one prompt, of which one is better than another.",
+            factory="chatlearn_algorithms.preference_kinds:RankedCompletions",
+        ),
+        ExampleKindSpec(
+            name="labelled_completions",
+            summary="Completions that are good or bad; of a pair, the chosen and the rejected one.",
+            factory="chatlearn_algorithms.preference_kinds:LabelledCompletions",
+        ),
+    ]
+
+
+@hookimpl
+def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
+    """What KTO measures completions from."""
+    return [
+        FlowMethodSpec(
+            name="trainer.mismatched_logprobs",
+            summary="Summed logprobs of each prompt's completion by another prompt (KTO, arXiv 2402.01306).",
+            arguments="chatlearn_core.flow.arguments:ComputeArguments",
+            adds=("{name}_mismatched_logprobs",),
+            granularity="batch",
+            action="chatlearn_algorithms.mismatched:mismatched_logprobs",
+        )
     ]
 
 

@@ -81,8 +81,9 @@ class SFT(Algorithm):
         return [RoleUpdate(self.options.roles.policy, SFTLoss(self.aggregation))]
 
     def evaluation(self, demonstrations: Any, m: Any) -> Any:
-        """The logprobs of held-out demonstrations."""
-        return m.join(demonstrations, getattr(m, self.options.roles.policy).logprobs(demonstrations))
+        """The logprobs of held-out demonstrations, at the temperature of the loss."""
+        policy = getattr(m, self.options.roles.policy)
+        return m.join(demonstrations, policy.logprobs(demonstrations, temperature=1.0))
 
     def evaluation_metrics(self, batch: TrainBatch) -> Metrics:
         """``nll``: mean negative logprob of a token, nats."""

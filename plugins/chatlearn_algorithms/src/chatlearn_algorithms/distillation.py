@@ -1,0 +1,144 @@
+"""On-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543): the student samples, teachers correct it
+token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from chatlearn_algorithms.distillation_options import DistillationOptions
+from chatlearn_algorithms.objectives import Clip
+from chatlearn_algorithms.policy_loss import PolicyLoss
+from chatlearn_core.protocols import Aggregation, Algorithm, AlgorithmContext, Loss, RoleUpdate
+from chatlearn_core.protocols.loss import LossOutput, Unit
+from chatlearn_core.types import Derived, Metric, OutputRequest, Outputs, Sample, TrainBatch
+from chatlearn_losses import generalised_jsd, masked_difference
+
+TEACHERS = "teachers"
+"""Stands for the role in the names of what several teachers computed together."""
+
+
+@dataclass(slots=True, frozen=True)
+class DistillationLoss:
+    """Σ w · D over the masked tokens, with D the generalised Jensen-Shannon divergence of eq. 1 in GKD's section 2.
+
+    Attributes:
+        beta: 0 for the forward KL(T ‖ S), 1 for the reverse KL(S ‖ T), between them the mixture.
+        teacher: whose ``{teacher}_topk_ids`` and ``{teacher}_topk_logprobs`` the batch holds.
+    """
+
+    aggregation: Aggregation
+    beta: float
+    teacher: str = "teacher"
+    temperature: float = 1.0
+
+    @property
+    def needs(self) -> OutputRequest:
+        return OutputRequest(frozenset({"logprobs_at"}), self.temperature, {"ids": f"{self.teacher}_topk_ids"})
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What a plugin's aggregation looks at, see ``ReadsSamples``."""
+        return self.aggregation.reads
+
+    @property
+    def unit(self) -> Unit:
+        return self.aggregation.loss_unit
+
+    def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """Add ``loss_weight``."""
+        return replace(batch, token_data=batch.token_data | {"loss_weight": self.aggregation(batch)})
+
+    def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
+        """The loss of one micro-batch; ``divergence`` is its mean over tokens, nats, in every aggregation."""
+        mask = batch.loss_mask
+        teacher = batch.token_data[f"{self.teacher}_topk_logprobs"][mask]
+        divergences = generalised_jsd(outputs["logprobs_at"][mask], teacher, self.beta)
+        mean = Metric(divergences.detach().sum(dtype=torch.float64).item(), int(mask.sum()))
+        total = (batch.token_data["loss_weight"][mask] * divergences).sum()
+        return LossOutput(total, {"divergence": mean} if batch.num_sequences else {})
+
+
+class Distillation(Algorithm):
+    """Samples with the student and brings its distribution over each next token to that of a teacher, which may be
+    another one for each data source.
+    """
+
+    def __init__(self, options: DistillationOptions, context: AlgorithmContext) -> None:
+        self.options = options
+        self.context = context
+        self.group_size = options.group_size
+        self.policy = options.roles.policy
+        self.aggregation = context.aggregation(options.aggregation, options.aggregation_options)
+        self.sampled = options.divergence == "sampled_reverse_kl"
+
+    def flow(self, prompts: Any, m: Any) -> Any:
+        """Generate, then ask each teacher about the samples of its data sources."""
+        roles, options = self.options.roles, self.options
+        if roles.environment is None:
+            samples = getattr(m, roles.generator).generate(prompts)
+        else:
+            samples = getattr(m, roles.environment).rollout(prompts)
+        sources = [source for own in options.teachers.values() for source in own]
+        if sources:
+            samples = m.apply(f"{__name__}:taught", samples, granularity="sample", data_sources=sources)
+        parts = []
+        for name, own in options.teachers.items():
+            teacher, only = getattr(m, name), own or None
+            if self.sampled:
+                parts.append(teacher.logprobs(samples, data_sources=only))
+            else:
+                parts.append(teacher.topk(samples, k=options.top_k, data_sources=only))
+        if self.sampled:
+            parts.append(getattr(m, roles.policy).logprobs(samples))
+        return m.join(samples, *parts)
+
+    def advantages(self, batch: TrainBatch, step: int) -> Derived:
+        """What the teachers computed, as one: each sample has zeros from all but its own. For the sampled KL, token t
+        has the advantage log T(t) − log S(t).
+        """
+        data, teachers = batch.token_data, tuple(self.options.teachers)
+        if not self.sampled:
+            if len(teachers) == 1:
+                return Derived()
+            names = ("topk_ids", "topk_logprobs")
+            return Derived({f"{TEACHERS}_{name}": _sum([data[f"{one}_{name}"] for one in teachers]) for name in names})
+        taught = _sum([data[f"{teacher}_logprobs"] for teacher in teachers])
+        advantages = masked_difference(taught, data[f"{self.options.roles.policy}_logprobs"], batch.loss_mask)
+        mean = Metric(-float(advantages.double().sum()), float(batch.loss_mask.sum()))
+        return Derived({"advantages": advantages.float()}, metrics={"distillation/reverse_kl": mean})
+
+    def updates(self, step: int) -> Sequence[RoleUpdate]:
+        """The student alone."""
+        return [RoleUpdate(self.options.roles.policy, self.loss())]
+
+    def loss(self) -> Loss:
+        """The loss with the configured options, at the temperature of the samples."""
+        options, temperature = self.options, self.context.basis.temperature
+        if self.sampled:
+            return PolicyLoss(
+                Clip(options.clip_low, options.clip_high),
+                aggregation=self.aggregation,
+                log_entropy=False,
+                old_logprobs=f"{options.roles.policy}_logprobs",
+                temperature=temperature,
+            )
+        betas = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": options.jsd_beta}
+        teacher = next(iter(options.teachers)) if len(options.teachers) == 1 else TEACHERS
+        return DistillationLoss(self.aggregation, betas[options.divergence], teacher, temperature)
+
+
+def taught(samples: list[Sample], data_sources: Sequence[str]) -> list[Sample]:
+    """Those samples that a teacher has something to say about."""
+    return [sample for sample in samples if sample.prompt.data_source in data_sources]
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,63 @@
+"""The flow method ``trainer.mismatched_logprobs``: how likely a model finds each prompt's completion by another prompt.
+
+KTO (arXiv 2402.01306, section 4.1) estimates KL(π ‖ ref) from such pairs: prompt i with the completion of prompt j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from chatlearn_core.exceptions import DataError
+from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest
+from chatlearn_core.plugins import builtin
+from chatlearn_core.runtime.outputs import check_outputs
+from chatlearn_core.types import OutputRequest, Sample, pack_samples, per_sequence
+
+_LOGPROBS = next(spec for spec in builtin.chatlearn_outputs() if spec.name == "logprobs")
+
+
+async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
+    """Write the summed logprob of each sample's partner into ``sequence_data``."""
+    samples = [sample for request in requests for sample in request.samples if sample.loss_mask.any()]
+    if not samples:
+        return
+    others = mismatched(samples, call.max_length)
+    batch = pack_samples(others)
+    temperature = call.node.arguments.get("temperature", call.sampling.temperature or 1.0)
+    asked = OutputRequest(frozenset({"logprobs"}), temperature)
+    outputs = await call.runtime.trainer(call.node.role).compute(batch, asked)
+    check_outputs(outputs, batch, asked, call.origin, {"logprobs": _LOGPROBS})
+    rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "logprobs")
+    for other, row in zip(others, rows, strict=True):
+        other.token_data["logprobs"] = row
+    fetched = await call.runtime.data.aget(others, {"logprobs"})
+    for sample, other in zip(samples, fetched, strict=True):
+        sample.sequence_data[call.node.fields[0]] = float(other.token_data["logprobs"].sum(dtype=np.float64))
+
+
+def mismatched(samples: Sequence[Sample], max_length: int) -> list[Sample]:
+    """Each sample's prompt with the completion of the next sample, around the end, that is of another example; cut at
+    ``max_length`` tokens.
+
+    Raises:
+        DataError: all are of one example.
+    """
+    found: list[Sample] = []
+    for place, sample in enumerate(samples):
+        order = (*samples[place + 1 :], *samples[:place])
+        other = next((one for one in order if one.example_id != sample.example_id), None)
+        if other is None:
+            raise DataError(
+                f"the {len(samples)} completions of this step are all of example {sample.example_id!r}, but a "
+                "mismatched pair takes the completion of another one: set train.prompts_per_step to at least 2 (and "
+                "have as many examples), or algorithm.options.reference_point: zero"
+            )
+        start, own = other.num_prompt_tokens, sample.num_prompt_tokens
+        prompt = np.asarray(sample.token_ids[:own])
+        tokens = np.concatenate([prompt, np.asarray(other.token_ids[start:])])[:max_length]
+        mask = np.concatenate([np.zeros(own, np.bool_), np.asarray(other.loss_mask[start:])])[:max_length]
+        found.append(replace(sample, token_ids=tokens, loss_mask=mask, token_data={}, sequence_data={}))
+    return found

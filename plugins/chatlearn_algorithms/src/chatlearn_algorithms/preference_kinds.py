@@ -1,0 +1,44 @@
+"""What preference algorithms take from the data: completions that are ranked, or ones that are labelled.
+
+Rows without what the algorithm needs are bad rows (``data.on_bad_row``): an error that names file and line, or counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chatlearn_core.data import Preferences
+from chatlearn_core.data.example_kind import RowRenderer
+from chatlearn_core.data.format import RawExample
+from chatlearn_core.exceptions import DataError
+from chatlearn_core.types import Preference
+
+
+class RankedCompletions(Preferences):
+    """Completions of one prompt of which one is better than another."""
+
+    def build(self, raw: RawExample, row: RowRenderer) -> Preference:
+        """The prompt and its ranked completions."""
+        if raw.labels and not raw.ranks:
+            raise DataError(
+                "completions with labels: this algorithm compares completions of one prompt and needs ranks. Take a "
+                "format with 'chosen' and 'rejected' or with ranks, or algorithm kto, which learns from labels"
+            )
+        return super().build(raw, row)
+
+
+class LabelledCompletions(Preferences):
+    """Single completions that are good or bad. Of a pair, the chosen one is good and the rejected one is bad."""
+
+    def build(self, raw: RawExample, row: RowRenderer) -> Preference:
+        """The prompt and its labelled completions."""
+        example = super().build(raw, row)
+        if example.labels:
+            return example
+        if len(set(example.ranks)) > 2:
+            raise DataError(
+                f"{len(set(example.ranks))} different ranks, and no line between good and bad ones; give labels (true "
+                "or false), or two ranks"
+            )
+        best = max(example.ranks)
+        return replace(example, ranks=(), labels=tuple(rank == best for rank in example.ranks))
