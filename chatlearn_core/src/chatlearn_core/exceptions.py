@@ -12,13 +12,13 @@ from typing import Self
 
 @dataclass(slots=True, frozen=True)
 class WorkerPlace:
-    """Who failed: one worker of a role, as far as it is known."""
+    """Identifies the failed worker of a role, as far as it is known."""
 
     role: str
     worker: str = ""
-    """``rank 1 of 2``, ``replica 0``, ``worker 3``; empty where a role is one object in the driver's process."""
+    """``rank 1 of 2``, ``replica 0``, ``worker 3``; empty if the role is a single object in the driver's process."""
     method: str = ""
-    """The call that did not do what it should."""
+    """Name of the call that failed."""
     process: int | None = None
     host: str = ""
 
@@ -49,9 +49,9 @@ class CheckpointError(ChatLearnError):
 
 
 class UnfetchedError(ChatLearnError, AttributeError):
-    """Values of an array were used that stay with a worker: names sample and field, and how to get them.
+    """Code used values of an array that stay with a worker: names sample and field, and how to fetch them.
 
-    An ``AttributeError``, since attributes of a plain array are missing from a reference.
+    It is an ``AttributeError``, because a reference lacks attributes of a plain array.
     """
 
 
@@ -72,65 +72,66 @@ class PluginConflictError(PluginError):
 
 
 class PluginIncompatibleError(PluginError):
-    """A plugin was built for another plugin API, or the engine it needs is missing or has another version."""
+    """A plugin was written for another plugin API, or its engine is missing or has the wrong version."""
 
 
 class BackendError(ChatLearnError):
     """A trainer, generator, reward or transport failed while working: names role, rank, method and cause."""
 
     place: WorkerPlace | None = None
-    """Who failed, for programs and the failure page; the message says it too."""
+    """The failed worker, for programs and the failure page; the message names it, too."""
     process_is_gone = False
-    """Whether a process was killed, or hangs, rather than answered that it failed: another one may do better."""
+    """Whether the process was killed or hangs, rather than answering with an error: a retry in another process may
+    succeed."""
     stack: str = ""
-    """Where it hangs, or the traceback that it ended with, in the worker."""
+    """The worker's stack where it hangs, or its traceback if it ended with an error."""
 
     def at(self, place: WorkerPlace | None, stack: str = "") -> Self:
-        """This error, with its place."""
+        """This error, with its place set."""
         self.place, self.stack = place, stack
         return self
 
 
 class RoleLostError(BackendError):
-    """A role cannot work as it is: no failure of one request or sample, whoever's call met it."""
+    """A role cannot work in its present state; the cause is not the request or sample whose call raised it."""
 
 
 class ReplicaLostError(RoleLostError):
-    """A replica died and may not be rebuilt any more: the run cannot go on."""
+    """A replica died and has no restarts left, so the run cannot continue."""
 
 
 class TrainerLostError(RoleLostError):
-    """A rank of a trainer died or hangs: the others cannot go on without it; the runtime may rebuild the role."""
+    """A rank of a trainer died or hangs, so the others cannot continue; the runtime may rebuild the role."""
 
 
 class RuntimeLostError(RoleLostError):
-    """What the workers of all roles stand on is gone, such as the cluster: nothing can be rebuilt on it."""
+    """The basis of all roles' workers, such as the cluster, is gone, so nothing can be rebuilt."""
 
 
 class BackendTimeoutError(BackendError):
-    """A wait ended without an answer: names who waited, for whom, for what and how long."""
+    """A wait ended without an answer: names the waiting side, the missing side, the expected event and the time."""
 
 
 class ContractError(BackendError):
-    """What a plugin returned is not what its contract says: names role, plugin, sample and rule. It is not used."""
+    """A plugin's return value breaks its contract: names role, plugin, sample and rule. The value is not used."""
 
 
 class HostedProcessLostError(BackendError):
-    """A process that hosts an engine is gone: names it, how it ended and what it printed last."""
+    """A process that hosts an engine is gone: names the process, how it ended and its last output."""
 
 
 class HostedCallError(BackendError):
-    """What a method raised in a process that hosts an engine; its stack there is a note."""
+    """A method raised in a process that hosts an engine; the stack in that process is a note."""
 
     type_name: str = ""
-    """Class of the exception there, by its name."""
+    """Name of the exception's class in that process."""
     text: str = ""
-    """Its message there."""
+    """The exception's message in that process."""
 
 
 class WeightSyncError(BackendError):
     """Weights could not be moved: names the transport, the replica, and the tensors or ranks concerned."""
 
 
-class Interrupted(ChatLearnError):  # noqa: N818  # a request, not an error of anybody
+class Interrupted(ChatLearnError):  # noqa: N818  # a request to stop is not an error
     """The run was stopped on request (Ctrl-C or SIGTERM) and can be resumed."""

@@ -1,4 +1,4 @@
-"""Text of others made safe to show and to write: what a reward, a plugin or a row of data says may hold anything."""
+"""Makes untrusted text (of rewards, plugins and data) safe to show and to write."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _UNPRINTABLE = re.compile(
     "\ud800-\udfff"  # halves of surrogate pairs: no encoding has them
     "]"
 )
-"""What a terminal obeys instead of showing it, and what UTF-8 cannot hold. Newlines and tabs stay."""
+"""Characters that a terminal obeys instead of showing, and those that UTF-8 cannot encode; newlines and tabs stay."""
 
 
 def printable(text: str) -> str:
-    r"""The text with every character that is no text written as its escape, ``\x1b`` or ``\ud800``."""
+    r"""The text with each of these characters written as its escape, ``\x1b`` or ``\ud800``."""
     return _UNPRINTABLE.sub(_escape, text)
 
 

@@ -183,7 +183,7 @@ def test_wrong_types_and_values(override: str, expected: str, valid: str, regist
 def test_missing_keys_say_what_they_are_for(valid: str, registry: PluginRegistry) -> None:
     assert told(valid, registry, "~train.prompts_per_step", "~model") == [
         "<text>:1: model: required key is missing",
-        "<text>:18: train.prompts_per_step: required key is missing | Prompts (or demonstrations) drawn a step.",
+        "<text>:18: train.prompts_per_step: required key is missing | Prompts (or demonstrations) drawn per step.",
     ]
 
 

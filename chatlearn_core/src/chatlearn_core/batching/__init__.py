@@ -1,4 +1,4 @@
-"""How samples become mini-batches, shares of ranks, and micro-batches: plain lists of indices, no tensors."""
+"""Division of samples into mini-batches, ranks' shares and micro-batches: lists of indices, no tensors."""
 
 from chatlearn_core.batching.balance import balance
 from chatlearn_core.batching.micro_batch import micro_batches, padded_micro_batches, padded_tokens

@@ -1,4 +1,4 @@
-"""Spreading units over a fixed number of ranks or bins so that all carry about as many tokens."""
+"""Distributes units over a fixed number of ranks or bins so that all hold about the same number of tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from chatlearn_core.batching.partition import partition
 
 
 def balance(lengths: Sequence[int], unit_index: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Assign every sequence to one rank so that the rank with the most tokens has as few as possible.
+    """Assign every sequence to one rank so that the largest number of tokens on a rank is small.
 
-    Whole units, by ``partition``: at most 4/3 of the optimum and usually within a few percent. The result is a function
-    of the arguments alone.
+    Assigns whole units with ``partition``: at most 4/3 of the optimum and usually within a few percent. The result
+    depends only on the arguments.
 
     Args:
         lengths: tokens of each sequence.

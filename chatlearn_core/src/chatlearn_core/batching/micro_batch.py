@@ -1,4 +1,4 @@
-"""Micro-batches by token budget: how a rank's share of a mini-batch is cut for memory."""
+"""Micro-batches by token budget: divides a rank's share of a mini-batch to fit device memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from chatlearn_core.batching.partition import best_fit_decreasing, partition
 def micro_batches(
     batch_lengths: Sequence[int], unit_index: Sequence[int], max_tokens: int, *, at_least: int = 0
 ) -> list[list[int]]:
-    """Cut a batch into as few micro-batches of at most ``max_tokens`` as best-fit-decreasing finds, evenly filled.
+    """Divide a batch into as few micro-batches of at most ``max_tokens`` as best-fit-decreasing finds, evenly filled.
 
-    The number is fixed first; the units are then spread evenly over that many, if that keeps to the budget, since the
-    longest micro-batch sets the peak memory. The result is a function of the arguments alone.
+    Their number is fixed first; the units are then spread evenly over them, if that stays within the budget, because
+    the largest micro-batch determines peak memory. The result depends only on the arguments.
 
     Args:
         batch_lengths: tokens of each sequence.
         unit_index: unit of each sequence; a unit is never split.
-        max_tokens: budget of one micro-batch. A unit above it gets a micro-batch of its own.
-        at_least: number of micro-batches that ranks agreed on; missing ones are made by spreading over more, or empty
-            when there are not enough units.
+        max_tokens: budget of one micro-batch. A unit above the budget gets its own micro-batch.
+        at_least: number of micro-batches that ranks agreed on; if there are fewer, units are spread over more
+            micro-batches, and without enough units some are empty.
 
     Returns:
-        Indices of each micro-batch's sequences, ascending; the micro-batch with most tokens first, so that a budget
-        too large for the device shows at once.
+        Indices of each micro-batch's sequences, ascending; the micro-batch with the most tokens comes first, so that a
+        budget too large for the device shows at once.
     """
     assert max_tokens >= 1, f"max_tokens is {max_tokens}"
     members = units_in_order(unit_index)
@@ -49,20 +49,20 @@ def micro_batches(
 def padded_micro_batches(
     batch_lengths: Sequence[int], unit_index: Sequence[int], max_tokens: int, *, at_least: int = 0
 ) -> list[list[int]]:
-    """Cut a batch whose sequences are padded to the longest of their micro-batch, which counts in the budget.
+    """Divide a batch whose sequences are padded to the longest of their micro-batch; padding counts in the budget.
 
-    Units of similar length come together: sorted by their longest sequence, each joins the micro-batch before it if
-    that stays within ``max_tokens``. The result is a function of the arguments alone.
+    Units of similar length are grouped: sorted by their longest sequence, each joins the previous micro-batch if that
+    stays within ``max_tokens``. The result depends only on the arguments.
 
     Args:
         batch_lengths: tokens of each sequence.
         unit_index: unit of each sequence; a unit is never split.
-        max_tokens: budget of one micro-batch, padding included. A unit above it gets a micro-batch of its own.
-        at_least: number of micro-batches that ranks agreed on; missing ones are made by halving those with most units,
-            or empty when there are not enough units.
+        max_tokens: budget of one micro-batch, padding included. A unit above the budget gets its own micro-batch.
+        at_least: number of micro-batches that ranks agreed on; if there are fewer, those with the most units are
+            halved, and without enough units some are empty.
 
     Returns:
-        As ``micro_batches``, the one with most tokens, padding included, first.
+        As for ``micro_batches``; the one with the most tokens, padding included, comes first.
     """
     assert max_tokens >= 1, f"max_tokens is {max_tokens}"
     members = units_in_order(unit_index)
@@ -70,7 +70,7 @@ def padded_micro_batches(
     bins: list[list[int]] = []
     rows = 0
     for unit in sorted(range(len(members)), key=lambda unit: (-longest[unit], unit)):
-        # Sorted, the first unit of a micro-batch has its longest sequence.
+        # Units are sorted, so the first unit of a micro-batch has its longest sequence.
         if not bins or (rows + len(members[unit])) * longest[bins[-1][0]] > max_tokens:
             bins.append([])
             rows = 0
@@ -86,5 +86,5 @@ def padded_micro_batches(
 
 
 def padded_tokens(batch_lengths: Sequence[int], indices: Sequence[int]) -> int:
-    """Tokens of some sequences padded to the longest of them."""
+    """Number of tokens of some sequences when padded to the longest of them."""
     return len(indices) * max((batch_lengths[i] for i in indices), default=0)

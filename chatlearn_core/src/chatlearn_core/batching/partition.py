@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import count
 
 SEARCH_STEPS = 12
-"""Halvings of the interval between the lower bound and the first solution: its 4096th part is beyond notice."""
+"""Halvings of the interval between the lower bound and the first solution; 1/4096 of it is negligible."""
 
 NEAR_PERFECT = 1 / 200
-"""A share of the ideal that no search is worth."""
+"""Relative excess over the ideal below which no search is worthwhile."""
 
 _Bins = list[tuple[float, list[int]]]
 """(sum of costs, items) of each bin."""
@@ -50,11 +50,12 @@ def longest_first(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 
 
 def partition(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Split items into ``num_bins`` bins (some may stay empty) so that the fullest is as empty as it can be made.
+    """Split items into ``num_bins`` bins (some may stay empty) so that the fullest bin has a small sum.
 
-    With many items a bin, longest first (Graham 1969) is near perfect, and quick. If it is not, the better of two other
-    classics: differencing (Karmarkar and Karp 1982), and MULTIFIT (Coffman, Garey and Johnson 1978: a search for the
-    smallest capacity at which best-fit needs no more bins), better with a few items a bin. At most 4/3 of the optimum.
+    With many items per bin, longest first (Graham 1969) is near perfect and fast. Otherwise the better of two other
+    classics is used: differencing (Karmarkar and Karp 1982), and MULTIFIT (Coffman, Garey and Johnson 1978: a search
+    for the smallest capacity at which best-fit needs no more bins), better with few items per bin. At most 4/3 of the
+    optimum.
     """
     assert num_bins >= 1, f"num_bins is {num_bins}"
     low = max(sum(costs) / num_bins, max(costs, default=0.0))
@@ -100,7 +101,7 @@ def _differencing(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 
 
 def _merge(first: _Bins, second: _Bins, num_bins: int) -> _Bins:
-    """Lay two partitions over each other, the fullest bin of one on the emptiest of the other."""
+    """Combine two partitions, the fullest bin of one with the emptiest of the other."""
     overlap = max(0, len(first) + len(second) - num_bins)
     apart = len(first) - overlap
     merged = first[:apart] + second[: len(second) - overlap]

@@ -1,1 +1,1 @@
-"""A run's configuration: the models (``models``), and reading and checking a file (``load``)."""
+"""A run's configuration: its models (``models``), and reading and checking a file (``load``)."""

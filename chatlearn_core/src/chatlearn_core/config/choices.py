@@ -1,4 +1,4 @@
-"""The plugins that a configuration names: selected from the registry, their options validated by their own models."""
+"""The plugins named in a configuration: selected from the registry, with options validated by their own models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 
 ROLES = "roles"
-"""Key of the validation context of every options model: the names of all roles of the configuration."""
+"""Key of the validation context of every options model; its value is the set of all configured role names."""
 RANKS = "ranks"
-"""Key of the same for the options of a role: how many ranks a replica has."""
+"""Key of the validation context of a role's options model; its value is the number of ranks of a replica."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,33 +37,33 @@ class PluginSite:
     """A place in a configuration where a plugin is chosen by name."""
 
     path: KeyPath
-    """The section that chooses: ``("roles", "trainer")``, ``("roles", "reward", "parts", 0)``, ``("algorithm",)``."""
+    """Path of the section: ``("roles", "trainer")``, ``("roles", "reward", "parts", 0)``, ``("algorithm",)``."""
     kind: Kind
     name_key: str
     """``backend``, ``name`` or ``format``."""
     name: str
     options: Mapping[str, Any]
     ranks: int | None = None
-    """Of a role, where it has a number of them."""
+    """Number of ranks, for a role that has it."""
 
     @property
     def key(self) -> str:
-        """The path, dotted: the key of ``LoadedConfig.choices``."""
+        """The dotted path: the key of ``LoadedConfig.choices``."""
         return ".".join(str(part) for part in self.path)
 
     @property
     def name_path(self) -> KeyPath:
-        """Where the name is written."""
+        """Path of the key that names the plugin."""
         return (*self.path, self.name_key)
 
 
 _LEFT_OPEN: tuple[Kind, ...] = ("weight_sync", "dataset")
-"""Kinds that ``auto`` leaves open; elsewhere it is a name like any other."""
+"""Kinds for which ``auto`` chooses no plugin yet; for other kinds it is an ordinary name."""
 _ROLE_KINDS: tuple[Kind, ...] = ("trainer", "generator", "reward", "environment")
 
 
 def plugin_sites(values: Mapping[str, Any]) -> Iterator[PluginSite]:
-    """Every plugin that resolved, not yet validated values choose; malformed places are left to the validation.
+    """All places in resolved, not yet validated values that choose a plugin; malformed places are left to validation.
 
     ``auto`` (weight sync, dataset format) chooses nothing here: it is decided when the run starts.
     """
@@ -112,7 +112,7 @@ def _site(path: KeyPath, kind: Kind, name_key: str, section: Any, default: str |
 
 
 def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str | None:
-    """The key meant as ``name_key`` where that is missing, so that a typo does not hide what is wrong in options."""
+    """The misspelled key if ``name_key`` is missing, so that a typo does not hide errors in the options."""
     model = model_at(RunConfig, path)
     valid = valid_keys(model) if model else []
     unknown = [key for key in section if isinstance(key, str) and key not in valid]
@@ -121,14 +121,14 @@ def _misspelled(path: KeyPath, section: Mapping[str, Any], name_key: str) -> str
 
 @dataclass(slots=True)
 class Choices:
-    """What became of every plugin that a configuration names; keys are dotted paths of the sections that choose."""
+    """The outcome for every plugin that a configuration names; keys are dotted paths of the choosing sections."""
 
     selected: dict[str, SelectedPlugin] = field(default_factory=dict)
-    """Those without fault."""
+    """Plugins without errors."""
     records: dict[str, PluginRecord] = field(default_factory=dict)
-    """All that were found, those with wrong options included."""
+    """Records of all plugins that were found, even if their options are wrong."""
     models: dict[KeyPath, type[BaseModel]] = field(default_factory=dict)
-    """The options model of each one that was found, by the path of its section."""
+    """The options model of each plugin that was found, by the path of its section."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -155,7 +155,7 @@ def choose(values: Mapping[str, Any], registry: PluginRegistry, marks: Marks) ->
 
 
 def _select(site: PluginSite, registry: PluginRegistry, where: str) -> PluginRecord:
-    """The record; the engine it needs is looked up in the interpreter that will host it."""
+    """The selected record; the required engine is looked up in the interpreter that will host it."""
     record = registry.select(site.kind, site.name, where, installed=None)
     return registry.select(site.kind, site.name, where, installed=installed_where(record, site.options))
 
@@ -167,11 +167,11 @@ def validate_options(
     record: PluginRecord,
     context: Mapping[str, Any] | None = None,
 ) -> tuple[BaseModel | None, list[Problem]]:
-    """An instance of a plugin's options model, or what is wrong.
+    """An instance of a plugin's options model, or the problems found.
 
-    Types are strict (``'3'`` is no number), with the conversions that JSON needs: a list may become a tuple or set,
-    text a path or an enumeration. Unknown keys are errors even where the model would ignore them; a model that wants
-    any key says ``extra="allow"``. A model's validators find ``context`` in ``ValidationInfo.context``.
+    Types are strict (``'3'`` is no number), except for conversions that JSON needs: a list may become a tuple or set,
+    text a path or an enumeration. Unknown keys are errors even if the model would ignore them; a model that accepts any
+    key sets ``extra="allow"``. Validators find ``context`` in ``ValidationInfo.context``.
     """
     problems: list[Problem] = []
     if model.model_config.get("extra") not in ("allow", "forbid"):
@@ -183,7 +183,7 @@ def validate_options(
         instance = model.model_validate_json(json.dumps(options), strict=True, context=context)
     except ValidationError as error:
         return None, [*problems, *problems_of(error, model, options, path)]
-    except Exception as error:  # a plugin's own validator may raise anything; it must not take the host down
+    except Exception as error:  # a plugin's own validator may raise anything; it must not stop the host
         rule = f"the options model of {record.kind} '{record.name}' raised {type(error).__name__}: {error}"
         return None, [*problems, Problem(path, rule, remedy="this is a fault of the plugin: tell its authors")]
     return (None, problems) if problems else (instance, [])

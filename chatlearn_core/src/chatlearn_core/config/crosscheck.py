@@ -1,7 +1,7 @@
-"""Rules between settings: each says which settings disagree, their values, and what to change.
+"""Rules between settings: each names the settings that disagree, their values, and the change to make.
 
-A rule is a function of a valid ``RunConfig`` and the plugins it chose; it yields a ``Problem`` for each conflict. What
-needs a file to be opened (models, datasets) is checked when the run starts, not here.
+A rule is a function of a valid ``RunConfig`` and the chosen plugins that yields a ``Problem`` for each conflict. Checks
+that must open files (models, datasets) happen when the run starts, not here.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def crosscheck(checked: Checked) -> list[Problem]:
 
 
 def cautions(checked: Checked) -> list[Problem]:
-    """What a valid configuration should be told about."""
+    """Warnings about a valid configuration."""
     return [problem for rule in CAUTION_RULES for problem in rule(checked)]

@@ -1,6 +1,6 @@
-"""YAML text to plain values, with the line of every key.
+"""Converts YAML text to plain values, and records the line of every key.
 
-Scalars follow YAML 1.1 as PyYAML reads it, with two departures: ``1e-4`` is a number (PyYAML wants ``1.0e-4``), and
+Scalars follow YAML 1.1 as PyYAML reads it, with two exceptions: ``1e-4`` is a number (PyYAML requires ``1.0e-4``), and
 dates and sexagesimal numbers (``12:30``) stay text.
 """
 
@@ -24,10 +24,10 @@ from chatlearn_core.config.problems import (
 from chatlearn_core.exceptions import ConfigError
 
 _MAX_NODES = 100_000
-"""Values after aliases are expanded; more is a bomb, not a configuration."""
+"""Maximum number of values after aliases are expanded; more indicate an expansion attack."""
 MAX_DEPTH = 64
 _MAX_INT = 2**63
-"""Integers beyond 64 bits mean nothing to any setting and break JSON readers."""
+"""No setting uses integers beyond 64 bits, and they break JSON readers."""
 
 _NAN_INF = r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 _FLOAT = re.compile(
@@ -55,14 +55,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass(slots=True)
 class Document:
-    """A configuration as written: plain values and where each came from."""
+    """A configuration as written: plain values and the place of each."""
 
     values: dict[Any, Any]
     marks: Marks
     problems: list[Problem] = field(default_factory=list)
-    """Found while reading; the other values are usable all the same."""
+    """Problems found while reading; all other values are usable."""
     unreadable: list[KeyPath] = field(default_factory=list)
-    """Keys whose value could not be read, and is None."""
+    """Keys whose value could not be read and is None."""
 
 
 def read_text(path: Path) -> str:
@@ -152,12 +152,12 @@ def compose(text: str, source: str) -> yaml.Node | None:
         raise ConfigError(f"{place}: not valid YAML:{context} {error.problem or ''}".rstrip()) from error
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply; at most {MAX_DEPTH} levels are read") from None
-    except (ValueError, OverflowError) as error:  # an escape that is no character
+    except (ValueError, OverflowError) as error:  # an escape for no valid character
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
 
 class NodeReader:
-    """Turns nodes into plain values, noting the line of each and what is wrong."""
+    """Turns nodes into plain values, recording the line of each and all problems."""
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
@@ -168,7 +168,7 @@ class NodeReader:
         self._scalars = yaml.constructor.SafeConstructor()
 
     def read(self, node: yaml.Node, path: KeyPath, at: yaml.Node | None = None) -> Any:
-        """The value of ``node``; ``at`` is the node of its key, whose line is the one to report."""
+        """The value of ``node``; ``at`` is the node of its key, whose line is reported."""
         mark = Mark(self.marks.source, (at or node).start_mark.line + 1)
         self._count += 1
         if self._count > _MAX_NODES:
@@ -212,7 +212,7 @@ class NodeReader:
         merged: dict[Any, Any] = {}
         own: dict[Any, Any] = {}
         lines: dict[Any, int] = {}
-        pairs = sorted(node.value, key=lambda pair: pair[0].tag != _MERGE)  # merged first, so that own keys win
+        pairs = sorted(node.value, key=lambda pair: pair[0].tag != _MERGE)  # merged keys first: own keys override them
         for key_node, value_node in pairs:
             if key_node.tag == _MERGE:
                 merged.update(self._merged(value_node, path))
@@ -236,7 +236,7 @@ class NodeReader:
         return merged | own
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | int | None:
-        """The key, or None (with a problem) where it is neither text nor a whole number."""
+        """The key, or None (with a problem recorded) if it is neither text nor a whole number."""
         shown = node.value if isinstance(node, yaml.ScalarNode) else f"({type(node).__name__})"
         path = (*path, shown.encode("utf-8", "replace").decode())
         self.marks.by_path[path] = Mark(self.marks.source, node.start_mark.line + 1)
@@ -253,7 +253,7 @@ class NodeReader:
     def _merged(self, node: yaml.Node, path: KeyPath) -> dict[Any, Any]:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[Any, Any] = {}
-        for source in reversed(sources):  # the first of several wins
+        for source in reversed(sources):  # the first of several has priority
             if not isinstance(source, yaml.MappingNode):
                 self.problems.append(Problem(path, "'<<' merges mappings only", remedy="write '<<: *anchor'"))
                 continue

@@ -1,6 +1,6 @@
-"""How large a configuration becomes when its interpolations are replaced, known before any is.
+"""Computes the size of a configuration after interpolation, before any interpolation is replaced.
 
-A few lines that insert each other twice make a text of billions of characters.
+A few lines that each insert another one twice would make a text of billions of characters.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from chatlearn_core.config.problems import KeyPath, Problem
 
 MAX_TEXT = 10_000
-"""Characters of a text that holds an interpolation: OmegaConf's parser takes seconds for a hundred thousand."""
+"""Maximum length of a text with an interpolation: OmegaConf's parser takes seconds for 100,000 characters."""
 MAX_SIZE = 200_000
-"""Characters of all values that one setting becomes, and values it holds."""
+"""Maximum number of characters and values that one setting may expand to."""
 REFERENCE_SIZE = 100
-"""What an interpolation counts for, beside what it inserts: replacing it takes time."""
+"""Cost of an interpolation in addition to the text it inserts, because replacing it takes time."""
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
 
 
 def too_large(values: Mapping[Any, Any]) -> Iterator[Problem]:
-    """A problem for each text that is too long to be parsed, or that would become too large."""
+    """A problem for each text that is too long to parse, or whose expansion would be too large."""
     sizes = _Sizes(values)
     for path, text in _texts(values, ()):
         if "${" not in text:
@@ -35,7 +35,7 @@ def too_large(values: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 class _Sizes:
-    """Sizes of settings with everything that they insert, each counted once."""
+    """Expanded sizes of settings, each computed once."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self._values = values
@@ -44,7 +44,7 @@ class _Sizes:
 
     def of(self, path: KeyPath, value: Any) -> int:
         if path in self._open:
-            return 0  # leads back to itself: refused when it is resolved
+            return 0  # a cycle: refused when it is resolved
         if path not in self._known:
             self._open.add(path)
             self._known[path] = min(self._sum(path, value), MAX_SIZE + 1)
@@ -62,7 +62,7 @@ class _Sizes:
         return len(value) + sum(REFERENCE_SIZE + size for size in inserted)
 
     def _inserted(self, path: KeyPath, dots: str, name: str) -> int:
-        """The size of the setting that ``${..name}`` at ``path`` stands for; 0 where there is none."""
+        """The size of the setting that ``${..name}`` at ``path`` refers to; 0 if there is none."""
         target: KeyPath = path[: len(path) - len(dots)] if dots else ()
         found: Any = self._values
         for part in target:

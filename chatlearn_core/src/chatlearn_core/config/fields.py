@@ -1,4 +1,4 @@
-"""Which keys a pydantic model takes at a path: what an unknown key is compared with."""
+"""The keys that a pydantic model accepts at a path, with which unknown keys are compared."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from chatlearn_core.config.problems import KeyPath
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """The model of the section at ``path``; None where there is none, or where it is a free mapping.
+    """The model of the section at ``path``; None if there is none, or if it is a free mapping.
 
-    Lists, mappings and optional sections are looked through: ``("roles", "trainer", "model")`` of a run's
-    configuration is ``ModelConfig``. In a union of sections, the first that has the next key counts.
+    The search descends through lists, mappings and optional sections: ``("roles", "trainer", "model")`` of a run's
+    configuration is ``ModelConfig``. In a union of sections, the first one that has the next key is used.
     """
     annotation: Any = model
     for part in path:
@@ -27,7 +27,7 @@ def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
 
 
 def valid_keys(model: type[BaseModel]) -> list[str]:
-    """The keys as a file writes them: aliases where there are any."""
+    """The keys as written in a file: aliases if there are any."""
     return [info.alias or name for name, info in model.model_fields.items()]
 
 
@@ -49,7 +49,7 @@ def _options(annotation: Any) -> Iterator[Any]:
 
 
 def _step(annotation: Any, part: str | int) -> Any:
-    """The annotation one key or index further, or None."""
+    """The annotation below one key or index, or None."""
     for option in _options(annotation):
         origin, arguments = typing.get_origin(option), typing.get_args(option)
         if isinstance(option, type) and origin is None and issubclass(option, BaseModel):

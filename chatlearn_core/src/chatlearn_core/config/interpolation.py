@@ -1,8 +1,8 @@
-"""Resolve ``${...}`` in a configuration with OmegaConf, telling every failure with its key.
+"""Resolves ``${...}`` in a configuration with OmegaConf, and reports every failure with its key.
 
-``${train.steps}`` is another setting (its default where the file does not set it), ``${.x}`` a sibling,
-``${oc.env:X,default}`` an environment variable (always text: ``${oc.decode:${oc.env:X}}`` makes a number of it), and
-``\\${`` a literal ``${``. ``???`` marks a value that must be overridden.
+``${train.steps}`` inserts another setting (its default if the file does not set it), ``${.x}`` a sibling,
+``${oc.env:X,default}`` an environment variable (always text: ``${oc.decode:${oc.env:X}}`` converts it to a number), and
+``\\${`` is a literal ``${``. ``???`` marks a value that must be overridden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def resolve(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem], l
     """The values with every interpolation replaced.
 
     Returns:
-        The resolved values, without the keys that could not be resolved; a problem for each of those; their paths.
+        The resolved values, without keys that could not be resolved; a problem for each of those; their paths.
     """
     problems: list[Problem] = list(too_large(values))
     usable = _without_malformed(values, (), problems, frozenset(problem.path for problem in problems))
@@ -51,7 +51,7 @@ def _interpolated_defaults() -> dict[str, str]:
 
 
 def _without_malformed(value: Any, path: KeyPath, problems: list[Problem], too_large: Collection[KeyPath]) -> Any:
-    """A copy without the strings that OmegaConf cannot parse, which would make it refuse everything else."""
+    """A copy without the strings that OmegaConf cannot parse, because it would reject everything because of them."""
     if path in too_large:
         return _DROP
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ _ESCAPE = "write ${key} to insert another setting, \\${ for a literal '${'"
 
 
 def _with_defaults(values: Any, model: type[BaseModel] | None) -> Any:
-    """The values with their sections' plain defaults beneath, so that an interpolation can name any setting."""
+    """The values merged over their sections' plain defaults, so that an interpolation can name any setting."""
     if isinstance(values, list):
         return [_with_defaults(item, None) for item in values]
     if not isinstance(values, dict) or model is None:
@@ -145,7 +145,7 @@ def _problem(error: Exception, node: DictConfig | ListConfig, value: Any, path: 
 
 
 def _suggest(message: str, node: DictConfig | ListConfig) -> str:
-    """The nearest key to the one an 'Interpolation key ... not found' names."""
+    """The nearest key to the one named in an 'Interpolation key ... not found' message."""
     wanted = message.split("'")[1] if message.count("'") >= 2 else ""
     root = node._get_root()
     parts = wanted.strip(".").split(".")

@@ -1,4 +1,4 @@
-"""A JSON schema of run configurations for editors, with the options of the installed plugins in their places.
+"""A JSON schema of run configurations for editors, including the options of the installed plugins.
 
 With the YAML language server, put ``# yaml-language-server: $schema=<file>`` in the first line of a configuration.
 """
@@ -33,12 +33,12 @@ _CHOOSERS: tuple[tuple[str, Kind, str], ...] = (
 def config_schema(registry: PluginRegistry) -> tuple[dict[str, Any], list[str]]:
     """The schema, and a line for each plugin whose options could not be described, with the reason.
 
-    Every setting also takes an interpolation, as text.
+    Every setting also accepts an interpolation, as text.
     """
     schema = RunConfig.model_json_schema()
     definitions: dict[str, Any] = schema["$defs"]
     failures: list[str] = []
-    # algorithm and loggers share one section, which takes another kind of plugin in each of the two places.
+    # algorithm and loggers share one section model, but choose different kinds of plugin.
     for definition, kind in _NAMED_CHOICES:
         definitions[definition] = _copy(definitions["PluginChoice"]) | {"title": definition}
         _attach(definitions, definition, kind, "name", registry, failures)
@@ -65,7 +65,7 @@ def _attach(
     failures: list[str],
     role: bool = False,
 ) -> None:
-    """Tell a section which names there are, and what ``options`` each of them takes."""
+    """Add to a section the available plugin names and the ``options`` of each."""
     section = definitions[definition]
     rules = section.setdefault("allOf", [])
     names = [record.name for record in registry.records(kind)]
@@ -103,7 +103,7 @@ def _option_models(
             model.model_json_schema()
         except PluginError as error:
             failures.append(str(error))
-        except Exception as error:  # a plugin's own schema hooks may raise anything; the others must still be shown
+        except Exception as error:  # a plugin's own schema hooks may raise anything; the others must still be included
             failures.append(f"{kind} '{record.name}': {type(error).__name__}: {error}")
         else:
             yield record, model

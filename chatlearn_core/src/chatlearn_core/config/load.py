@@ -1,8 +1,8 @@
-"""Read a run's configuration from a YAML file and overrides, and check all of it before anything starts.
+"""Reads a run's configuration from a YAML file and overrides, and checks all of it before anything starts.
 
 The order: YAML (``document``), overrides (``overrides``), interpolation (``interpolation``), shape and types
-(``models``), plugins and their options (``choices``), rules between settings (``crosscheck``). Every stage goes on with
-what the one before left usable, so that one run of the checker tells every problem.
+(``models``), plugins and their options (``choices``), rules between settings (``crosscheck``). Every stage continues
+with the values that the previous one could use, so that one check reports every problem.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ TEXT_SOURCE = "<text>"
 
 @dataclass(slots=True, frozen=True)
 class LoadedConfig:
-    """A configuration without fault, and the plugins it chose."""
+    """A valid configuration and the plugins it chose."""
 
     config: RunConfig
     resolved: dict[str, Any]
     """The plain values as written, overridden and resolved; defaults are not filled in."""
     written: dict[str, Any]
-    """The same before they were resolved."""
+    """The values before interpolations were resolved."""
     source: str
     """The file's name as given; ``<text>`` for text."""
     choices: Mapping[str, SelectedPlugin]
@@ -56,14 +56,16 @@ class LoadedConfig:
     ``roles.trainer``, ``roles.reward.parts.0``, ``weight_sync`` (absent under ``auto``), ``runtime``,
     ``log.loggers.0``, ``data.train.0`` (absent under ``auto``)."""
     warnings: tuple[str, ...] = ()
-    """What is allowed and hardly meant, each with its place; a run says them as it starts."""
+    """Warnings about settings that are allowed but probably unintended, each with its place; shown when the run starts.
+    """
 
     def chosen(self, *path: str | int) -> SelectedPlugin | None:
-        """The plugin chosen at a path, such as ``chosen("roles", "trainer")``; None where nothing is chosen."""
+        """The plugin chosen at a path, such as ``chosen("roles", "trainer")``; None if no plugin is chosen there."""
         return self.choices.get(".".join(str(part) for part in path))
 
     def plugin(self, *path: str | int) -> SelectedPlugin:
-        """The same where every valid configuration chooses one: a trainer's backend, a runtime."""
+        """Like ``chosen``, for paths where every valid configuration chooses a plugin: a trainer's backend, a
+        runtime."""
         choice = self.chosen(*path)
         assert choice is not None, f"validation lets no configuration through that chooses nothing at {path}"
         return choice
@@ -82,9 +84,9 @@ def load_config(
         registry: The plugins to choose from; by default all that are installed.
 
     Raises:
-        InvalidConfigError: rules are broken; its message tells all of them, each with file and line or override, key,
+        InvalidConfigError: rules are broken; the message lists all problems, each with file and line or override, key,
             value, rule and remedy.
-        ConfigError: the file cannot be read, or is no YAML mapping.
+        ConfigError: the file cannot be read, or is not a YAML mapping.
     """
     if isinstance(path_or_text, str) and "\n" in path_or_text:
         source, text = TEXT_SOURCE, path_or_text
@@ -118,7 +120,7 @@ def load_config(
 
 
 def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:
-    """True where a problem may only follow from another one that is already listed."""
+    """Whether a problem may only be a consequence of another one that is already listed."""
     return any(overlaps(path, bad) for bad in tainted for path in problem.paths())
 
 
@@ -129,19 +131,19 @@ _PLACEHOLDERS: dict[str, Any] = {
     "roles": {},
     "train": {"steps": 1, "prompts_per_step": 1},
 }
-"""Stand in for required sections that are missing or broken, so that the other sections can still be checked."""
+"""Replacements for required sections that are missing or broken, so that the other sections can still be checked."""
 
 
 _FINE_ATTEMPTS = 4
-"""So often only the faulty keys are taken out; then the sections around them."""
+"""Number of attempts that remove only the faulty keys; later attempts remove the sections around them."""
 _MAX_ATTEMPTS = 8
 
 
 def _validate(values: Mapping[Any, Any], tainted: list[KeyPath]) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration, and what is wrong with it.
+    """The configuration and its problems.
 
-    Where something is wrong, the configuration is what remains without the wrong parts, good enough to look for
-    conflicts among the others; ``tainted`` is extended by the parts left out. None where nothing remains.
+    If there are problems, the configuration is built without the faulty parts, so that the rest can be checked for
+    conflicts; ``tainted`` is extended by the parts left out. None if nothing remains.
     """
     told: list[Problem] = []
     usable: dict[Any, Any] = copy.deepcopy(dict(values))
@@ -151,7 +153,7 @@ def _validate(values: Mapping[Any, Any], tainted: list[KeyPath]) -> tuple[RunCon
         except ValidationError as error:
             problems = problems_of(error, RunConfig, usable)
         if attempt == 0:
-            # A key that could not be resolved is missing now, and that has been told.
+            # A key that could not be resolved is now missing; its problem is already reported.
             told = [problem for problem in problems if not _is_tainted(problem, tainted)]
         for problem in problems:
             tainted.append(_without(usable, problem, whole_section=attempt > _FINE_ATTEMPTS))
@@ -159,7 +161,7 @@ def _validate(values: Mapping[Any, Any], tainted: list[KeyPath]) -> tuple[RunCon
 
 
 def _without(values: dict[Any, Any], problem: Problem, whole_section: bool) -> KeyPath:
-    """Take the faulty part out of the values; returns the path that is not to be trusted any more."""
+    """Remove the faulty part from the values; returns the path whose values are no longer reliable."""
     if problem.rule == "unknown key":
         _delete(values, problem.path)
         section = model_at(RunConfig, problem.path[:-1])
@@ -169,7 +171,7 @@ def _without(values: dict[Any, Any], problem: Problem, whole_section: bool) -> K
     missing = problem.rule == "required key is missing"
     if missing:
         path = path[:-1]
-    while path and isinstance(path[-1], int):  # taking one item out would move the others
+    while path and isinstance(path[-1], int):  # removing one item would shift the others
         path = path[:-1]
     if len(path) <= 1 or whole_section:
         top = str(problem.path[0]) if problem.path else ""
@@ -182,7 +184,7 @@ def _without(values: dict[Any, Any], problem: Problem, whole_section: bool) -> K
 
 
 def _delete(values: Any, path: KeyPath) -> None:
-    """Delete the key; one that went with another problem's is gone already."""
+    """Delete the key; it may already be gone because of another problem."""
     for part in path[:-1]:
         try:
             values = values[part]
@@ -193,7 +195,7 @@ def _delete(values: Any, path: KeyPath) -> None:
 
 
 def _explained(problems: Iterable[Problem], models: Mapping[KeyPath, type[BaseModel]]) -> list[Problem]:
-    """For unknown keys beside ``options`` that the chosen plugin has as options: say where they belong."""
+    """Explain unknown keys beside ``options`` that are options of the chosen plugin: say where they belong."""
     result = []
     for problem in problems:
         section, key = problem.path[:-1], problem.path[-1] if problem.path else None

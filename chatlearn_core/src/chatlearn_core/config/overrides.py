@@ -1,4 +1,4 @@
-"""``key=value`` and ``~key`` on top of a configuration file."""
+"""Overrides ``key=value`` and ``~key`` of a configuration file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BRACKET = re.compile(r"\[(\d+)\]")
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply ``key=value`` (set) and ``~key`` (delete) to the document, in order; what is wrong becomes a problem.
+    """Apply ``key=value`` (set) and ``~key`` (delete) to the document, in order; errors become problems.
 
-    Keys are dotted; list items go by index, ``data.train.0.path`` or ``data.train[0].path``, and the index one past
-    the end appends; index 0 of a key that is not there begins a list. The value is YAML, so ``top_k=5`` is a number and
-    ``name='5'`` text; an empty one is null. A mapping or list replaces what was there.
+    Keys are dotted; list items are addressed by index, ``data.train.0.path`` or ``data.train[0].path``. The index after
+    the last appends, and index 0 of a missing key creates a list. The value is YAML, so ``top_k=5`` is a number and
+    ``name='5'`` is text; an empty value is null. A mapping or list replaces the old value.
     """
     for override in overrides:
         mark = Mark(f"override {show_value(override)}")
@@ -85,7 +85,7 @@ def _set(document: Document, override: str, mark: Mark) -> None:
 
 
 def _step(parent: Any, part: str | int, so_far: KeyPath, marks: Marks) -> str | int:
-    """The key or index ``part`` means in ``parent``."""
+    """The key or index that ``part`` denotes in ``parent``."""
     if isinstance(parent, dict):
         if part not in parent and isinstance(part, str) and part.isdecimal() and int(part) in parent:
             return int(part)
@@ -135,7 +135,7 @@ def _names(parent: Any) -> Iterable[str]:
 
 
 def _shift(marks: Marks, path: KeyPath, removed: int) -> None:
-    """Items after a deleted one move up by one; so do their marks."""
+    """Shift the items after a deleted one, and their marks, by one."""
     depth = len(path)
     moved: dict[KeyPath, Mark] = {}
     for known in list(marks.by_path):

@@ -1,4 +1,4 @@
-"""Problems found in a configuration: collected, located in file or override, and reported all at once."""
+"""Problems in a configuration: collected, located in file or override, and reported together."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from chatlearn_core.exceptions import ConfigError
 
 KeyPath = tuple[str | int, ...]
-"""Where a value sits: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
+"""Path of a value: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
 
 _SYNONYMS = {"backend": ("format", "name"), "name": ("backend",)}
-"""The key that chooses a plugin is ``backend`` in roles, ``format`` in datasets and ``name`` elsewhere."""
+"""Keys that choose a plugin: ``backend`` in roles, ``format`` in datasets and ``name`` elsewhere."""
 _LONGEST_VALUE = 100
-"""Longer values are cut in messages: a message names the value, it does not repeat a prompt."""
+"""Longer values are shortened in messages, which need not repeat a whole prompt."""
 
 
 class _Unset:
-    """Marks a problem that has no value to show, where None is a value."""
+    """Marks a problem without a value, because None is a value."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -30,7 +30,7 @@ UNSET = _Unset()
 
 @dataclass(slots=True, frozen=True)
 class Mark:
-    """Where one key was written: a line of the file, or a command-line override."""
+    """The place where a key was written: a line of the file, or a command-line override."""
 
     source: str
     line: int | None = None
@@ -48,27 +48,27 @@ class Problem:
     rule: str
     value: Any = UNSET
     remedy: str = ""
-    """What to do about it; lines separated by newlines."""
+    """How to fix the problem; may have several lines."""
     related: tuple[tuple[KeyPath, Any], ...] = ()
-    """The other settings that take part in a conflict, with their values."""
+    """The other settings involved in a conflict, with their values."""
     mark: Mark | None = None
-    """Where it was written, where the path does not tell."""
+    """Where the problem was written, if its path does not show it."""
 
     def paths(self) -> tuple[KeyPath, ...]:
-        """Every path that takes part."""
+        """The paths of all settings involved."""
         return (self.path, *(path for path, _ in self.related))
 
 
 @dataclass(slots=True)
 class Marks:
-    """Where every key of a configuration was written."""
+    """The places where the keys of a configuration were written."""
 
     source: str
     """The file's name as given, or ``<text>``."""
     by_path: dict[KeyPath, Mark] = field(default_factory=dict)
 
     def locate(self, path: KeyPath) -> Mark:
-        """The mark of this key, or of the innermost enclosing one that is written somewhere."""
+        """The mark of this key, or of the innermost enclosing key that is written."""
         for length in range(len(path), 0, -1):
             mark = self.by_path.get(path[:length])
             if mark is not None:
@@ -76,18 +76,18 @@ class Marks:
         return self.by_path.get((), Mark(self.source))
 
     def is_written(self, path: KeyPath) -> bool:
-        """False for a key that holds its default."""
+        """Whether the key is written, rather than holding its default."""
         return path in self.by_path
 
     def replace(self, path: KeyPath, marks: Mapping[KeyPath, Mark]) -> None:
-        """Forget everything at and below ``path`` and put ``marks`` there."""
+        """Replace all marks at and below ``path`` by ``marks``."""
         for known in [known for known in self.by_path if known[: len(path)] == path]:
             del self.by_path[known]
         self.by_path.update(marks)
 
 
 class InvalidConfigError(ConfigError):
-    """A configuration breaks rules; ``problems`` holds all of them, the message tells each."""
+    """A configuration breaks rules; ``problems`` holds all problems, and the message describes each."""
 
     def __init__(self, source: str, problems: Sequence[Problem], marks: Marks) -> None:
         ordered = sorted(problems, key=lambda problem: _order(problem.mark or marks.locate(problem.path)))
@@ -102,7 +102,7 @@ def _order(mark: Mark) -> tuple[bool, int]:
 
 
 def show_path(path: KeyPath) -> str:
-    """``roles.trainer.options.lr``; an odd key is quoted, the top is ``(top level)``."""
+    """``roles.trainer.options.lr``; an unusual key is quoted, the top is ``(top level)``."""
     if not path:
         return "(top level)"
     return ".".join(str(part) if _is_plain(part) else repr(part) for part in path)
@@ -113,13 +113,13 @@ def _is_plain(part: str | int) -> bool:
 
 
 def show_value(value: Any) -> str:
-    """The value as Python shows it, cut where it is long."""
+    """The value as Python shows it, shortened if it is long."""
     shown = repr(value)
     return shown if len(shown) <= _LONGEST_VALUE else f"{shown[: _LONGEST_VALUE - 3]}..."
 
 
 def render(problem: Problem, marks: Marks) -> str:
-    """The lines that tell one problem: where, key, rule, value; the other side; what to do."""
+    """The lines that describe a problem: place, key, rule, value; the other settings; the remedy."""
     first, *more = problem.rule.split("\n")
     value = "" if problem.value is UNSET else f" (got {show_value(problem.value)})"
     mark = problem.mark or marks.locate(problem.path)
@@ -132,7 +132,7 @@ def render(problem: Problem, marks: Marks) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to a misspelled one, or None where nothing is close."""
+    """The valid name closest to a misspelled one, or None if no name is close."""
     names = list(valid)
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in names}
     matches = difflib.get_close_matches(name.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
@@ -140,18 +140,18 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def meant_key(key: str, valid: Sequence[str]) -> str | None:
-    """The valid key that a wrong one stands for: what another section calls the same, or else the nearest."""
+    """The valid key that a wrong one stands for: another section's name for it, or else the nearest."""
     return next((other for other in _SYNONYMS.get(key, ()) if other in valid), None) or nearest(key, valid)
 
 
 def unknown_key(path: KeyPath, value: Any, valid: Sequence[str], elsewhere: str = "") -> Problem:
-    """The problem of a key that its section does not have.
+    """The problem of an unknown key in a section.
 
     Args:
         path: The unknown key.
         value: What was written there.
         valid: The keys the section has.
-        elsewhere: Said instead of a guess where the key is known to belong to another section.
+        elsewhere: explanation used in place of a guess if the key is known to belong to another section.
     """
     guess = meant_key(str(path[-1]), valid)
     hint = elsewhere or (f"did you mean '{guess}'?" if guess else "")
@@ -160,6 +160,6 @@ def unknown_key(path: KeyPath, value: Any, valid: Sequence[str], elsewhere: str 
 
 
 def overlaps(path: KeyPath, other: KeyPath) -> bool:
-    """True where one path encloses the other, or both are the same."""
+    """Whether one path encloses the other, or both are the same."""
     shorter = min(len(path), len(other))
     return path[:shorter] == other[:shorter]

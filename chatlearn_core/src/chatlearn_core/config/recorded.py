@@ -1,6 +1,6 @@
-"""A run's settings as its files keep them: resolved, with defaults, and without what came from the environment.
+"""A run's settings as written to its files: resolved, with defaults, and without values from the environment.
 
-``${oc.env:HF_TOKEN}`` is written as it stands in the configuration, so that no file of a run holds a secret.
+``${oc.env:HF_TOKEN}`` is written as in the configuration, so that no file of a run holds a secret.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from chatlearn_core.config.show import escaped
 
 _FROM_ENVIRONMENT = "${oc.env:"
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
-"""Another setting: ``${a.b}``, or ``${.b}`` relative to where it is written."""
+"""A reference to another setting: ``${a.b}``, or ``${.b}`` relative to its own place."""
 
 
 def recorded_values(loaded: LoadedConfig) -> dict[str, Any]:
-    """Every setting with its default, as a configuration file that loads to the same run in the same environment."""
+    """Every setting with its default, as a configuration file that gives the same run in the same environment."""
     values: dict[str, Any] = escaped(loaded.config.model_dump(mode="json"))
     for path, text in environment_texts(loaded.written, loaded.resolved).items():
         section: Any = values
@@ -30,18 +30,18 @@ def recorded_values(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _key(section: Any, part: str | int) -> str | int:
-    """A whole number as a key is text in JSON."""
+    """Convert a key as in JSON, where whole numbers are text."""
     return part if isinstance(section, list) else str(part)
 
 
 def environment_texts(written: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[KeyPath, str]:
     """The settings whose text comes from environment variables, directly or through other settings, as written.
 
-    Numbers that are read from the environment (``${oc.decode:${oc.env:N}}``) are no secrets and not among them.
+    Numbers read from the environment (``${oc.decode:${oc.env:N}}``) are not secret and are not included.
 
     Args:
         written: values with interpolations.
-        resolved: the same without.
+        resolved: the same values without interpolations.
     """
     texts = {path: text for path, text in _texts(written, ()) if "${" in text}
     kept = {
@@ -55,7 +55,7 @@ def environment_texts(written: Mapping[Any, Any], resolved: Mapping[Any, Any]) -
 
 
 def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Every text below a value, with its path."""
+    """Every text in a value, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping | list):

@@ -12,7 +12,7 @@ from chatlearn_core.config.load import LoadedConfig
 def resolved_values(loaded: LoadedConfig) -> dict[str, Any]:
     """Every setting of a run: interpolations resolved, defaults filled in, plugin options included.
 
-    Text that holds ``${`` is escaped, so that loading it again gives the same configuration.
+    Text that contains ``${`` is escaped, so that loading it again gives the same configuration.
     """
     values: dict[str, Any] = loaded.config.model_dump(mode="json")
     for key, choice in loaded.choices.items():
@@ -24,7 +24,7 @@ def resolved_values(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def escaped(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values with every ``${`` as a configuration file writes it where it means itself."""
+    """The same values with every ``${`` escaped as a literal."""
     result: dict[str, Any] = _escape(values)
     return result
 
@@ -36,7 +36,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def _path(key: str, values: dict[str, Any]) -> list[str | int]:
-    """The keys that a dotted path names; digits are indices where they meet a list."""
+    """The keys of a dotted path; digits are indices if they address a list."""
     path: list[str | int] = []
     section: Any = values
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""Values that no setting can use, of whatever plugin: infinite numbers, NaN, and texts with a NUL character."""
+"""Values that no setting of any plugin can use: infinite numbers, NaN, and texts with a NUL character."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from chatlearn_core.config.problems import KeyPath, Problem
 def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
     """A problem for each value at and below ``value`` that no setting can use.
 
-    JSON has no infinity and no NaN, comparisons with NaN are false, and a sum with either is one of them: what such a
-    number would do is found out in the middle of a run, if at all. A file name with NUL is refused by every system.
+    JSON has no infinity and no NaN, comparisons with NaN are false, and both propagate through sums: their effect would
+    show in the middle of a run, if at all. Every system refuses a file name with NUL.
     """
     if isinstance(value, float) and not math.isfinite(value):
         yield Problem(

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, told with the keys of the file and the nearest valid names."""
+"""Turns pydantic's validation errors into problems with the keys of the file and the nearest valid names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _QUOTED = re.compile(r"'([^']*)'")
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], values: Any, prefix: KeyPath = ()) -> list[Problem]:
-    """One problem a key, in the order pydantic found them; several rules on one key (a union) are joined by 'or'.
+    """One problem per key, in pydantic's order; several rules on one key (a union) are joined by 'or'.
 
     Args:
-        error: What ``model`` raised.
-        model: The model that validated.
-        values: What was validated, to tell keys from the names pydantic adds to a location.
-        prefix: The path of ``values`` in the configuration.
+        error: the error that ``model`` raised.
+        model: the model that validated.
+        values: the validated values, to distinguish keys from names that pydantic adds to a location.
+        prefix: the path of ``values`` in the configuration.
     """
     found: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False):
@@ -86,7 +86,7 @@ def _unquote(text: str, kind: str) -> str:
 
 
 def _known(location: Sequence[str | int], values: Any) -> KeyPath:
-    """The part of pydantic's location that is a path in the file: it also names union branches and ``[key]``."""
+    """The part of pydantic's location that is a path in the file, without union branches and ``[key]``."""
     path: list[str | int] = []
     for part in location:
         if isinstance(values, Mapping):
@@ -100,7 +100,7 @@ def _known(location: Sequence[str | int], values: Any) -> KeyPath:
 
 
 def _as_number(part: str | int) -> str | int:
-    """JSON keys are text, those of a file may be numbers."""
+    """The key as a number if possible: JSON keys are text, but keys of a file may be numbers."""
     return int(part) if isinstance(part, str) and part.isascii() and part.isdigit() else part
 
 

@@ -1,4 +1,4 @@
-"""From data files to batches of examples: reading, formats, filtering, mixing, a resumable sampler."""
+"""The way from data files to batches of examples: reading, formats, filtering, mixing, a resumable sampler."""
 
 from chatlearn_core.data.builtin_kinds import Demonstrations, Preferences, Prompts
 from chatlearn_core.data.example_kind import ExampleKind, RowRenderer

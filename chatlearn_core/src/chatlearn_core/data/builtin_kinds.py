@@ -1,4 +1,4 @@
-"""The kinds of examples that the core brings: prompts, demonstrations, preferences."""
+"""The core's own kinds of examples: prompts, demonstrations, preferences."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Prompts:
     """Prompts that a generator completes."""
 
     def build(self, raw: RawExample, row: RowRenderer) -> Prompt:
-        """The prompt, if the row has the answer that its rewards need."""
+        """The prompt of a row; raises if its rewards need an answer and the row has none."""
         prompt = row.prompt(raw)
         row.require_answer(raw)
         return prompt
 
     def samples(self, draw: ExampleDraw) -> list[Sample]:
-        """None: they are generated."""
+        """Empty: a generator makes the samples."""
         return []
 
 
 class Demonstrations:
-    """Completions to imitate: one sample a draw."""
+    """Completions to imitate: one sample per draw."""
 
     def build(self, raw: RawExample, row: RowRenderer) -> Demonstration:
-        """The prompt and what follows it."""
+        """The prompt and its completion."""
         if raw.completion is None:
             raise DataError(f"no completion to imitate (looked in: {', '.join(row.format.completion_columns)})")
         shown = row.rendered(raw, raw.completion)
@@ -53,10 +53,10 @@ class Demonstrations:
 
 
 class Preferences:
-    """Completions of one prompt, ranked or labelled: a sample each, all of one unit.
+    """Completions of one prompt, ranked or labelled: one sample each, all in one unit.
 
     ``sequence_data["rank"]`` is larger for a better completion; ``sequence_data["label"]`` is 1 for a good one and 0
-    for a bad one. A sample has the one that its example has.
+    for a bad one. A sample has whichever of the two its example has.
     """
 
     def build(self, raw: RawExample, row: RowRenderer) -> Preference:
@@ -77,7 +77,7 @@ class Preferences:
         )
 
     def samples(self, draw: ExampleDraw) -> list[Sample]:
-        """The completions in their order."""
+        """One sample per completion, in order."""
         example = cast(Preference, draw.example)
         made: list[Sample] = []
         for index, answer in enumerate(example.completions):
@@ -92,7 +92,7 @@ class Preferences:
 
 
 def _check_verdicts(raw: RawExample) -> None:
-    """Ranks or labels, one for each completion."""
+    """Check that each completion has a rank, or each has a label."""
     count = len(raw.completions)
     if bool(raw.ranks) == bool(raw.labels):
         raise DataError(
@@ -114,7 +114,7 @@ def _check_verdicts(raw: RawExample) -> None:
 
 
 def _check_sides(answers: tuple[Answer, ...], raw: RawExample) -> None:
-    """Equal completions must have equal ranks: nothing can be learned from preferring a text to itself."""
+    """Check that equal completions have equal ranks: preferring a text to itself teaches nothing."""
     verdicts = [*raw.ranks] or [*raw.labels]
     seen: dict[bytes, tuple[int, float]] = {}
     for index, (answer, verdict) in enumerate(zip(answers, verdicts, strict=True)):

@@ -1,4 +1,4 @@
-"""Kinds of examples: what rows become, and which samples an example gives without a generator."""
+"""Kinds of examples: how rows become examples, and which samples an example yields without a generator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from chatlearn_core.types import Example, ExampleDraw, Prompt, Sample
 
 
 class ExampleKind(Protocol):
-    """Built as ``factory()`` from an ``ExampleKindSpec``; pure, holds no state. An algorithm names one as its
-    ``input``.
+    """Built as ``factory()`` from an ``ExampleKindSpec``; pure and stateless. An algorithm names one as its ``input``.
 
     Example:
         class Rewrites:
@@ -29,32 +28,32 @@ class ExampleKind(Protocol):
         """The example of a row.
 
         Raises:
-            DataError: the row cannot be used; only the reason, the pipeline adds file and line.
+            DataError: the row cannot be used; give only the reason, because the pipeline adds file and line.
         """
 
     def samples(self, draw: ExampleDraw) -> list[Sample]:
-        """The samples of a draw, in the order of their ids; empty if a generator has to make them."""
+        """The samples of a draw, in id order; empty if a generator makes them."""
 
 
 @dataclass(slots=True)
 class RowRenderer:
-    """Renders one row the way the run renders all of them."""
+    """Renders one row with the run's rendering settings."""
 
     renderer: PromptRenderer
     format: DatasetFormat
     where: str
     """The configuration key of the dataset."""
     id: str
-    """Of the row."""
+    """Id of the row."""
     data_source: str
     spelled: list[str] = field(default_factory=list)
-    """Control tokens that the rendered texts spell."""
+    """Control tokens spelled out in the rendered texts."""
 
     def prompt(self, raw: RawExample, rendered: RenderedPrompt | None = None) -> Prompt:
         """The row's prompt.
 
         Args:
-            rendered: by default, as a generator takes it.
+            rendered: the rendered prompt; by default rendered for generation.
         """
         if rendered is None:
             self._note(raw)
@@ -71,7 +70,7 @@ class RowRenderer:
         )
 
     def rendered(self, raw: RawExample, completion: Content) -> RenderedDemonstration:
-        """The row's prompt with a completion behind it, as the chat template writes the two."""
+        """The row's prompt followed by a completion, rendered by the chat template."""
         self._note(raw, completion)
         return self.renderer.demonstration(raw.prompt, completion, tools=raw.tools, imitates_prompt=raw.imitates_prompt)
 

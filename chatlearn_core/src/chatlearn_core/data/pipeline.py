@@ -1,4 +1,4 @@
-"""From configured datasets to tokenised examples, with every row accounted for."""
+"""Turns configured datasets into tokenised examples, and accounts for every row."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Dataset:
 
     name: str
     weight: float
-    """Share among the datasets it is mixed with, relative to theirs."""
+    """Share among the datasets it is mixed with, relative to their weights."""
     examples: tuple[Example, ...]
     report: DatasetReport
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever an example's id or a token changes."""
+        """A value that changes whenever an example's id or a token changes."""
         digest = hashlib.sha256()
         for example in self.examples:
             prompt = example.prompt
@@ -55,7 +55,7 @@ class ExampleSet:
         return sum(len(dataset.examples) for dataset in self.datasets)
 
     def __iter__(self) -> Iterator[Example]:
-        """Every example once, dataset by dataset in stored order, as an evaluation takes them."""
+        """Every example once, dataset by dataset in stored order, for evaluations."""
         return chain.from_iterable(dataset.examples for dataset in self.datasets)
 
     @property
@@ -76,24 +76,24 @@ def build_dataset(
 ) -> ExampleSet:
     """Read, interpret, render, tokenise and filter the datasets of one split.
 
-    Ids are those of the rows, otherwise ``{dataset name}/{row number}`` counted from 0 (``eval/...`` in the eval
-    split, so that no two examples of a run share one by accident).
+    Ids come from the rows, otherwise they are ``{dataset name}/{row number}`` counted from 0 (``eval/...`` in the eval
+    split, so that examples of a run never share an id by accident).
 
     Args:
         config: the ``data`` section.
-        renderer: of the policy's model.
-        plugins: dataset formats and readers are among them.
-        kind: of the examples that are built.
+        renderer: renderer of the policy's model.
+        plugins: include the dataset formats and readers.
+        kind: kind of the examples to build.
         max_prompt_tokens: longer prompts are filtered out and counted.
-        max_length: longest sequence, tokens: also bounds prompt and completion together where examples bring both.
-        split: which list of ``config``.
-        check: says why the run could not use a prompt, such as a ground truth that no reward can read, or None; a row
-            with such a prompt is a bad row.
+        max_length: longest sequence, tokens: also bounds prompt and completion together if examples have both.
+        split: which list of ``config`` to build.
+        check: returns the reason why the run cannot use a prompt, such as a ground truth that no reward can read, or
+            None; a row with an unusable prompt is a bad row.
 
     Raises:
-        DataError: a file that is missing, empty or unreadable; bad rows unless ``config.on_bad_row`` is ``skip``; no
-            example left.
-        ConfigError, PluginError: a format that is unknown or refuses its options.
+        DataError: a file is missing, empty or unreadable; there are bad rows and ``config.on_bad_row`` is not ``skip``;
+            no example is left.
+        ConfigError, PluginError: a format is unknown or rejects its options.
     """
     limits = _Limits(min(max_prompt_tokens, max_length - 1), max_length)
     places: dict[str, str] = {}
@@ -134,7 +134,7 @@ class _Builder:
     limits: _Limits
     on_bad_row: OnBadRow
     places: dict[str, str]
-    """Example id -> where it was read; shared by the datasets of a split."""
+    """Example id -> place where it was read; shared by the datasets of a split."""
     check: ExampleCheck | None
 
     def build(self, plugins: PluginRegistry) -> Dataset:
@@ -202,7 +202,7 @@ class _Builder:
     def _example(
         self, located: LocatedRow, number: int, row_format: DatasetFormat, control_rows: list[tuple[str, ...]]
     ) -> Example:
-        """The example of a row; if it spells control tokens they are added to ``control_rows``."""
+        """The example of a row; control tokens spelled out in it are added to ``control_rows``."""
         if located.row is None:
             raise DataError(located.error or "no row")
         raw = parse_row(row_format, located.row)

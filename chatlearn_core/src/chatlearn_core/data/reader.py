@@ -1,4 +1,4 @@
-"""Rows of files: JSON Lines, JSON and CSV here, everything else by readers that plugins register."""
+"""Reads rows of files: JSON Lines, JSON and CSV itself, other formats through readers that plugins register."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chatlearn_core.data.format import Row
 from chatlearn_core.exceptions import DataError
 
 _EXCERPT = 60
-"""Characters of a malformed line that an error shows."""
+"""Number of characters of a malformed line that an error shows."""
 _SPLITS = ("train", "test", "valid", "dev", "eval")
-"""How the names of files begin that belong to a split."""
+"""Prefixes of file names that indicate a split."""
 
 
 class RowReader(Protocol):
     """Reads one kind of file, or hub datasets. Built as ``factory(options)`` from a ``DatasetSpec`` with ``reads``."""
 
     def rows(self, path: str, split: str | None) -> Iterator[Row]:
-        """Rows in stored order. ``split`` is that of a hub dataset; readers of files ignore it.
+        """Rows in stored order. ``split`` selects a split of a hub dataset; readers of files ignore it.
 
         Raises:
             DataError: the file or dataset cannot be read.
@@ -33,10 +33,10 @@ class RowReader(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class LocatedRow:
-    """A row and where it stands, or why it is none."""
+    """A row and its place, or the error that makes it unusable."""
 
     place: str
-    """For people: ``train.jsonl line 3``, ``train.parquet row 3``."""
+    """For messages: ``train.jsonl line 3``, ``train.parquet row 3``."""
     row: Row | None = None
     error: str | None = None
 
@@ -44,15 +44,15 @@ class LocatedRow:
 def read_rows(path: str, split: str | None, readers: Mapping[str, Callable[[], RowReader]]) -> Iterator[LocatedRow]:
     """Rows of a file, of every data file below a directory (sorted by path), or of a hub dataset.
 
-    A line that is no row (malformed JSON, not UTF-8, not an object) is yielded with its error and reading goes on.
+    A line without a valid row (malformed JSON, not UTF-8, not an object) is yielded with its error; reading continues.
 
     Args:
         path: a file, a directory, or a hub id ``owner/name``, with a configuration ``owner/name:main``.
-        split: of a hub dataset; below a directory, only files whose name begins with it.
-        readers: file suffix, or ``hub``, to what builds its reader.
+        split: split of a hub dataset; for a directory, only files whose names begin with it are read.
+        readers: file suffix, or ``hub`` -> function that builds the reader.
 
     Raises:
-        DataError: nothing there, or nothing that a reader takes.
+        DataError: the path does not exist, or no reader supports it.
     """
     source = Path(path).expanduser()
     if source.is_dir():
@@ -73,7 +73,7 @@ def read_rows(path: str, split: str | None, readers: Mapping[str, Callable[[], R
 
 
 def _looks_like_hub_id(path: str, readers: Mapping[str, object]) -> bool:
-    """Whether ``path``, which does not exist here, can be ``owner/name``."""
+    """Whether ``path``, which does not exist locally, has the form ``owner/name``."""
     parts = path.split("/")
     is_file = Path(path).suffix.lower() in _readable(readers)
     return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and not is_file
@@ -140,7 +140,7 @@ def _numbered(rows: Iterator[Row], name: str) -> Iterator[LocatedRow]:
 
 
 def _read_json_lines(file: Path) -> Iterator[LocatedRow]:
-    """Rows of a JSON Lines file, streaming. Blank lines are passed over, a byte-order mark is ignored."""
+    """Rows of a JSON Lines file, streamed. Blank lines and a byte-order mark are skipped."""
     offset = 0
     with file.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
@@ -158,7 +158,7 @@ def _read_json_lines(file: Path) -> Iterator[LocatedRow]:
 def _json_row(line: str, place: str) -> LocatedRow:
     try:
         row = json.loads(line)
-        if "\\ud" in line.lower():  # an escape such as \\ud83d is half a character if the other half is missing
+        if "\\ud" in line.lower():  # an escape such as \\ud83d needs its other half to be a character
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         return LocatedRow(place, error=f"not valid JSON ({error.msg} at column {error.colno}): {_excerpt(line)}")

@@ -1,4 +1,4 @@
-"""What became of a dataset's rows."""
+"""The outcome of reading a dataset: rows kept, filtered and skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from chatlearn_core.exceptions import DataError
 
 _SHOWN = 5
-"""Bad rows and control tokens that are named; all are counted."""
+"""Number of bad rows and control tokens that are listed; all are counted."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,23 +21,23 @@ class DatasetReport:
     num_rows: int
     num_examples: int
     num_filtered: int
-    """Too long: the prompt alone, or prompt and completion together."""
+    """Rows that are too long: the prompt alone, or prompt and completion together."""
     max_prompt_tokens: int
-    """The limit that filtered."""
+    """The limit that the filter applied, tokens."""
     longest_prompt_tokens: int
-    """Of all well-formed rows, the filtered ones included."""
+    """Longest prompt of all well-formed rows, including filtered ones, tokens."""
     bad_rows: tuple[str, ...] = ()
     """``place: reason`` of every row left out because ``on_bad_row`` is ``skip``."""
     control_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Control token -> rows whose text spells it."""
+    """Control token -> number of rows whose text spells it out."""
     num_control_rows: int = 0
-    """Rows that spell any of them."""
+    """Number of rows that spell out any control token."""
     control_token_policy: str = "text"
-    """What became of them: see ``data.control_tokens``."""
+    """How they were treated: see ``data.control_tokens``."""
 
     @property
     def is_notable(self) -> bool:
-        """Whether not every row became an example as it stands."""
+        """Whether some row was left out or spells out control tokens."""
         return bool(self.num_bad or self.num_filtered or self.num_control_rows)
 
     @property
@@ -57,7 +57,7 @@ class DatasetReport:
 
 
 def control_tokens_text(num_spelling: int, num_rows: int, tokens: Mapping[str, int], policy: str) -> str:
-    """In how many rows control tokens are spelled, which, and what becomes of them."""
+    """A sentence on the number of rows that spell out control tokens, which ones, and their treatment."""
     most = sorted(tokens.items(), key=lambda item: -item[1])[:_SHOWN]
     names = ", ".join(f"{token} in {count}" for token, count in most)
     fate = {"text": "encoded as text", "special": "taken as tokens", "refuse": "refused"}[policy]
@@ -65,7 +65,7 @@ def control_tokens_text(num_spelling: int, num_rows: int, tokens: Mapping[str, i
 
 
 def bad_rows_error(bad_rows: list[str], path: str, num_rows: int) -> DataError:
-    """The error about rows that cannot be used: the first few in full, all counted."""
+    """The error about unusable rows: lists the first few and counts all."""
     shown = "\n".join(f"  {row}" for row in bad_rows[:_SHOWN])
     more = f"\n  ... and {len(bad_rows) - _SHOWN} more" if len(bad_rows) > _SHOWN else ""
     if len(bad_rows) == num_rows:

@@ -1,4 +1,4 @@
-"""Draws training examples: mixed by ratio, shuffled by seed, resumable from a few numbers."""
+"""Draws training examples: mixed by ratio, shuffled by seed, resumable from a small state."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _STATE_VERSION = 2
 class Sampler(ExampleSampler):
     """An endless stream of examples over one or several datasets.
 
-    Every dataset is passed through epoch by epoch, each in an order of its own: draw k of epoch e of a dataset is a
-    pure function of (seed, dataset name, e), so the state is the number of batches and one count a dataset. A dataset
-    that ends begins again, reshuffled, whatever the others do.
+    Each dataset is drawn epoch by epoch, each epoch in a new order: draw k of epoch e of a dataset is a pure function
+    of (seed, dataset name, e), so the state is the number of batches and one count per dataset. A dataset that ends
+    restarts, reshuffled, independently of the others.
 
     Args:
         datasets: at least one, none empty.
-        seed: of the order.
+        seed: determines the order.
         shuffle: False keeps the stored order in every epoch.
     """
 
@@ -54,20 +54,20 @@ class Sampler(ExampleSampler):
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Dataset name -> passes made over it so far, in fractions."""
+        """Dataset name -> number of passes made over it so far, fractional."""
         return {
             dataset.name: drawn / len(dataset.examples)
             for dataset, drawn in zip(self._datasets, self._drawn, strict=True)
         }
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """What is drawn depends on nothing that was sampled."""
+        """Does nothing: draws do not depend on samples."""
 
     def next_batch(self, size: int) -> list[ExampleDraw]:
         """Draw ``size`` examples.
 
-        Seed keys hold the number of the batch, from 1. An example that comes up again in the same batch (where an epoch
-        ends, or in a batch larger than the dataset) has ``~2``, ``~3``, ... behind its id there.
+        Seed keys contain the number of the batch, from 1. If an example occurs again in the same batch (at the end of
+        an epoch, or in a batch larger than the dataset), its id there is followed by ``~2``, ``~3``, ...
         """
         self._batches += 1
         batch: list[ExampleDraw] = []
@@ -82,7 +82,7 @@ class Sampler(ExampleSampler):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain JSON values."""
+        """The position in the stream, as plain JSON values."""
         return {
             "version": _STATE_VERSION,
             "seed": self._seed,
@@ -94,10 +94,10 @@ class Sampler(ExampleSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken: the next batches are those that would have followed.
+        """Continue from ``state``: the next batches are those that would have followed.
 
         Raises:
-            CheckpointError: the state is of other data, another mixture or another order, so it cannot be continued.
+            CheckpointError: the state belongs to other data, another mixture or another order.
         """
         here = self.state_dict()
         try:
@@ -120,7 +120,7 @@ class Sampler(ExampleSampler):
         self._drawn, self._batches = drawn, batches
 
     def _draw(self) -> tuple[Example, int]:
-        """An example, and how often it was drawn before: every epoch of its dataset draws it once."""
+        """An example and the number of its earlier draws: every epoch of its dataset draws it once."""
         index = next_dataset(self._shares, self._drawn)
         examples = self._datasets[index].examples
         epoch, position = divmod(self._drawn[index], len(examples))
@@ -128,7 +128,7 @@ class Sampler(ExampleSampler):
         return examples[int(self._order(index, epoch)[position])], epoch
 
     def _order(self, index: int, epoch: int) -> npt.NDArray[np.int64]:
-        """Order of one epoch of one dataset; the current one is kept."""
+        """Order of one epoch of one dataset; the latest one is cached."""
         if index not in self._orders or self._orders[index][0] != epoch:
             dataset = self._datasets[index]
             self._orders[index] = (epoch, self._computed_order(dataset.name, len(dataset.examples), epoch))
@@ -138,7 +138,7 @@ class Sampler(ExampleSampler):
         if not self._shuffle:
             return np.arange(size, dtype=np.int64)
         key = hashlib.sha256(f"{self._seed}/{name}/{epoch}".encode()).digest()[:16]
-        # NumPy keeps the raw stream of a bit generator fixed between versions, but not what permutation() makes of it.
+        # NumPy keeps the raw stream of a bit generator fixed between versions, but not the result of permutation().
         draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(size)
         return np.argsort(draws, kind="stable").astype(np.int64)
 

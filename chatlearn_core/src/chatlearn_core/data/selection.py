@@ -1,4 +1,4 @@
-"""Which dataset plugin a dataset needs: the format it names or its columns fit, and the readers there are."""
+"""Selects the plugins of a dataset: the format that it names or that fits its columns, and the installed readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 
 
 def row_readers(plugins: PluginRegistry) -> dict[str, Callable[[], RowReader]]:
-    """File suffix, or ``hub``, to what builds its reader."""
+    """File suffix, or ``hub`` -> function that builds the reader."""
     return {
         source: partial(_build, plugins, spec, {}, f"reader of {source}")
         for spec in plugins.records("dataset")
@@ -25,11 +25,11 @@ def row_readers(plugins: PluginRegistry) -> dict[str, Callable[[], RowReader]]:
 
 
 def select_format(plugins: PluginRegistry, name: str, options: Mapping[str, Any], where: str) -> DatasetFormat:
-    """Build the format ``name``; ``where`` is the configuration key of the dataset that asks for it.
+    """Build the format ``name``; ``where`` is the configuration key of the dataset.
 
     Raises:
-        PluginError: no such format, or its code cannot be used.
-        ConfigError: it is a reader of files, or its options model refuses ``options``.
+        PluginError: there is no such format, or its code cannot be used.
+        ConfigError: it is a reader of files, or its options model rejects ``options``.
     """
     spec = plugins.select("dataset", name, f"{where}.format")
     if spec.reads:

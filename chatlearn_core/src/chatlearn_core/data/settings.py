@@ -1,4 +1,4 @@
-"""What the data pipeline reads from a run's configuration; ``config.models`` satisfies it."""
+"""The settings that the data pipeline reads from a run's configuration; ``config.models`` implements them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnBadRow = Literal["error", "skip"]
 
 
 class DatasetSettings(Protocol):
-    """One dataset: see ``config.models.DatasetConfig``, which says what each setting means."""
+    """One dataset; ``config.models.DatasetConfig`` describes each setting."""
 
     @property
     def path(self) -> str: ...
@@ -31,7 +31,7 @@ class DatasetSettings(Protocol):
 
 
 class DataSettings(Protocol):
-    """All datasets of a run: see ``config.models.DataConfig``."""
+    """All datasets of a run; see ``config.models.DataConfig``."""
 
     @property
     def train(self) -> Sequence[DatasetSettings]: ...

@@ -1,4 +1,4 @@
-"""What the core asks of a tokenizer."""
+"""The interface that the core requires of a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that the core calls, so that one can be passed as it is.
+    """The part of a Hugging Face tokenizer that the core calls, so that such a tokenizer can be passed unchanged.
 
     The core imports no tokenizer library; the assembly of a run loads the tokenizer and passes it in.
     """
@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
         """Every token and its id."""
 
     def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
-        """Ids of ``text``. ``add_special_tokens`` puts around it what the tokenizer puts around plain text;
-        ``split_special_tokens`` takes special tokens that it spells for text.
+        """Ids of ``text``. ``add_special_tokens`` adds the tokens that the tokenizer puts around plain text;
+        ``split_special_tokens`` treats special tokens spelled out in the text as ordinary text.
         """
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """Text of the messages; the core always passes ``tokenize=False``, and ``tools`` only where there are some.
+        """Text of the messages; the core always passes ``tokenize=False``, and ``tools`` only if there are some.
 
-        ``add_generation_prompt`` ends it where the assistant's turn begins.
+        With ``add_generation_prompt`` the text ends where the assistant's turn begins.
         """

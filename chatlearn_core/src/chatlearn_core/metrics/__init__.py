@@ -1,4 +1,4 @@
-"""Numbers about a run: how they are timed, merged, written and shown."""
+"""Metrics of a run: timing, merging, and writing them."""
 
 from chatlearn_core.metrics.run_directory import RunDirectory
 from chatlearn_core.metrics.timers import Timers

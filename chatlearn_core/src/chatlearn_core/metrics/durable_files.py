@@ -1,7 +1,7 @@
-"""Files of a run that survive what storage does: writes that fail half-way, processes killed in the middle of a line.
+"""Writes files of a run so that they survive storage failures and processes killed in the middle of a write.
 
-A file that is replaced is whole, before and after. A file that grows holds whole lines of JSON, and at most one broken
-one for each write that failed, which readers find and leave out.
+A file that is replaced is complete before and after. A file that grows holds complete lines of JSON, and at most one
+broken line for each failed write, which readers detect and skip.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from typing import Any
 from chatlearn_core.types.file_facts import FileFacts
 
 _UNESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
-"""What JSON allows in a string, and terminals obey or readers take for the end of a line."""
+"""Characters that JSON allows in a string, but that control terminals or end lines in some readers."""
 
 
 @dataclass(slots=True, frozen=True)
 class Line:
-    """A whole line of a file, and what it says."""
+    """A complete line of a file, and its content."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     record: dict[str, Any]
     content: bytes
-    """With its newline."""
+    """Bytes of the line, with its newline."""
 
 
 def json_line(record: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """One line of JSON in UTF-8, or with ``indent`` several. What UTF-8 cannot hold is written as its JSON escape."""
+    """One line of JSON in UTF-8, or several with ``indent``. Characters that UTF-8 cannot encode are escaped."""
     text = json.dumps(record, ensure_ascii=False, default=str, indent=indent)
     text = _UNESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add lines to a file. If that fails, the file is what it was, as far as the storage lets it.
+    """Append lines to a file. On failure the file is restored as far as the storage allows.
 
     Raises:
-        OSError: the lines are not written.
+        OSError: the lines were not written.
     """
     content = b"".join(json_line(record) for record in records)
     with file.open("a+b", buffering=0) as stream:
         assert isinstance(stream, FileIO)
         size = stream.seek(0, os.SEEK_END)
         if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
-            content = b"\n" + content  # an earlier process was killed in the middle of a line: it keeps that to itself
+            content = b"\n" + content  # terminates the broken line that a killed process left
         left = memoryview(content)
         try:
             while left:
@@ -64,9 +64,9 @@ def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> tuple[list[Line], list[int]]:
-    """The whole lines of a file, each a JSON object, and the numbers of the others, from 1.
+    """The complete lines of a file, each a JSON object, and the numbers of broken lines, from 1.
 
-    A line without its newline is not whole. A file that does not exist has no lines.
+    A line without its newline is broken. A file that does not exist has no lines.
 
     Raises:
         OSError: the file cannot be read.
@@ -90,13 +90,13 @@ def read_lines(file: Path) -> tuple[list[Line], list[int]]:
 
 
 def replace_file(file: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a file as a whole or not at all.
+    """Replace a file atomically.
 
     Args:
-        durable: whether it is on the disk when this returns, also if the machine's power fails then.
+        durable: whether the content is on disk, safe from a power failure, when this returns.
 
     Raises:
-        OSError: it is not written; an earlier one is as it was.
+        OSError: the file was not written; the old one is unchanged.
     """
     temporary = temporary_name(file)
     try:
@@ -113,17 +113,17 @@ def replace_file(file: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def temporary_name(file: Path) -> Path:
-    """Where ``replace_file`` writes before it renames."""
+    """The path to which ``replace_file`` writes before renaming."""
     return file.with_name(f".{file.name}.tmp")
 
 
 def is_temporary(file: Path) -> bool:
-    """Whether ``replace_file`` of a process that was killed left this file."""
+    """Whether the file is a leftover of ``replace_file`` in a killed process."""
     return file.name.startswith(".") and file.name.endswith(".tmp")
 
 
 def file_facts(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
-    """Have these files of a directory on the disk; their sizes and checksums by name. Raises OSError."""
+    """Flush these files of a directory to disk; returns their sizes and checksums by name. Raises OSError."""
     facts: dict[str, FileFacts] = {}
     for name in names:
         path = directory / name
@@ -133,13 +133,13 @@ def file_facts(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's contents, 64 hexadecimal digits. Raises OSError."""
+    """SHA-256 of a file's content, 64 hexadecimal digits. Raises OSError."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def make_durable(path: Path) -> None:
-    """Have a file or directory on the disk, also if the machine's power fails. Raises OSError."""
+    """Flush a file or directory to disk, so that it survives a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""How far the generator's logprobs are from the trainer's for the same tokens and weights.
+"""Differences between the generator's and the trainer's logprobs for the same tokens and weights.
 
-A gap here biases every policy gradient and is a common, silent cause of collapse; it is measured every step.
+A difference biases every policy gradient and is a common, silent cause of collapse; it is measured in every step.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 from chatlearn_core.types import Metric, Metrics
 
 OUTLIER_RATIO = 2.0
-"""Ratios outside [1/2, 2] are what masked importance sampling with its usual threshold leaves out."""
+"""Ratios outside [1/2, 2] are outliers, as in masked importance sampling with its usual threshold."""
 
 
 def mismatch_metrics(trainer_logprobs: Tensor, generator_logprobs: Tensor, loss_mask: Tensor) -> Metrics:
     """Differences over the masked tokens.
 
     Args:
-        trainer_logprobs: [T] under the weights that sampled.
-        generator_logprobs: [T] of the sampled tokens, same basis.
+        trainer_logprobs: [T] logprobs under the weights that sampled.
+        generator_logprobs: [T] logprobs of the sampled tokens, in the same basis.
         loss_mask: [T] bool.
 
     Returns:
         ``mismatch/prob_diff_{mean,max}``, ``mismatch/logprob_diff_{mean,max}`` (absolute), and estimates of
         KL(generator ‖ trainer) in nats: ``mismatch/kl`` (k3) and ``mismatch/kl_k1``; ``mismatch/outliers``, the share
-        of tokens whose ratio is outside [1/2, 2]. None of them is cut. ``mismatch/infinite``: the share of tokens
-        whose difference is no finite number, because one of the two gives them no probability; they are outliers, and
-        left out of the means of logprobs and KL, of which they would leave nothing to see. Empty if nothing is masked.
+        of tokens whose ratio is outside [1/2, 2]. None of them is clipped. ``mismatch/infinite``: the share of tokens
+        with an infinite difference, because one of the two gives them zero probability; they count as outliers, and
+        are left out of the means of logprobs and KL, which would otherwise be infinite. Empty if the mask is empty.
     """
     trainer = trainer_logprobs.detach()[loss_mask].double()
     generator = generator_logprobs.detach()[loss_mask].double()

@@ -1,4 +1,4 @@
-"""A run's directory: what is written where, and how a resumed run continues its files."""
+"""A run's directory: its files, and how a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chatlearn_core.metrics.timers import Timers
 from chatlearn_core.types import Sample
 
 FAILURE_PAGE = "failure.md"
-"""The page about a run that failed. Observers and runtimes write it; a run that goes on removes it."""
+"""The page about a failed run. Observers and runtimes write it; a resumed run removes it."""
 _WRITING_MODEL = ".writing_model"
 _REPLACED_MODEL = ".replaced_model"
 
@@ -37,13 +37,13 @@ class RunDirectory:
     ``events.jsonl``, ``trace.jsonl``. Observers add theirs.
 
     Raises:
-        ChatLearnError: the directory cannot be made or written to; names the path and the cause.
+        ChatLearnError: the directory cannot be created or written; names the path and the cause.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: set[Path] = set()
-        """Files that may not be on the disk yet, if the machine's power fails."""
+        """Files whose content a power failure could still lose."""
         try:
             for directory in (path, path / "rollouts", path / "checkpoints"):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -69,15 +69,15 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """Where the trained model is exported."""
+        """Directory of the exported model."""
         return self.path / "model"
 
     @contextmanager
     def replacing_model(self) -> Iterator[Path]:
-        """A directory to fill, which becomes ``model`` when the block ends: a model that is there is whole.
+        """Yield a directory to fill, which becomes ``model`` when the block ends, so that ``model`` is always complete.
 
         Raises:
-            ChatLearnError: the disk does not take it; an earlier model is untouched.
+            ChatLearnError: the disk cannot be written; an earlier model is untouched.
         """
         aside = self.path / _WRITING_MODEL
         try:
@@ -93,7 +93,7 @@ class RunDirectory:
             shutil.rmtree(replaced, ignore_errors=True)
         except TrainerLostError:
             shutil.rmtree(aside, ignore_errors=True)
-            raise  # not the disk's fault: the trainer may be rebuilt, and exports once more
+            raise  # not a disk error: the trainer may be rebuilt and export again
         except (OSError, BackendError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _cannot_write(self.model, error) from error
@@ -103,22 +103,22 @@ class RunDirectory:
         self._append(self.metrics_file, {"step": step, **_finite(metrics)})
 
     def append_trace(self, step: int, timers: Timers, during: str | None = None) -> None:
-        """Add the trace of ``timers`` to ``trace.jsonl``: who did what when.
+        """Add the trace of ``timers`` to ``trace.jsonl``: each action with its role and times.
 
         Args:
-            during: what it was part of, if not of the step itself.
+            during: the activity it was part of, if not the step itself.
         """
         extra = {} if during is None else {"during": during}
         self._append(self.trace_file, *({"step": step, **entry, **extra} for entry in timers.trace()))
 
     def append_event(self, event: str, **facts: Any) -> dict[str, Any]:
-        """Add one line to ``events.jsonl``: what happened outside the ordinary course of steps, and when (UTC)."""
+        """Add one line to ``events.jsonl``: an event outside the normal course of steps, with its time (UTC)."""
         record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **facts}
         self._append(self.path / "events.jsonl", record)
         return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of ``metrics.jsonl``; a line cut short by a kill or a full disk is left out.
+        """All complete lines of ``metrics.jsonl``; a line truncated by a kill or a full disk is left out.
 
         Raises:
             ChatLearnError: the file cannot be read.
@@ -126,21 +126,21 @@ class RunDirectory:
         return [line.record for line in self._read_steps(self.metrics_file)[0]]
 
     def read_summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``; empty before the run ended for the first time, or if it is damaged."""
+        """The content of ``summary.json``; empty before the run first ended, or if the file is damaged."""
         try:
             content = json.loads((self.path / "summary.json").read_bytes())
-        except (OSError, ValueError, RecursionError):  # what it says can be found out again
+        except (OSError, ValueError, RecursionError):  # its content can be determined again
             return {}
         return content if isinstance(content, dict) else {}
 
     def rewind(self, step: int) -> list[str]:
-        """Forget what was written after ``step``: a resumed run writes it again. Removes broken lines, too.
+        """Remove everything written after ``step``, because a resumed run writes it again. Removes broken lines, too.
 
         Returns:
             a sentence for each file that had broken lines.
 
         Raises:
-            ChatLearnError: the storage does not take it.
+            ChatLearnError: the storage cannot be changed.
         """
         repaired: list[str] = []
         for file in (self.metrics_file, self.trace_file):
@@ -163,10 +163,10 @@ class RunDirectory:
         return repaired
 
     def remove_unfinished(self) -> None:
-        """Remove what a process that was killed left half-written: temporary files and an unfinished export.
+        """Remove temporary files and an unfinished export of a killed process.
 
         Raises:
-            ChatLearnError: the storage does not take it.
+            ChatLearnError: the storage cannot be changed.
         """
         try:
             for directory in (self.path, self.path / "rollouts"):
@@ -182,17 +182,17 @@ class RunDirectory:
             raise _cannot_write(self.path, error) from error
 
     def make_durable(self) -> None:
-        """Have all that was written on the disk: a checkpoint that survives a power failure goes on from it.
+        """Flush everything written to disk, because a checkpoint that survives a power failure continues from it.
 
         Raises:
-            OSError: the storage does not take it.
+            OSError: the storage cannot be written.
         """
         for path in (*self._written, self.path, self.path / "rollouts"):
             make_durable(path)
         self._written.clear()
 
     def write_rollouts(self, step: int, samples: Iterable[Sample], kind: str = "step") -> None:
-        """Write ``rollouts/{kind}_N.jsonl``: one line a sample, with what the report's browser shows.
+        """Write ``rollouts/{kind}_N.jsonl``: one line per sample, with the data that the report's browser shows.
 
         Args:
             step: the step whose weights sampled them.
@@ -203,7 +203,7 @@ class RunDirectory:
         self._replace(self.path / "rollouts" / f"{kind}_{step:06d}.jsonl", content, durable=False)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file at once or not at all."""
+        """Replace a JSON file atomically."""
         self._replace(self.path / name, json_line(content, indent=2))
 
     def write_text(self, name: str, text: str) -> None:
@@ -211,7 +211,7 @@ class RunDirectory:
         write_text(self.path / name, text)
 
     def read_text(self, name: str) -> str | None:
-        """What ``write_text`` wrote; None where there is no such file."""
+        """The text that ``write_text`` wrote; None if there is no such file."""
         try:
             return (self.path / name).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -220,7 +220,7 @@ class RunDirectory:
             raise ChatLearnError(f"cannot read {self.path / name}: {error.strerror or error}") from error
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         try:
             (self.path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -242,7 +242,7 @@ class RunDirectory:
             self._written.add(file)
 
     def _read_steps(self, file: Path) -> tuple[list[Line], list[int]]:
-        """Lines of steps, and the numbers of others."""
+        """Complete lines of steps, and the numbers of broken lines."""
         try:
             lines, broken = read_lines(file)
         except OSError as error:
@@ -265,7 +265,7 @@ def _is_recorded(name: str, values: npt.NDArray[Any]) -> bool:
 
 
 def rollout_record(step: int, sample: Sample) -> dict[str, Any]:
-    """One line of a rollouts file, of a sample with plain arrays. Lists have one number for each completion token."""
+    """One line of a rollouts file, for a sample with plain arrays. Lists have one number per completion token."""
     start = sample.num_prompt_tokens
     last = sample.last_turn
     reward = sample.reward
@@ -302,15 +302,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN or infinity: they are written as text, so that they are seen and not lost."""
+    """Replace NaN and infinity, which JSON lacks, by text, so that they remain visible."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file at once or not at all. What UTF-8 cannot hold is written as an escape.
+    """Replace a text file atomically. Characters that UTF-8 cannot encode are escaped.
 
     Raises:
-        ChatLearnError: it is not written; an earlier one is as it was.
+        ChatLearnError: the file was not written; the old one is unchanged.
     """
     try:
         replace_file(file, text.encode("utf-8", "backslashreplace"))

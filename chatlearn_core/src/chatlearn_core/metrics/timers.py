@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and who did what when."""
+"""Timers: the time that a step spends in each activity, and a trace of the roles' actions."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from chatlearn_core.types import Metric, Metrics
 
 @dataclass(slots=True)
 class Span:
-    """One thing that a role did, for the trace. Times are those of ``time.perf_counter``."""
+    """One action of a role, for the trace. Times are those of ``time.perf_counter``."""
 
     role: str
     action: str
     start: float
     stop: float
     level: int | None = None
-    """Depth of the call in the flow's graph; None for what is no call of the flow."""
+    """Depth of the call in the flow's graph; None for actions that are no call of the flow."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else there is to say, as JSON values."""
+    """Further facts, as JSON values."""
     during: str | None = None
-    """What it was part of, if not of the step itself."""
+    """The activity it was part of, if not the step itself."""
 
 
 class Timers:
     """Named stopwatches of one step. A name may overlap with others and with itself; overlapping spans count once.
 
-    What is measured for a role is kept as the step's trace too.
+    Measurements with a role are also kept as the step's trace.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        """The trace, in the order in which things ended."""
+        """The trace, in the order in which actions ended."""
         self._start = time.perf_counter()
         self._times: dict[str, list[tuple[float, float]]] = {}
 
@@ -43,14 +43,14 @@ class Timers:
     def measure(
         self, name: str, *, role: str | None = None, action: str | None = None, level: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Add the wall time of the block to ``name``, also if it raises.
+        """Add the wall time of the block to ``name``, even if it raises.
 
         Args:
-            role: who works; given one, the block is part of the trace.
-            action: what it does; ``name`` by default.
+            role: the acting role; if given, the block is part of the trace.
+            action: name of the action; ``name`` by default.
 
         Yields:
-            the span's facts, to be filled in the block.
+            the span's facts, which the block may fill.
         """
         start = time.perf_counter()
         facts: dict[str, Any] = {}
@@ -63,12 +63,12 @@ class Timers:
                 self.spans.append(Span(role, action or name, start, stop, level, facts))
 
     def adopt(self, other: Timers, during: str) -> None:
-        """Take over the trace of something that was timed apart, such as an evaluation; its times stay apart."""
+        """Add the trace of an activity timed separately, such as an evaluation, but not its times."""
         self.spans.extend(replace(span, during=during) for span in other.spans)
 
     def include(self, part: Timers) -> None:
-        """Take over the times and the trace of a part of the step that had timers of its own, since it may have begun
-        before the step did or beside its other parts.
+        """Add the times and the trace of a part of the step that had its own timers, because it may have begun before
+        the step or run concurrently with its other parts.
         """
         self.spans.extend(part.spans)
         for name, times in part._times.items():
@@ -87,10 +87,10 @@ class Timers:
         return {f"timing_s/{name}": Metric(self.seconds(name), 1.0, "sum") for name in sorted(self._times)}
 
     def trace(self) -> list[dict[str, Any]]:
-        """The trace as JSON values, by start; ``start_s`` and ``stop_s`` count from the making of these timers, and are
-        below 0 for what a part included did before.
+        """The trace as JSON values, by start. ``start_s`` and ``stop_s`` count from the creation of these timers, and
+        are negative for earlier actions of an included part.
 
-        Calls of one kind, such as the updates of a step, are one entry from the first to the last, with their number.
+        Calls of one kind, such as the updates of a step, form one entry from the first to the last, with their number.
         """
         entries: list[dict[str, Any]] = []
         calls: dict[tuple[Any, ...], dict[str, Any]] = {}

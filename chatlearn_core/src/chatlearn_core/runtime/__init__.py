@@ -1,1 +1,1 @@
-"""What a runtime is given to build, and the checks of what roles return. Runtimes themselves are plugins."""
+"""The plan that a runtime builds from, and checks of the values that roles return. Runtimes themselves are plugins."""

@@ -1,6 +1,6 @@
-"""What plugins return, checked where the core takes it: nothing that breaks a rule is trained on.
+"""Checks plugins' return values where the core receives them, so that values that break a rule are never trained on.
 
-A message names role, plugin, sample and rule. Of references only shape and type are checked here: the process that
+A message names role, plugin, sample and rule. For references only shape and type are checked here: the process that
 hosts the backend checks their values.
 """
 
@@ -28,37 +28,37 @@ from chatlearn_core.types import (
 from chatlearn_core.types.array_ref import ArrayRef, TextRef
 
 LOGPROB_TOLERANCE = 1e-3
-"""How far above 0 rounding may put a logprob, nats: half-precision logits of a token that is all but certain."""
+"""Amount by which rounding may put a logprob above 0, nats: half-precision logits of an almost certain token."""
 MAX_REWARD = 1e12
-"""Largest absolute value of a reward and its parts: losses and squared gradients made of it stay finite in float32."""
+"""Maximum absolute value of a reward and its parts, so that losses and squared gradients stay finite in float32."""
 _FINISH_REASONS = get_args(FinishReason)
 _ID_NAMES = frozenset({"token_ids", "prompt_ids"})
-"""Arrays of a completion that are ids of the vocabulary; the others are logprobs."""
+"""Arrays of a completion that are vocabulary ids; the others are logprobs."""
 _WRITTEN_NAMES = frozenset(
     {"advantages", "loss_weight", "policy_version", "generator_logprobs", "generator_raw_logprobs"}
 )
-"""Of ``token_data``, beside what calls of a flow write: the core and algorithms compute them."""
+"""Names in ``token_data`` that the core and algorithms write, in addition to those of flow calls."""
 
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """Whose values are checked."""
+    """The role and plugin whose values are checked."""
 
     role: str
     plugin: str
     """Kind and name: ``generator 'vllm'``."""
     vocab_size: int | None = None
-    """Token ids are below it; None: unknown."""
+    """Token ids are smaller; None: unknown."""
 
     def __str__(self) -> str:
         return f"role {self.role!r}, {self.plugin}"
 
 
 def check_completion(completion: Any, request: GenerateRequest, origin: Origin) -> None:
-    """A generator's answer to one request.
+    """Check a generator's answer to one request.
 
     Raises:
-        ContractError: it is not what ``types.Completion`` says.
+        ContractError: it does not satisfy the description of ``types.Completion``.
     """
     problem = _completion_problem(completion, request, origin.vocab_size)
     if problem is not None:
@@ -124,7 +124,7 @@ def _data_of(completion: Completion) -> dict[str, Any]:
 
 
 def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
-    """What is wrong with names and types; a sample has this data beside what the core and its algorithm write."""
+    """The problem with names and types, or None; a sample combines this data with what core and algorithm write."""
     for name, values in token_data.items():
         if not isinstance(name, str):
             return f"token_data has the name {name!r:.80}, which is no text"
@@ -140,7 +140,7 @@ def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:
 
 
 def _prompt_data_problem(completion: Completion, request: GenerateRequest) -> str | None:
-    """What is wrong with data of the prompt's tokens, which stands in front of the completion's."""
+    """The problem with the prompt tokens' data, which is joined with the completion's, or None."""
     prompt_ids = request.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
     if not len(prompt_ids):
         return "prompt_ids is empty"
@@ -162,7 +162,7 @@ def _infinite_data_problem(arrays: Mapping[str, Any]) -> str | None:
     for name, values in arrays.items():
         if isinstance(values, ArrayRef) or values.dtype.kind != "f" or not values.size:
             continue
-        if not (math.isfinite(values.min()) and math.isfinite(values.max())):  # NaN is the least and the most
+        if not (math.isfinite(values.min()) and math.isfinite(values.max())):  # NaN propagates to both
             wrong = ~np.isfinite(values)
             at = int(wrong.reshape(len(values), -1).any(axis=1).argmax())
             return f"{name} of token {at} is {float(values[at][wrong[at]].flat[0])}; it must be finite"
@@ -218,8 +218,8 @@ def _resumed_problem(completion: Completion, prior: Completion | None) -> str | 
 
 
 def checked_rewards(results: Any, samples: Sequence[Sample]) -> list[RewardResult] | str:
-    """A reward's verdicts on samples in plain numbers, with an error in place of each that is none; or what is wrong
-    with them as a whole.
+    """A reward's results as plain numbers, each invalid one replaced by an error; or a text if the results as a whole
+    are invalid.
     """
     if not isinstance(results, list | tuple):
         return f"returned a {type(results).__name__}, not a list of RewardResult"
@@ -229,7 +229,7 @@ def checked_rewards(results: Any, samples: Sequence[Sample]) -> list[RewardResul
 
 
 def _verdict(result: Any, sample: Sample) -> RewardResult:
-    """What the reward returned, checked; objects of the reward's own classes may raise when they are looked at."""
+    """The checked result; objects of the reward's own classes may raise when accessed."""
     try:
         return checked_reward(result, sample)
     except Exception as error:
@@ -237,8 +237,8 @@ def _verdict(result: Any, sample: Sample) -> RewardResult:
 
 
 def checked_reward(result: Any, sample: Sample, value_name: str = "the reward") -> RewardResult:
-    """The result in plain numbers (a NumPy or torch scalar cannot be written down as JSON), or an error in its place if
-    it is not what a reward may return.
+    """The result as plain numbers (NumPy and torch scalars cannot be written as JSON), or an error in its place if it
+    breaks a rule.
     """
     if not isinstance(result, RewardResult):
         return RewardResult(None, error=f"returned a {type(result).__name__} ({result!r:.80}), not a RewardResult")
@@ -275,12 +275,12 @@ def checked_reward(result: Any, sample: Sample, value_name: str = "the reward") 
 def _is_finite(number: Any) -> bool:
     try:
         return math.isfinite(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, a tensor of several, or beyond float64
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not a number, several, or beyond float64
         return False
 
 
 def said(error: BaseException) -> str:
-    """Type and message; the message of a class of the reward's own may raise."""
+    """Type and message of an error; the message of a custom class may itself raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as second:
@@ -288,11 +288,11 @@ def said(error: BaseException) -> str:
 
 
 def check_update(metrics: Any, origin: Origin) -> None:
-    """What a trainer says of one update.
+    """Check the metrics that a trainer returns from one update.
 
     Raises:
-        ContractError: it is not named metrics, or ``loss`` is missing; or loss, gradient norm or learning rate is not
-            finite, which the trainer should have refused with the weights unchanged.
+        ContractError: they are not named metrics, or ``loss`` is missing; or loss, gradient norm or learning rate is
+            not finite, which the trainer should have refused with the weights unchanged.
     """
     if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
         told = type(metrics).__name__ if not isinstance(metrics, Mapping) else some(sorted(map(str, metrics)))
@@ -311,5 +311,5 @@ def check_update(metrics: Any, origin: Origin) -> None:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names of many, and how many more there are."""
+    """The first of many names, and the number of the others."""
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

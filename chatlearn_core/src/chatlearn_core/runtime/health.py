@@ -1,4 +1,4 @@
-"""What a backend says of itself when a call of it failed, or has no answer."""
+"""A backend's report on its health, after a call failed or did not return."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chatlearn_core.protocols import Lifecycle
 
 
 def problem_of(backend: Lifecycle) -> str | None:
-    """What ``Lifecycle.health`` says; that it raised is a problem, too."""
+    """The result of ``Lifecycle.health``; an exception in it is a problem, too."""
     try:
         return backend.health()
     except Exception as error:
@@ -14,7 +14,7 @@ def problem_of(backend: Lifecycle) -> str | None:
 
 
 def health_words(problem: str | None) -> str:
-    """A sentence for the error of a call that had no answer."""
+    """A sentence for the error of a call that did not return."""
     if problem is None:
         return "It reports no problem of its own (health)."
     return f"It reports of itself (health): {problem}."

@@ -1,4 +1,4 @@
-"""Which plugin reads a model's directory, and which generators can serve a model of its type."""
+"""Selects the plugin that reads a model's directory, and checks that generators can serve models of its type."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chatlearn_core.runtime.plan import RolePlan
 
 
 def model_family(registry: PluginRegistry, source: ModelSource) -> ModelFamily:
-    """The family that a plugin declares for the model's type; of none, the one that reads model directories in general.
+    """The family that a plugin registers for the model's type; if there is none, the family for all types.
 
     Raises:
         ConfigError: no installed plugin reads model directories, or only families of other types are installed.
-        ModelError: no readable model configuration there.
+        ModelError: there is no readable model configuration.
     """
     records = [record for record in registry.records("model_family") if isinstance(record, ModelFamilySpec)]
     general = next((record for record in records if not record.model_types), None)
@@ -49,10 +49,10 @@ def _built(registry: PluginRegistry, record: ModelFamilySpec) -> ModelFamily:
 
 
 def check_served_families(loaded: LoadedConfig, models: Mapping[str, ModelFacts]) -> None:
-    """Every generator can serve the type of its model, as far as its record tells.
+    """Check that every generator can serve the type of its model, according to its record.
 
     Args:
-        models: of each role that holds one.
+        models: facts about the model of each role that holds one.
 
     Raises:
         ConfigError: names role, generator, model type and reason.
@@ -74,10 +74,10 @@ def check_served_families(loaded: LoadedConfig, models: Mapping[str, ModelFacts]
 
 
 def tokenizer_of(registry: PluginRegistry, role: RolePlan) -> Any:
-    """The tokenizer of a role's model, as ``data.Tokenizer`` describes it.
+    """The tokenizer of a role's model, with the interface of ``data.Tokenizer``.
 
     Raises:
-        ModelError: no tokenizer there, or one that does not belong to the model.
+        ModelError: there is no tokenizer, or it does not belong to the model.
     """
     assert role.model is not None, f"role {role.name} is planned without a model"
     return model_family(registry, role.model).load_tokenizer(role.model)

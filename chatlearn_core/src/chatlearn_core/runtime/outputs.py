@@ -1,6 +1,6 @@
-"""What trainers compute, held to the records of the outputs: rows, shape, type and bounds of every number.
+"""Checks of trainers' outputs against their records: rows, shape, type and bounds of every number.
 
-Of references only shape and type are checked here: the worker that computed them checks their values.
+For references only shape and type are checked here: the worker that computed them checks their values.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def check_outputs(
     *,
     whole: bool = True,
 ) -> None:
-    """What a trainer computed for a batch; what was not asked for is not looked at.
+    """Check a trainer's outputs for a batch; outputs that were not requested are ignored.
 
     Args:
         specs: the records of all outputs, by name.
-        whole: every output that was asked for is there; one rank of several may have some of them, or none.
+        whole: whether every requested output must exist; one rank of several may return only some, or none.
 
     Raises:
-        ContractError: an output is missing, of another shape or type than its record says, or holds a number that is
-            not finite or out of its bounds where a loss reads it.
+        ContractError: an output is missing, has another shape or type than its record, or holds a number that is not
+            finite or out of bounds at a position that a loss reads.
     """
     if not isinstance(outputs, Mapping):
         raise ContractError(f"{origin}: compute returned a {type(outputs).__name__}, not a mapping of outputs")
@@ -79,10 +79,10 @@ def _check_output(values: Any, batch: TrainBatch, request: OutputRequest, origin
 
 
 def row_shape(spec: OutputSpec, batch: TrainBatch, request: OutputRequest) -> tuple[int | None, ...]:
-    """Sizes of one row of an output; None for any.
+    """Sizes of one row of an output; None for any size.
 
     Raises:
-        ContractError: the request or the batch lacks something that the record names.
+        ContractError: the request or the batch lacks something that the record requires.
     """
     sizes: list[int | None] = []
     for size in spec.shape:
@@ -105,7 +105,7 @@ def row_shape(spec: OutputSpec, batch: TrainBatch, request: OutputRequest) -> tu
 
 
 def _check_values(values: Tensor, batch: TrainBatch, origin: Origin, spec: OutputSpec) -> None:
-    rows = values[:, None] if values.ndim == 1 else values.flatten(start_dim=1)  # of an empty batch too
+    rows = values[:, None] if values.ndim == 1 else values.flatten(start_dim=1)  # also valid for an empty batch
     slack = LOGPROB_TOLERANCE if spec.dtype == "float" else 0.0
     wrong = ~torch.isfinite(rows)
     if spec.at_least is not None:
@@ -134,7 +134,7 @@ def _rule(spec: OutputSpec) -> str:
 
 
 def _sequence_of(batch: TrainBatch, row: int) -> tuple[int, str]:
-    """Which sequence a row of the batch is of, and which token of it."""
+    """The sequence that a row of the batch belongs to, and its token."""
     bounds: Sequence[int] = batch.cu_seqlens.tolist()
     sequence = int(np.searchsorted(bounds, row, side="right")) - 1
     return sequence, f", token {row - bounds[sequence]}"

@@ -1,4 +1,4 @@
-"""What a runtime has to build: roles, their backends, and which weights flow where."""
+"""The plan that a runtime builds: roles, their backends, and the routes of weights."""
 
 from __future__ import annotations
 
@@ -28,54 +28,54 @@ from chatlearn_core.types import FleetRule, Payload
 
 @dataclass(slots=True, frozen=True)
 class BackendPlan:
-    """One backend of a role, chosen and validated. Picklable: workers on other machines build from it by name."""
+    """One backend of a role, selected and validated. Picklable: workers on other machines build it by name."""
 
     key: str
-    """Where the configuration chose it, such as ``roles.generator`` or ``roles.reward.parts.0``."""
+    """Key where the configuration chose it, such as ``roles.generator`` or ``roles.reward.parts.0``."""
     record: TrainerSpec | GeneratorSpec | RewardSpec | EnvironmentSpec
     options: BaseModel
     weight: float = 1.0
     data_sources: frozenset[str] | None = None
     uses: Mapping[str, str] = field(default_factory=dict)
-    """Of an environment or a reward: handle -> the role that it calls by it."""
+    """For an environment or a reward: handle -> the role that it calls by it."""
 
     @property
     def unit(self) -> Literal["sample", "group"]:
-        """The least that this reward judges at a time."""
+        """The unit that this reward judges at a time."""
         assert isinstance(self.record, RewardSpec), f"{self.key} is no reward"
         return self.record.unit
 
 
 @dataclass(slots=True, frozen=True)
 class UsedRole:
-    """A role as one that calls it knows it. Picklable."""
+    """The facts about a role that its caller needs. Picklable."""
 
     name: str
     kind: str
     model: ModelSource
     weights_change: bool
-    """Whether it learns, or takes weights of a role that does."""
+    """Whether the role is trained, or refreshed from a trained role."""
 
 
 @dataclass(slots=True, frozen=True)
 class Refresh:
-    """When a trainer role takes another's weights."""
+    """When and how a trainer role takes another role's weights."""
 
     role: str
-    """The other."""
+    """The role whose weights are taken."""
     every: int
-    """Steps."""
+    """Number of steps between refreshes."""
     decay: float
-    """Share that stays of its own weights."""
+    """Share kept of the role's own weights."""
 
     def is_due(self, step: int) -> bool:
-        """Whether it happens after this step."""
+        """Whether a refresh is due after this step."""
         return step % self.every == 0
 
 
 @dataclass(slots=True, frozen=True)
 class RolePlan:
-    """One role: how many, of what, on what."""
+    """One role: its backends, numbers of replicas and ranks, and devices."""
 
     name: str
     kind: str
@@ -91,11 +91,11 @@ class RolePlan:
     timeout_s: float
     refresh: Refresh | None = None
     total_updates: int | None = None
-    """Optimizer steps of the whole run; None: it does not learn."""
+    """Number of optimizer steps in the whole run; None: the role is not trained."""
 
     @property
     def holds_a_model(self) -> bool:
-        """Whether it occupies devices: trainers and generators do."""
+        """Whether the role occupies devices: trainers and generators do."""
         return self.kind in ("trainer", "generator")
 
     @property
@@ -105,7 +105,7 @@ class RolePlan:
 
     @property
     def uses(self) -> Mapping[str, str]:
-        """Of an environment: handle -> generator role."""
+        """For an environment: handle -> generator role."""
         return self.backend.uses
 
     @property
@@ -116,7 +116,7 @@ class RolePlan:
 
     @property
     def parallel(self) -> dict[Dimension, int]:
-        """Ranks of each dimension of a trainer that has several; ``dp`` is what the others leave. Else empty.
+        """Number of ranks in each dimension of a trainer with several; ``dp`` is the remainder. Otherwise empty.
 
         Example:
             ``{"dp": 2, "tp": 4}`` on 8 ranks.
@@ -136,26 +136,26 @@ class RolePlan:
 
     @property
     def origin(self) -> Origin:
-        """What messages about something that this role returned begin with."""
+        """The beginning of messages about values that this role returned."""
         names = " + ".join(repr(backend.record.name) for backend in self.backends)
         return Origin(self.name, f"{self.kind} {names}", self.model.vocab_size if self.model is not None else None)
 
 
 def origin_of(roles: Mapping[str, RolePlan], role: str, kind: str) -> Origin:
-    """Whose values a role returns; a role that no plan knows is named alone."""
+    """The origin of a role's values; a role without a plan is identified by name alone."""
     return roles[role].origin if role in roles else Origin(role, f"a {kind}")
 
 
 @dataclass(slots=True, frozen=True)
 class WeightRoute:
-    """One flow of weights: from a trainer role to a generator role, over a chosen transport."""
+    """One route of weights: from a trainer role to a generator role, over a chosen transport."""
 
     trainer: str
     generator: str
     record: WeightSyncSpec
     options: BaseModel
     why: str
-    """Why this transport, for the log."""
+    """Reason for choosing this transport, for the log."""
     fleet_rule: FleetRule
     bucket_bytes: int
     timeout_s: float
@@ -164,14 +164,14 @@ class WeightRoute:
     channel: Channel = "tensors"
     """The transport's first choice among the channels that the generator declares."""
     payload: Payload = "full"
-    """``full`` or ``adapter``. What changed since the last sync (``delta``) is sent in place of ``full`` where the
-    transport can and every replica confirmed the last one (``runtime.sync_planner``)."""
+    """``full`` or ``adapter``. A ``delta``, the changes since the last sync, replaces ``full`` if the transport
+    supports it and every replica confirmed the last sync (``runtime.sync_planner``)."""
     max_loading: int = 1
-    """Under the fleet rule ``rolling``: how many replicas change their weights at a time."""
+    """Under the fleet rule ``rolling``: number of replicas that change their weights at a time."""
 
     @property
     def form(self) -> str:
-        """In what form weights leave the trainer and reach the generator, for people."""
+        """A sentence on the form in which weights leave the trainer and reach the generator."""
         if self.export == "full_tensors":
             return "ranks that hold parts gather whole tensors before they send"
         if self.channel == "boxes":
@@ -184,7 +184,7 @@ class RunPlan:
     """Everything a runtime needs."""
 
     registry: PluginRegistry
-    """The driver's plugins, to build what a record names. Workers elsewhere discover their own, by the same names."""
+    """The driver's plugins, which build the records' objects. Remote workers discover their own, by the same names."""
     roles: Mapping[str, RolePlan]
     weight_syncs: tuple[WeightRoute, ...]
     run_dir: Path
@@ -192,7 +192,7 @@ class RunPlan:
 
     @property
     def refreshes(self) -> dict[str, Refresh]:
-        """Trainer role -> when it takes another's weights."""
+        """Trainer role -> its refresh."""
         return {name: role.refresh for name, role in self.roles.items() if role.refresh is not None}
 
     def used_by(self, backend: BackendPlan) -> dict[str, UsedRole]:

@@ -1,4 +1,4 @@
-"""A thread of its own for one role: blocking calls run there in order, with a timeout that tells where it hangs."""
+"""A thread per role that runs blocking calls in order, with a timeout that reports where a call hangs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class SerialExecutor:
-    """Runs blocking calls one after the other in a daemon thread, so that a call that never returns cannot keep the
-    process from ending.
+    """Runs blocking calls one after another in a daemon thread, so that a call that never returns does not keep the
+    process alive.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
         self.timeout_s = timeout_s
         self.health: Callable[[], str | None] | None = None
-        """What the backend says of itself when a call failed or has no answer; None: it is not set up."""
+        """Returns the backend's own problem after a call failed or hung; None: the backend is not set up."""
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"executor-{name}", daemon=True)
@@ -48,12 +48,12 @@ class SerialExecutor:
         """Call ``function(*args)`` in this executor and wait for the result.
 
         Args:
-            timeout_s: of this call; the executor's by default.
-            setting: the key that bounds this call, for messages; the role's ``timeout_s`` by default.
+            timeout_s: timeout of this call, seconds; by default the executor's.
+            setting: the configuration key of this timeout, for messages; by default the role's ``timeout_s``.
 
         Raises:
-            BackendTimeoutError: no answer within the timeout; carries the stack of the thread that hangs.
-            BackendError: the call raised something else than one of ChatLearn's own errors, a ``SystemExit`` included.
+            BackendTimeoutError: no result within the timeout; contains the stack of the hanging thread.
+            BackendError: the call raised an exception other than ChatLearn's own errors, including ``SystemExit``.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -74,7 +74,7 @@ class SerialExecutor:
             except ChatLearnError as error:
                 failure = self._with_health(error)
             except BaseException as error:
-                # Wrapped here: a future takes no StopIteration, and a SystemExit in it would end the event loop.
+                # Wrapped here: a future rejects StopIteration, and SystemExit in it would end the event loop.
                 failure = BackendError(f"role {self.name!r}: {method} failed: {type(error).__name__}: {error}").at(
                     WorkerPlace(self.name, method=method), traceback.format_exc()
                 )
@@ -86,7 +86,7 @@ class SerialExecutor:
         limit = self.timeout_s if timeout_s is None else timeout_s
         self._calls.put(call)
         try:
-            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the result.
+            # Not wait_for: in Python 3.11 it loses a cancellation that coincides with the result.
             async with asyncio.timeout(limit):
                 return await future
         except TimeoutError:
@@ -98,25 +98,25 @@ class SerialExecutor:
             ).at(WorkerPlace(self.name, method=method), stack) from None
 
     def _with_health(self, error: BaseException) -> BaseException:
-        """The error of a call that failed, with what the backend says of itself, if something is wrong with it."""
+        """The error of a failed call, extended by the backend's own problem, if it reports one."""
         problem = None if self.health is None else self.health()
         if problem is not None and problem not in str(error):
             error.args = (f"{error}\n{health_words(problem)}",)
         return error
 
     def stack(self) -> str:
-        """Where the thread is now."""
+        """The thread's current stack."""
         frame = sys._current_frames().get(self._thread.ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
 
     def stop(self, wait_s: float = 0.0) -> bool:
-        """Let the thread end after the calls that are queued.
+        """End the thread after the queued calls.
 
         Args:
-            wait_s: how long to wait for that; blocks.
+            wait_s: maximum time to wait for that, seconds; blocks.
 
         Returns:
-            Whether the thread is done with its calls.
+            Whether the thread has finished its calls.
         """
         self._calls.put(None)
         return self._ended.wait(wait_s)

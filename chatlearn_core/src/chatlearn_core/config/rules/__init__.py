@@ -1,1 +1,1 @@
-"""Rules between settings, by what they are about."""
+"""Rules between settings, grouped by subject."""

@@ -1,4 +1,4 @@
-"""Settings that are allowed and hardly meant: a run says so and goes on."""
+"""Warnings about settings that are allowed but probably unintended; the run continues."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chatlearn_core.plugins.records import GeneratorSpec
 
 
 def options_are_meant(checked: Checked) -> Iterator[Problem]:
-    """What the options of a plugin say about themselves.
+    """Report the warnings that plugins give about their own options.
 
-    An options model with an attribute ``warnings`` holds (option, sentence) pairs; an option in a nested model is
-    written with dots.
+    An options model may have an attribute ``warnings`` that holds (option, sentence) pairs; options of a nested model
+    have dotted names.
     """
     for key, choice in checked.choices.selected.items():
         section: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         if "warnings" in type(choice.options).model_fields:
-            continue  # an option of that name
+            continue  # it is an option named warnings
         for option, sentence in getattr(choice.options, "warnings", ()):
             value = choice.options
             for name in option.split("."):
@@ -29,7 +29,7 @@ def options_are_meant(checked: Checked) -> Iterator[Problem]:
 
 
 def logprobs_compare(checked: Checked) -> Iterator[Problem]:
-    """Raw logprobs cannot be compared with a trainer's at another temperature."""
+    """Warn if raw logprobs would be compared with a trainer's at another temperature."""
     sampling = checked.config.sampling
     if sampling.temperature in (0.0, 1.0):
         return
@@ -48,7 +48,7 @@ def logprobs_compare(checked: Checked) -> Iterator[Problem]:
 
 
 def sampling_repeats(checked: Checked) -> Iterator[Problem]:
-    """A run that resumes samples the same tokens again only if its generators draw them by the request's seed."""
+    """Warn if a generator does not sample by the request's seed: a resumed run then samples different tokens."""
     for name, role in checked.roles("generator"):
         record = checked.record(f"roles.{name}", GeneratorSpec)
         if record is not None and not record.seeded:
@@ -60,7 +60,7 @@ def sampling_repeats(checked: Checked) -> Iterator[Problem]:
 
 
 def judges_hold_still(checked: Checked) -> Iterator[Problem]:
-    """A judge without a model of its own judges with the weights that it judges."""
+    """Warn if a judge without its own model takes the weights of the policy that it judges."""
     for name, role in checked.roles("reward"):
         for used in sorted(role.used_roles):
             found = checked.config.roles.get(used)
@@ -70,11 +70,11 @@ def judges_hold_still(checked: Checked) -> Iterator[Problem]:
 
 
 MANY_STOPS = 100
-"""Texts that end a completion: no model is known to need more."""
+"""Number of stop texts above which a run warns; no model is known to need more."""
 
 
 def stop_texts_are_few(checked: Checked) -> Iterator[Problem]:
-    """Every stop text is looked for in every completion, at every token."""
+    """Warn about many stop texts: sampling searches for each of them at every token of every completion."""
     sections: list[tuple[KeyPath, SamplingConfig | None]] = [
         (("sampling",), checked.config.sampling),
         (("eval", "sampling"), checked.config.eval.sampling),
@@ -86,7 +86,7 @@ def stop_texts_are_few(checked: Checked) -> Iterator[Problem]:
 
 
 def datasets_differ(checked: Checked) -> Iterator[Problem]:
-    """No dataset is there twice: among those trained on, or trained and evaluated on."""
+    """Warn if a dataset occurs twice, in training or in both training and evaluation."""
     seen: dict[tuple[str, str | None, int | None], KeyPath] = {}
     for split, datasets in (("train", checked.config.data.train), ("eval", checked.config.data.eval)):
         for index, dataset in enumerate(datasets):
@@ -102,7 +102,7 @@ def datasets_differ(checked: Checked) -> Iterator[Problem]:
 
 
 def warm_up_ends(checked: Checked) -> Iterator[Problem]:
-    """The learning rate reaches its peak before the run is over."""
+    """Warn if the learning rate does not reach its peak before the run ends."""
     train = checked.config.train
     updates = train.steps * train.epochs * train.mini_batches
     for name, _ in checked.roles("trainer"):
@@ -115,8 +115,8 @@ def warm_up_ends(checked: Checked) -> Iterator[Problem]:
 
 
 def stale_tokens_are_known(checked: Checked) -> Iterator[Problem]:
-    """Partial rollouts, and rollouts that may wait, need an algorithm that corrects for tokens of older weights, and it
-    should say so.
+    """Warn if rollouts may contain tokens of older weights and the algorithm does not declare whether it corrects for
+    them.
     """
     algorithm, rollout = checked.choices.selected.get("algorithm"), checked.config.rollout
     setting = "max_staleness" if rollout.partial == "none" else "partial"

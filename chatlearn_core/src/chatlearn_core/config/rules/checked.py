@@ -1,4 +1,4 @@
-"""What rules between settings look at."""
+"""The input of rules between settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Checked:
 
     config: RunConfig
     choices: Choices
-    """A plugin that could not be selected is absent, and rules about it say nothing."""
+    """The selected plugins; one that could not be selected is absent, and rules about it report nothing."""
     transports: tuple[WeightSyncSpec, ...] = ()
-    """All that are installed: what ``weight_sync.backend: auto`` can pick from."""
+    """All installed transports, from which ``weight_sync.backend: auto`` can choose."""
 
     def roles(self, kind: str) -> Iterator[tuple[str, RoleConfig]]:
         """The roles of one kind."""
@@ -30,7 +30,7 @@ class Checked:
 
     @property
     def algorithm_roles(self) -> tuple[tuple[str, str], ...] | None:
-        """(name, kind) of the roles that the algorithm calls: by its record, or else by its options; None without an
+        """(name, kind) of the roles that the algorithm calls, from its record or else its options; None without an
         algorithm.
         """
         choice = self.choices.selected.get("algorithm")
@@ -41,16 +41,16 @@ class Checked:
         return record.roles or by_options
 
     def model_of(self, name: str) -> tuple[KeyPath, ModelConfig]:
-        """The model a role holds, and where it is configured."""
+        """The model of a role, and the path where it is configured."""
         own = self.config.roles[name].model
         return (("model",), self.config.model) if own is None else (("roles", name, "model"), own)
 
     def record(self, key: str, record_type: type[RecordT]) -> RecordT | None:
-        """What the plugin chosen at ``key`` (such as ``roles.trainer``) registered; None without one."""
+        """The record of the plugin chosen at ``key`` (such as ``roles.trainer``); None without one."""
         record = self.choices.records.get(key)
         return record if isinstance(record, record_type) else None
 
 
 Rule = Callable[[Checked], Iterator[Problem]]
 Related = tuple[tuple[KeyPath, Any], ...]
-"""Other settings that take part in a conflict, with their values."""
+"""Other settings involved in a conflict, with their values."""

@@ -1,4 +1,5 @@
-"""Rules about paths: one that no file system takes, or that cannot be what a run needs, is refused before it starts."""
+"""Rules about paths: a path that no file system accepts, or that cannot serve its purpose, is refused before the
+run."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Rule
 
 MAX_NAME_BYTES = 255
-"""Of one part of a path: the limit of the usual file systems."""
+"""Limit of the usual file systems for one part of a path."""
 MAX_PATH_BYTES = 4095
 """Linux's PATH_MAX, without the NUL at its end."""
 ROOM_BELOW_BYTES = 512
-"""What a run needs for the paths of its own files below ``output_dir``."""
+"""Length reserved for the paths of the run's own files below ``output_dir``."""
 
 
 def paths_can_exist(checked: Checked) -> Iterator[Problem]:
-    """Every path is one that a file can have, and its ``~user`` is somebody with a home."""
+    """Every path must be valid for a file system, and its ``~user`` must exist and have a home."""
     for path, text in _paths(checked):
         longest = MAX_PATH_BYTES - (ROOM_BELOW_BYTES if path == ("output_dir",) else 0)
         try:
@@ -46,7 +47,7 @@ def _home_of(text: str) -> Path:
 
 
 def output_is_a_directory(checked: Checked) -> Iterator[Problem]:
-    """What is at ``output_dir``, or above it, is a directory or not there yet."""
+    """``output_dir``, and everything above it, must be a directory or not exist yet."""
     path, text = ("output_dir",), checked.config.output_dir
     try:
         wanted = Path(text).expanduser().absolute()
@@ -55,7 +56,7 @@ def output_is_a_directory(checked: Checked) -> Iterator[Problem]:
             return
         kind = "file" if there.is_file() else "device" if there.is_char_device() or there.is_block_device() else "pipe"
     except (OSError, RuntimeError, ValueError):
-        return  # no path at all, of which another rule tells; or one that only the run's user may look at
+        return  # an invalid path, which another rule reports; or one that only the run's user may access
     if there == wanted:
         rule = f"is a {kind}, and a run writes a directory"
     else:

@@ -19,7 +19,7 @@ from chatlearn_core.plugins.records import (
 
 
 def role_names(checked: Checked) -> Iterator[Problem]:
-    """A flow calls a role as ``m.<name>``, so its name is an identifier."""
+    """A flow calls a role as ``m.<name>``, so the name must be an identifier."""
     for name in checked.config.roles:
         if not name.isidentifier() or name.startswith("_"):
             rule = "a role's name must be an identifier that starts with a letter: a flow calls it as m.<name>"
@@ -27,7 +27,7 @@ def role_names(checked: Checked) -> Iterator[Problem]:
 
 
 def backend_given(checked: Checked) -> Iterator[Problem]:
-    """Trainers and generators have a backend; a reward role has either a backend or parts."""
+    """Trainers and generators need a backend; a reward role needs either a backend or parts."""
     for name, role in checked.config.roles.items():
         path: KeyPath = ("roles", name, "backend")
         if role.kind != "reward":
@@ -52,7 +52,7 @@ def backend_given(checked: Checked) -> Iterator[Problem]:
 
 
 def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
-    """A role sets nothing that its kind does not take."""
+    """A role must not set keys that its kind does not take."""
     defaults = RoleConfig(kind="trainer")
     taken_by = {
         "head": ("trainer",),
@@ -100,7 +100,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
 
 
 def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
-    """A runtime of one process calls rewards and environments there: there is one of each."""
+    """A runtime with one process hosts a single copy of each reward and environment."""
     backend = checked.config.runtime.backend
     for name, role in [*checked.roles("reward"), *checked.roles("environment")]:
         if _in_one_process(checked) and role.replicas > 1:
@@ -111,7 +111,7 @@ def reward_replicas_are_hosted(checked: Checked) -> Iterator[Problem]:
 
 
 def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
-    """A trainer backend provides the head and as many ranks as its role asks for."""
+    """A trainer backend must provide the head and the number of ranks that its role requests."""
     for name, role in checked.roles("trainer"):
         record = checked.record(f"roles.{name}", TrainerSpec)
         if record is None:
@@ -127,7 +127,7 @@ def heads_and_ranks(checked: Checked) -> Iterator[Problem]:
 
 
 def engine_arguments(checked: Checked) -> Iterator[Problem]:
-    """A backend that can say so without its engine refuses arguments that it does not take."""
+    """Refuse engine arguments that a backend, without its engine, knows it does not accept."""
     for name, role in checked.config.roles.items():
         record = checked.record(f"roles.{name}", TrainerSpec) or checked.record(f"roles.{name}", GeneratorSpec)
         if record is None or record.check_engine is None or not role.engine:
@@ -146,7 +146,7 @@ def engine_arguments(checked: Checked) -> Iterator[Problem]:
 
 
 def algorithm_roles(checked: Checked) -> Iterator[Problem]:
-    """Every role that the algorithm calls is there and of the right kind."""
+    """Every role that the algorithm calls must exist and have the right kind."""
     for name, kind in checked.algorithm_roles or ():
         role = checked.config.roles.get(name)
         algorithm: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
@@ -161,9 +161,10 @@ def algorithm_roles(checked: Checked) -> Iterator[Problem]:
 
 
 def refreshed_roles(checked: Checked) -> Iterator[Problem]:
-    """A role that does not learn takes weights of a trainer role with the same head, which is not refreshed itself.
+    """A refreshed role must not be trained, and takes weights of a trainer role that has the same head and is not
+    refreshed itself.
 
-    That their models are alike is found when weights are loaded.
+    Whether their models match is checked when weights are loaded.
     """
     roles = checked.config.roles
     for name, role in checked.roles("trainer"):
@@ -192,8 +193,8 @@ def refreshed_roles(checked: Checked) -> Iterator[Problem]:
 
 
 def handles_are_roles(checked: Checked) -> Iterator[Problem]:
-    """Every handle of an environment or a reward is a role of a kind that its plugin calls, and every handle that the
-    plugin needs is given.
+    """Every handle of an environment or a reward must name a role of a kind that its plugin calls, and every handle
+    that the plugin requires must be given.
     """
     for name, role in checked.roles("environment"):
         record = checked.record(f"roles.{name}", EnvironmentSpec)
@@ -219,13 +220,13 @@ def _handles(
     given: Mapping[str, str],
     wanted: Mapping[str, RoleUse] | None,
 ) -> Iterator[Problem]:
-    """What is wrong with the handles of one plugin.
+    """Problems with the handles of one plugin.
 
     Args:
-        role: whose they are.
-        section: that has ``uses``.
+        role: the role with the plugin.
+        section: path of the section with ``uses``.
         plugin: kind and name, for messages.
-        wanted: by its record; None where that is not known.
+        wanted: handles in the plugin's record; None if unknown.
     """
     path: KeyPath = (*section, "uses")
     for handle, used in given.items():
@@ -251,7 +252,7 @@ def _handles(
 
 
 def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
-    """A runtime of one process hosts no second rank of a role."""
+    """A runtime with one process hosts a single rank per role."""
     backend = checked.config.runtime.backend
     for name, role in checked.config.roles.items():
         if _in_one_process(checked) and role.ranks > 1 and role.kind in ("trainer", "generator"):
@@ -262,7 +263,7 @@ def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
 
 
 def _in_one_process(checked: Checked) -> bool:
-    """Whether the chosen runtime says that all roles are in its own process."""
+    """Whether the chosen runtime declares that all roles are in its own process."""
     runtime = checked.record("runtime", RuntimeSpec)
     return runtime is not None and runtime.placement == "process"
 

@@ -1,4 +1,4 @@
-"""Rules between the section ``rollout`` and what it needs of generators, algorithm and the other settings."""
+"""Rules between the section ``rollout`` and the generators, the algorithm and other settings that it depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
 
 
 def stealing_has_queues(checked: Checked) -> Iterator[Problem]:
-    """There is something to take over only where requests wait in front of a replica."""
+    """Work stealing requires that requests can wait for a replica."""
     rollout = checked.config.rollout
     if rollout.work_stealing and rollout.max_concurrent is None:
         rule = "takes over what waits in front of a replica, but without max_concurrent every request starts at once"
@@ -20,7 +20,7 @@ def stealing_has_queues(checked: Checked) -> Iterator[Problem]:
 
 
 def partial_settings(checked: Checked) -> Iterator[Problem]:
-    """Settings of a partial rollout belong to the mode that is chosen, and leave it something to do."""
+    """Settings of partial rollouts must belong to the chosen mode, and leave it something to do."""
     config, rollout = checked.config, checked.config.rollout
     partial: Related = ((("rollout", "partial"), rollout.partial),)
     tokens: KeyPath = ("rollout", "round_tokens")
@@ -62,7 +62,7 @@ def partial_settings(checked: Checked) -> Iterator[Problem]:
 
 
 def partial_is_supported(checked: Checked) -> Iterator[Problem]:
-    """The generators of the policy can resume a completion, or keep it over a weight sync."""
+    """The policy's generators must be able to resume a completion, or to keep it over a weight sync."""
     rollout = checked.config.rollout
     path: KeyPath = ("rollout", "partial")
     for name, role in checked.roles("generator"):
@@ -80,10 +80,10 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
 
 
 def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
-    """A token that older weights sampled is trained on against the logprob that it was sampled with.
+    """The algorithm must train a token sampled by older weights against the logprob with which it was sampled.
 
-    An algorithm's options model has an attribute ``stale_tokens`` that says whether it does: None if so, otherwise the
-    options that decide it and what to set.
+    An algorithm's options model may declare this in an attribute ``stale_tokens``: None if it does, otherwise the
+    options that decide it and the values to set.
     """
     rollout = checked.config.rollout
     algorithm = checked.choices.selected.get("algorithm")

@@ -1,4 +1,4 @@
-"""Rules about what is sampled: lengths, groups, mini-batches."""
+"""Rules about sampling: lengths, groups, mini-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.config.rules.checked import Checked, Related, Rule
 
 
 def completion_fits_model(checked: Checked) -> Iterator[Problem]:
-    """Prompt and completion together fit into the longest sequence of the generators' models."""
+    """Prompt and completion together must fit into the longest sequence of the generators' models."""
     config = checked.config
     samplings: list[tuple[KeyPath, int]] = [(("sampling", "max_tokens"), config.sampling.max_tokens)]
     if config.eval.sampling is not None:
@@ -40,7 +40,7 @@ def completion_fits_model(checked: Checked) -> Iterator[Problem]:
 
 
 def several_samples_differ(checked: Checked) -> Iterator[Problem]:
-    """Several completions of one prompt are drawn, not the greedy one repeated."""
+    """Several completions of one prompt must be sampled at a temperature above 0."""
     config = checked.config
     several = config.eval.samples_per_prompt
     if several > 1 and config.data.eval and (config.eval.sampling is None or config.eval.sampling.temperature == 0):
@@ -60,7 +60,7 @@ def several_samples_differ(checked: Checked) -> Iterator[Problem]:
 
 
 def mini_batches_have_samples(checked: Checked) -> Iterator[Problem]:
-    """A step has at least one sample for each of its mini-batches."""
+    """A step must have at least one sample for each of its mini-batches."""
     train = checked.config.train
     algorithm = checked.choices.selected.get("algorithm")
     if algorithm is None:

@@ -1,4 +1,4 @@
-"""Rules about settings that need another one to mean anything."""
+"""Rules about settings that depend on another setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_core.config.rules.checked import Checked, Related, Rule
 
 
 def nothing_is_empty(checked: Checked) -> Iterator[Problem]:
-    """Names and paths hold something."""
+    """Names and paths must not be empty."""
     config = checked.config
     texts: list[tuple[KeyPath, str | None]] = [
         (("name",), config.name),
@@ -41,7 +41,7 @@ def nothing_is_empty(checked: Checked) -> Iterator[Problem]:
 
 
 def auto_format_takes_no_options(checked: Checked) -> Iterator[Problem]:
-    """Options of a dataset belong to a format that is named."""
+    """Options of a dataset require a named format."""
     data = checked.config.data
     for split, datasets in (("train", data.train), ("eval", data.eval)):
         for index, dataset in enumerate(datasets):
@@ -54,7 +54,7 @@ def auto_format_takes_no_options(checked: Checked) -> Iterator[Problem]:
 
 
 def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
-    """Asking for evaluation needs something to evaluate on."""
+    """Evaluation settings require evaluation data."""
     config = checked.config
     data: Related = ((("data", "eval"), []),)
     if config.data.eval:
@@ -68,7 +68,7 @@ def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
 
 
 def best_metric_is_produced(checked: Checked) -> Iterator[Problem]:
-    """Keeping the best checkpoints needs the metric they are ranked by."""
+    """Keeping the best checkpoints requires the metric that ranks them."""
     config = checked.config
     keep, metric = config.checkpoint.keep_best, config.checkpoint.metric
     if keep == 0 or not metric.startswith("eval/"):

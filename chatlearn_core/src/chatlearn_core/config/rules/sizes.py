@@ -1,4 +1,4 @@
-"""Rules about sizes: how much a step may hold, and what is divided evenly."""
+"""Rules about sizes: the capacity of a step, and even division."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 
 MAX_SAMPLES = 1 << 20
-"""Samples of one step. All of them are in memory together; the largest published runs have a tenth of it."""
+"""Maximum number of samples in a step, which are all in memory together; the largest published runs have a tenth."""
 _DEVICE = re.compile(r"auto|cpu|[a-z]+(:\d{1,4})?")
 
 
 def a_step_can_be_held(checked: Checked) -> Iterator[Problem]:
-    """The samples of a step fit into memory, and making them comes to an end."""
+    """The samples of a step must fit into memory, and take a bounded time to make."""
     config = checked.config
     algorithm = checked.choices.selected.get("algorithm")
     group_size = getattr(algorithm.options, "group_size", 1) if algorithm is not None else 1
@@ -33,7 +33,7 @@ def a_step_can_be_held(checked: Checked) -> Iterator[Problem]:
 
 
 def devices_are_named(checked: Checked) -> Iterator[Problem]:
-    """A device is auto, cpu, or an accelerator as torch writes it, and the role's backend runs on it."""
+    """A device must be auto, cpu, or an accelerator by torch's name, and the role's backend must run on it."""
     for name, role in checked.config.roles.items():
         if not _DEVICE.fullmatch(role.device) or role.device == "meta":
             rule = "is no device"

@@ -1,4 +1,4 @@
-"""Rules between the section ``weight_sync`` and the two ends that it joins."""
+"""Rules between the section ``weight_sync`` and the two ends that it connects."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from chatlearn_core.plugins.records import (
 
 
 class Asked(TypedDict):
-    """What the section asks for."""
+    """The requests of the section."""
 
     export: Export | None
     rolling: bool
 
 
 def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
-    """The transport suits the policy's trainer and every generator that samples from it; under 'auto', one does.
+    """The transport must fit the policy's trainer and every generator that samples from it; under 'auto', one must fit.
 
-    The ends are as far apart as the chosen runtime may put them.
+    The chosen runtime determines the distance between the ends.
     """
     sync = checked.config.weight_sync
     path: KeyPath = ("weight_sync", "backend")
@@ -79,8 +79,8 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
 
 
 def _policy(checked: Checked) -> str | None:
-    """The role whose weights the generators serve, as far as the algorithm's record tells: the only language model
-    among the trainers that it calls. Which of several it is, only the algorithm itself knows; planning then checks.
+    """The role whose weights the generators serve, if the algorithm's record shows it: the only language model among
+    the trainers that it calls. If there are several, only the algorithm itself knows; planning checks that later.
     """
     roles = checked.config.roles
     called = [name for name, kind in checked.algorithm_roles or () if kind == "trainer" and name in roles]
@@ -89,12 +89,12 @@ def _policy(checked: Checked) -> str | None:
 
 
 def _policy_generators(checked: Checked) -> list[str]:
-    """The generators that sample from the policy: those without a model of their own."""
+    """The generators that sample from the policy: those without their own model."""
     return [name for name, role in checked.roles("generator") if role.model is None]
 
 
 def rolling_settings(checked: Checked) -> Iterator[Problem]:
-    """How many replicas load at a time is a matter of the fleet rule 'rolling'."""
+    """The number of replicas that load at a time applies only to the fleet rule 'rolling'."""
     sync = checked.config.weight_sync
     if sync.fleet_rule == "barrier" and sync.max_loading > 1:
         related: Related = ((("weight_sync", "fleet_rule"), sync.fleet_rule),)
