@@ -174,7 +174,7 @@ def _loops_without_end(prompts: Any, m: Any) -> Any:
     samples = m.generator.generate(prompts)
     temperature = 1.0
     while True:
-        samples = m.join(samples, m.trainer.logprobs(samples, temperature=temperature, name=f"at_{temperature:.0f}"))
+        m.trainer.logprobs(samples, temperature=temperature, name=f"at_{temperature:.0f}")
         temperature += 1
 
 
