@@ -74,6 +74,10 @@ class _Recorder:
         self.given = given
         self.vocabulary = vocabulary
         self.nodes: list[Node] = []
+        self._by_call: dict[tuple[str, tuple[int, ...]], Node] = {}
+        """Calls by what they are and the samples that they take."""
+        self._writers: dict[str, list[Node]] = {}
+        """Calls by the data that they write, in the order of the flow."""
 
     def call(
         self,
@@ -112,6 +116,9 @@ class _Recorder:
         )
         self._check(node)
         self.nodes.append(node)
+        self._by_call[node.call, node.inputs] = node
+        for field in node.fields:
+            self._writers.setdefault(field, []).append(node)
         return Samples(frozenset({index}), node.samples_of)
 
     def _output(self, name: str, label: str, source: str) -> Any:
@@ -124,7 +131,7 @@ class _Recorder:
 
     def _check(self, node: Node) -> None:
         """Check that a call is no duplicate, overwrites no data, and reads only data that exists."""
-        twin = next((n for n in self.nodes if (n.call, n.inputs) == (node.call, node.inputs)), None)
+        twin = self._by_call.get((node.call, node.inputs))
         if twin is not None:
             raise FlowError(
                 f"{node.source}: {node.name} is called twice on the same samples (first at {twin.source}); "
@@ -135,9 +142,8 @@ class _Recorder:
                 f"{node.source}: {node.name} would overwrite {field!r}, the logprobs that came with the completions: "
                 f"rename the trainer role {node.role!r}, or give the call a name=..."
             )
-        for other in self.nodes:
-            again = next((field for field in node.fields if field in other.fields), None)
-            if again is not None and _same_samples(node, other) and not self._changed_between(other, node):
+        for again, other in ((field, other) for field in node.fields for other in self._writers.get(field, ())):
+            if _same_samples(node, other) and not self._changed_between(other, node):
                 remedy = f"Give one of the two calls a name, such as {node.name}(samples, name='second')"
                 if node.kind == "reward" and other.role != node.role:
                     remedy += f", or combine the rewards in one role: roles.{other.role}.parts"
