@@ -150,7 +150,8 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             return replace(shard, box=((rows[0] + 1, rows[1] + 1), *rest))
 
         trainers = [StreamingTrainer(tensors, rank, ranks, change=change) for rank in range(ranks)]
-        plan = transport.plan(tensors, ranks=ranks, timeout_s=self.patience_s / 20)  # for a rank that waits for the other
+        # The timeout bounds a rank that waits for the other.
+        plan = transport.plan(tensors, ranks=ranks, timeout_s=self.patience_s / 20)
         outcome = self.run(transport.run(plan, trainers))
         assert any(isinstance(error, WeightSyncError) and broken in str(error) for error in outcome.errors), (
             f"no error names {broken}: {outcome.errors}"
