@@ -31,7 +31,7 @@ def show(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of YAML.")] = False,
 ) -> None:
-    """Print the configuration as a run sees it: overridden, resolved, with every default."""
+    """Print the configuration as a run sees it: with overrides, resolved, with every default."""
     loaded = _load(file, overrides)
     from chatlearn_core.config.show import resolved_values, to_yaml
 
@@ -41,7 +41,7 @@ def show(
 
 @app.command()
 def validate(file: File, overrides: Overrides = None) -> None:
-    """Check the configuration and tell every problem; exit code 2 if there is one. Warnings do not count."""
+    """Check the configuration and report every problem; exit code 2 if there is one. Warnings do not count."""
     loaded = _load(file, overrides)
     _check_flow(loaded)
     for warning in loaded.warnings:
@@ -75,7 +75,7 @@ def schema(
 
 
 def _load(file: Path, overrides: list[str] | None) -> LoadedConfig:
-    from chatlearn_core.config.load import load_config  # OmegaConf and pydantic load only where they are needed
+    from chatlearn_core.config.load import load_config  # imported here because it loads OmegaConf and pydantic
 
     try:
         return load_config(file, overrides or ())
@@ -85,7 +85,7 @@ def _load(file: Path, overrides: list[str] | None) -> LoadedConfig:
 
 
 def _check_flow(loaded: LoadedConfig) -> None:
-    """What a run finds out before it opens a model or data, found out the same way."""
+    """Make the checks that a run makes before it opens a model or data."""
     from chatlearn_core.executor.assembly import assemble_flow  # loads torch
     from chatlearn_core.plugins.loader import discover_plugins
 

@@ -1,4 +1,4 @@
-"""A group of commands that lists a command from its record, and imports it when it is used."""
+"""A command group that lists commands from their records, and imports a command when it is used."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from chatlearn_core.plugins.sources import COMMAND_LINE
 
 
 class LazyGroup(TyperGroup):
-    """The commands below ``chatlearn``, or below the one that ``path`` names.
+    """The commands below ``chatlearn``, or below the command that ``path`` names.
 
-    Those of this distribution are known without looking for plugins, so that no plugin can take one away. ``--help``
-    reads name and help of the others from their records.
+    This distribution's own commands are known without discovering plugins, so that no plugin can replace them.
+    ``--help`` shows the names and help texts in the records of the others.
     """
 
     # Contexts and commands are click's; Typer has its own copy of click in some versions, so there is no one import
     # for their types.
 
     path = ""
-    """What all names here begin with, in the records."""
+    """Prefix of the names in the records of this group's commands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -38,30 +38,30 @@ class LazyGroup(TyperGroup):
 
     @property
     def registry(self) -> PluginRegistry:
-        """The installed plugins, found at first use."""
+        """The installed plugins, discovered on first use."""
         if self._registry is None:
             self._registry = discover_plugins()
         return self._registry
 
     def _below(self, records: Iterable[CliCommandSpec]) -> dict[str, CliCommandSpec]:
-        """The records of the commands right below, by the word that is typed."""
+        """Records of the commands directly below this group, by the word to type."""
         words = {record.name.removeprefix(self.path): record for record in records if record.name.startswith(self.path)}
         return {word: record for word, record in words.items() if " " not in word}
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands of this distribution in their own order, then those of plugins by name."""
+        """This distribution's commands in declaration order, then plugins' commands by name."""
         return list(self._own | self._below(self.registry.records("cli_command")))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A stand-in that knows name and help; ``resolve_command`` gives the command itself."""
+        """A placeholder with name and help; ``resolve_command`` returns the command itself."""
         record = self._own.get(cmd_name) or self._below(self.registry.records("cli_command")).get(cmd_name)
         return None if record is None else TyperCommand(name=cmd_name, help=record.help or record.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that is to run.
+        """Import the command to run.
 
         Raises:
-            PluginError: no such command, or its plugin cannot be used; names what can.
+            PluginError: there is no such command, or its plugin cannot be used; lists usable commands.
         """
         name = args[0]
         if ctx.resilient_parsing or name.startswith("-"):
@@ -79,7 +79,7 @@ class PluginsGroup(LazyGroup):
 
 
 def load_command(record: CliCommandSpec, origin: str) -> Any:
-    """Import a command: a ``typer.Typer`` is a group even if it holds one command, a function is one command.
+    """Import a command: a ``typer.Typer`` is a group even if it holds one command; a function is one command.
 
     Raises:
         PluginError: the import fails; names plugin, version and cause.

@@ -17,14 +17,14 @@ from chatlearn_core.exceptions import ChatLearnError, Interrupted
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, what shells report for Ctrl-C."""
+"""128 + SIGINT, which shells report for Ctrl-C."""
 TRACEBACK_VARIABLE = "CHATLEARN_TRACEBACK"
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and end, if the option was given."""
+    """Print the version and exit if the option was given."""
     if wanted:
         typer.echo(f"chatlearn {__version__}")
         raise typer.Exit
@@ -40,13 +40,13 @@ def chatlearn(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 for success, 2 for an error that says what to do, 130 for Ctrl-C.
+    """Run the command line and exit: 0 for success, 2 for an error with a remedy, 130 for Ctrl-C.
 
-    Errors of ChatLearn are printed without a traceback, unless ``CHATLEARN_TRACEBACK=1``. Any other exception is a
-    bug, here or in a plugin, and keeps its traceback.
+    Errors of ChatLearn are printed without a traceback unless ``CHATLEARN_TRACEBACK=1``. Any other exception is a bug,
+    here or in a plugin, and keeps its traceback.
     """
-    # Read by OpenMP when torch is loaded, which nothing has done yet: threads that wait for work sleep instead of
-    # spinning. Spinning made a step up to ten times slower wherever something else wanted the cores.
+    # OpenMP reads this when torch is loaded, which has not happened yet: idle threads sleep instead of spinning.
+    # Spinning made a step up to ten times slower when other processes used the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
     try:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ChatLearnError as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        if isinstance(error, Interrupted):  # what was asked for is no error
+        if isinstance(error, Interrupted):  # a requested stop is no error
             tell(str(error))
             sys.exit(EXIT_INTERRUPTED)
         tell(f"error: {error}")

@@ -8,7 +8,7 @@ from chatlearn_core.plugins.records import CliCommandSpec
 
 @hookimpl
 def chatlearn_cli_commands() -> list[CliCommandSpec]:
-    """The commands that are always there; other plugins cannot take their names."""
+    """The built-in commands; other plugins cannot take their names."""
     return [
         CliCommandSpec(name="run", app="chatlearn_cli.run:run", help="Train a model as a configuration says."),
         CliCommandSpec(name="eval", app="chatlearn_cli.run:evaluate", help="Evaluate a model or a checkpoint."),

@@ -1,4 +1,4 @@
-"""``chatlearn plugins``: what is installed, and what it declares."""
+"""``chatlearn plugins``: installed plugins and their declarations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plugins() -> None:
 
 
 def list_plugins(as_json: AsJson = False, strict_plugins: Strict = False) -> None:
-    """List every installed plugin with its status, and why it cannot be used where it cannot."""
+    """List every installed plugin with its status and, if it cannot be used, the reason."""
     registry = discover_plugins(strict=strict_plugins)
     typer.echo(to_json(plugins_json(registry)) if as_json else plugins_text(registry))
 
@@ -53,10 +53,10 @@ def show(
 
 
 def entries_named(registry: PluginRegistry, name: str, kind: str | None) -> list[PluginEntry]:
-    """Every entry of that name, whatever its status.
+    """Every entry with that name, whatever its status.
 
     Raises:
-        PluginNotFoundError: there is none; names the nearest.
+        PluginNotFoundError: there is none; suggests the nearest name.
     """
     entries = [entry for entry in registry.entries if entry.name == name and kind in (None, entry.kind)]
     if not entries:
@@ -70,7 +70,7 @@ def entries_named(registry: PluginRegistry, name: str, kind: str | None) -> list
 
 
 def show_text(registry: PluginRegistry, entry: PluginEntry) -> str:
-    """Declared fields, then options."""
+    """The declared fields, then the options."""
     from chatlearn_cli.plugin_options import option_rows, options_text  # imports pydantic, which `list` need not
 
     text = record_text(entry)
@@ -80,7 +80,7 @@ def show_text(registry: PluginRegistry, entry: PluginEntry) -> str:
 
 
 def show_json(registry: PluginRegistry, entry: PluginEntry) -> dict[str, Any]:
-    """The same as plain data; options as a JSON schema."""
+    """The fields as plain data, and the options as a JSON schema."""
     shown = {**entry_json(entry), "record": record_fields(entry)}
     if entry.record is not None and hasattr(entry.record, "options"):
         shown["options_schema"] = registry.load_options(entry.record).model_json_schema()
@@ -88,5 +88,5 @@ def show_json(registry: PluginRegistry, entry: PluginEntry) -> dict[str, Any]:
 
 
 def to_json(value: object) -> str:
-    """JSON for people and programs."""
+    """Indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A run on the terminal: one bar with what matters, and a line for everything worth keeping."""
+"""A run's progress on the terminal: one bar, and a line for everything worth keeping."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from chatlearn_core.executor.progress import RunListener
 from chatlearn_core.printable import printable
 
 _PLAIN_INTERVAL_S = 10.0
-"""Without a terminal a line is printed this often, and for the last step."""
+"""Interval of progress lines without a terminal, seconds; the last step always gets one."""
 
 
 class ProgressBar(RunListener):
-    """Shows step, reward, length, tokens/s and the time left; without a terminal, a line now and then."""
+    """Shows step, reward, length, tokens/s and the remaining time; without a terminal, prints occasional lines."""
 
     def __init__(self, *, show: bool = True, counts_tokens: bool = False, console: Console | None = None) -> None:
         self.console = console or Console(file=cast(TextIO, TolerantStream(sys.stderr)), highlight=False)
@@ -43,7 +43,7 @@ class ProgressBar(RunListener):
         self._last_line = 0.0
         self.counts_tokens = counts_tokens
         self._num_tokens = 0
-        """Sampled since the step began."""
+        """Tokens sampled since the step began."""
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
@@ -63,12 +63,12 @@ class ProgressBar(RunListener):
         )
 
     def phases_changed(self, step: int, phases: Sequence[Phase]) -> None:
-        """Say what the run does now: ``generating, updating``."""
+        """Show the phases in progress: ``generating, updating``."""
         if self._task is not None and phases:
             self._progress.update(self._task, phase=", ".join(map(str, phases)))
 
     def sampled(self, num_tokens: int) -> None:
-        """Show how far the step's generation is."""
+        """Show the progress of the step's generation."""
         self._num_tokens += num_tokens
         if self._task is None:
             return
@@ -84,11 +84,11 @@ class ProgressBar(RunListener):
         self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def warning(self, text: str) -> None:
-        """Print above the bar, marked."""
+        """Print a marked line above the bar."""
         self.console.print(f"[yellow]warning:[/] {_escaped(printable(text))}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the accuracy; where there is none, the mean reward, or the loss of held-out examples."""
+        """Print the accuracy or, without it, the mean reward, or the loss of held-out examples."""
         if "eval/accuracy" in metrics:
             measured = f"accuracy {metrics['eval/accuracy']:.1%}"
         elif "eval/reward" in metrics:
@@ -122,7 +122,7 @@ class ProgressBar(RunListener):
 
 
 def step_numbers(metrics: Mapping[str, float]) -> str:
-    """The numbers of a step that a person watches."""
+    """The numbers of a step to show."""
     shown = []
     if "reward" in metrics:
         shown.append(f"reward {metrics['reward']:.3f}")

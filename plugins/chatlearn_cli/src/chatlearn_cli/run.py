@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from chatlearn_core.config.load import LoadedConfig
     from chatlearn_core.executor.assembly import Assembly
 
-# What runs a model is imported inside the commands: --help must not wait for torch.
+# Modules that load a model are imported inside the commands, so that --help does not wait for torch.
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def evaluate(
 
 
 def describe(assembly: Assembly) -> str:
-    """What a run would do: flow, roles, places, who moves out of whose way, weight transport, data."""
+    """What a run would do: flow, roles, placement, offloading, weight transport, data."""
     from chatlearn_core.executor.component_factory import build_colocation, build_runtime
     from chatlearn_core.executor.device_sharing import describe_sharing, schedule
     from chatlearn_core.flow import to_text
@@ -150,11 +150,11 @@ def _assemble(loaded: LoadedConfig, strict: bool) -> Assembly:
 
 
 def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; the first Ctrl-C or SIGTERM stops cleanly, the second at once.
+    """Run to the end; the first Ctrl-C or SIGTERM stops cleanly, the second ends the process at once.
 
     Raises:
         Interrupted: stopped on request.
-        PluginError: no signal came, but something called ``sys.exit`` where that ends the event loop.
+        PluginError: no signal came, but code called ``sys.exit`` and ended the event loop.
     """
     requested = False
 
@@ -162,8 +162,8 @@ def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(work)
 
-        # Not loop.add_signal_handler: a plugin that blocks the event loop would keep it from seeing any signal, and
-        # nothing but SIGKILL would help. This handler runs even then, and the second signal needs no handler at all.
+        # Not loop.add_signal_handler: while a plugin blocks the event loop, the loop would see no signal, and only
+        # SIGKILL would help. This handler runs even then, and the second signal needs no handler at all.
         def stop(number: int, frame: FrameType | None) -> None:
             nonlocal requested
             requested = True

@@ -1,6 +1,6 @@
-"""What the command line writes for people: text that a terminal obeys in nothing, to streams that may fail.
+"""Output of the command line: text without control characters, written to streams that may fail.
 
-A log on a full disk or a terminal that was closed must not end a run whose files are elsewhere.
+A log on a full disk or a closed terminal must not end a run, whose files are elsewhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from chatlearn_core.printable import printable
 
 
 class TolerantStream:
-    """A text stream whose writes may fail: what cannot be shown is not. Otherwise it is the stream."""
+    """A text stream that ignores failed writes; otherwise it behaves like the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # ValueError: it was closed
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
             return self._stream.write(text)
         return len(text)
 
@@ -49,21 +49,21 @@ def tell(text: str) -> None:
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback as Python does (``sys.excepthook``), the text of others in it made printable."""
+    """Print a traceback as ``sys.excepthook`` does, with untrusted text made printable."""
     tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 def prepare_streams() -> None:
-    """For this process: no text fails for its characters, log records and tracebacks are printable."""
+    """Prepare this process: unencodable characters are escaped, log records and tracebacks are printable."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
+        sys.stdout.reconfigure(errors="backslashreplace")  # Python's default for stderr
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableFormatter())
     sys.excepthook = show_traceback
 
 
 def finish_streams() -> None:
-    """Write what is buffered. A stream that takes no more is replaced, or the interpreter would fail as it ends."""
+    """Flush the streams. A stream that fails is replaced, so that the interpreter does not fail as it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -21,11 +21,11 @@ Build = Callable[[int], Generator]
 
 
 class LocalFleet(ReplicaFleet[Generator]):
-    """Replicas whose coroutines run on this event loop, and whose blocking calls in the role's executor.
+    """Replicas whose coroutines run on this event loop, and whose blocking calls run in the role's executor.
 
     Args:
-        build: makes replica ``index``, not set up.
-        executor: its timeout is that of a request, too.
+        build: builds replica ``index``, not yet set up.
+        executor: its timeout is also the timeout of a request.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LocalFleet(ReplicaFleet[Generator]):
         self._build = build
 
     async def start(self) -> None:
-        """Build and set up every replica, one after the other; one whose engine is killed meanwhile is built again."""
+        """Build and set up every replica, one after another; repeat if its engine is killed meanwhile."""
         for index in range(self.num_replicas):
 
             async def build(index: int = index) -> None:
@@ -62,7 +62,7 @@ class LocalFleet(ReplicaFleet[Generator]):
         return replica
 
     async def _discard(self, dead: Generator) -> None:
-        with contextlib.suppress(BackendError):  # what is dead may not be able to close; it is replaced all the same
+        with contextlib.suppress(BackendError):  # a dead replica may fail to close; it is replaced anyway
             await self.executor.run("close", dead.close)
 
     async def _give_up(self, replica: Generator, reason: str) -> None:

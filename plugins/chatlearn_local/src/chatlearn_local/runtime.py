@@ -1,4 +1,4 @@
-"""The embedded default: every role in this process, on this machine's CPU or one GPU."""
+"""The default runtime: every role in this process, on this machine's CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
 _STOP_S = 10.0
-"""A call that still runs when the run is over may take this long to return; after that its thread is left behind."""
+"""Time for a running call to return when the run ends, seconds; after it the thread is abandoned."""
 
 
 class LocalRuntime:
     """Builds the roles of a plan in this process.
 
     Raises:
-        ConfigError: a role wants several ranks, which one process cannot host.
+        ConfigError: a role wants several ranks, but one process hosts only one.
     """
 
     def __init__(self, options: LocalRuntimeOptions, plan: RunPlan) -> None:
@@ -75,7 +75,7 @@ class LocalRuntime:
             self.on_event(event)
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
-        """Build all roles, one after the other; if one does not start, close the others and raise."""
+        """Build all roles, one after another; if one does not start, close the others and raise."""
         if self.options.num_threads is not None:
             torch.set_num_threads(self.options.num_threads)
         try:
@@ -90,7 +90,7 @@ class LocalRuntime:
             raise
 
     async def connect(self, sync: WeightRoute) -> None:
-        """Open the transport between a trainer and a generator role, in place of the one that they have."""
+        """Open the transport between a trainer and a generator role, replacing an existing one."""
         former = self._transfers.pop((sync.trainer, sync.generator), None)
         if former is not None:
             former.close()
@@ -169,7 +169,7 @@ class LocalRuntime:
         return self._environments[role]
 
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
-        """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
+        """Load the trainer's weights into every replica. A replica that fails is rebuilt and gets them again."""
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
 
@@ -182,11 +182,11 @@ class LocalRuntime:
         )
 
     async def recover(self, lost: TrainerLostError) -> None:
-        """Raises ``lost``: what kills a rank here kills the whole process."""
+        """Raises ``lost``: an error that kills a rank kills this whole process."""
         raise lost
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
-        """One device each; ``cuda`` is the current one."""
+        """One device per role; ``cuda`` means the current one."""
         return {
             role.name: frozenset({_device(resolve_device(role.device, f"roles.{role.name}.device"))})
             for role in self.plan.roles.values()
@@ -194,7 +194,7 @@ class LocalRuntime:
         }
 
     def describe(self) -> Mapping[str, Any]:
-        """Every role with backend, device and count."""
+        """Backend, device and number of workers of every role."""
         return {
             role.name: {
                 "kind": role.kind,
@@ -208,7 +208,7 @@ class LocalRuntime:
         }
 
     async def close(self) -> None:
-        """Close all roles; what fails while closing is raised after everything else was closed."""
+        """Close all roles; errors while closing are raised after everything was closed."""
         problems: list[str] = []
         closers: list[tuple[str, Callable[[], None]]] = [
             *(("weight sync", transfer.close) for transfer in self._transfers.values()),
@@ -239,5 +239,5 @@ def _stop(executor: SerialExecutor) -> None:
 
 
 def _device(name: str) -> Device:
-    """The device that a resolved name means."""
+    """The device with a resolved name."""
     return Device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name, name.startswith("cuda"))

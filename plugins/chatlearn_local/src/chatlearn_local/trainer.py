@@ -40,11 +40,11 @@ class LocalTrainer:
         return await self.executor.run("update", self.trainer.update, batch, loss)
 
     async def derive(self, batch: TrainBatch, function: Derive, split: Split = "group") -> Derived:
-        """New data of a batch; one rank has it all."""
+        """New data for a batch; the single rank has all of it."""
         return await self.executor.run("derive", function, batch) if batch.num_sequences else Derived()
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """A resumable checkpoint, and what the trainer says of its files."""
+        """Write a resumable checkpoint; returns the trainer's facts about its files."""
         facts = await self.executor.run("save", self.trainer.save, directory)
         return merged_facts([facts], f"role {self.name!r}")
 
@@ -53,19 +53,19 @@ class LocalTrainer:
         await self.executor.run("load", self.trainer.load, directory)
 
     async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
-        """Take a model directory's weights."""
+        """Load a model directory's weights."""
         self._manifests.clear()
         await self.executor.run("load_model", lambda: self.trainer.load_model(directory, decay=decay))
 
     async def manifest(self, payload: Payload) -> WeightManifest:
-        """What the trainer streams, asked once."""
+        """The trainer's manifest, requested once."""
         if payload not in self._manifests:
             found = await self.executor.run("manifest", self.trainer.manifest, payload)
             self._manifests[payload] = whole_manifest(found, f"role {self.name!r}")
         return self._manifests[payload]
 
     async def export_model(self, directory: Path) -> None:
-        """A Hugging Face model directory."""
+        """Write a Hugging Face model directory."""
         await self.executor.run("export_model", self.trainer.export_model, directory)
 
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:

@@ -58,7 +58,7 @@ class LocalSenders:
         self.sender.release(request)
 
     def close(self) -> None:
-        """Close the sender. Twice is fine."""
+        """Close the sender. Safe to call twice."""
         self.sender.close()
 
 
@@ -72,7 +72,7 @@ class LocalReceivers:
         self._make_receiver = registry.load_factory(route.record, "receiver")
         self._endpoints = [_endpoint(route.generator, replica) for replica in range(fleet.num_replicas)]
         self._generators = list(fleet.replicas)
-        """Those that the receivers stand beside."""
+        """The generators that the receivers belong to."""
         self.receivers: list[WeightReceiver] = [
             self._make_receiver(route.options, endpoint) for endpoint in self._endpoints
         ]
@@ -94,7 +94,7 @@ class LocalReceivers:
         try:
             async with asyncio.timeout(request.timeout_s + GRACE_S) as limit:
                 await loader.begin(request.policy_version, request.manifest)
-        except SystemExit as error:  # which would end the event loop
+        except SystemExit as error:  # it would end the event loop
             raise PluginError(
                 f"role {self._route.generator!r}, replica {replica}: begin() tried to end the process: {error!r}"
             ) from error
@@ -123,7 +123,7 @@ class LocalReceivers:
         return self._fleet.loading(replicas)
 
     def close(self) -> None:
-        """Close every receiver. Twice is fine."""
+        """Close every receiver. Safe to call twice."""
         for receiver in self.receivers:
             receiver.close()
 

@@ -1,4 +1,4 @@
-"""The device that a configuration means on this machine."""
+"""Resolves a configured device on this machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from chatlearn_core.exceptions import ConfigError
 
 
 def resolve_device(device: str, key: str) -> str:
-    """``auto`` becomes ``cuda`` where there is one.
+    """Resolve ``auto`` to ``cuda`` if torch sees a CUDA device, else to ``cpu``.
 
     Raises:
-        ConfigError: a device that is not there.
+        ConfigError: the named device does not exist.
     """
     available = torch.cuda.is_available()
     if device == "auto":

@@ -1,4 +1,4 @@
-"""Environments in this process: on an event loop of their own, so that a tool that blocks holds up nothing else."""
+"""Environments in this process, on their own event loop, so that a blocking tool delays nothing else."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from chatlearn_core.types import Completion, GenerateRequest, Rollout
 from chatlearn_runtime_kit.own_time import OwnTime
 
 _STOP_S = 5.0
-"""An environment's loop that does not end for so long is left behind: its thread is a daemon."""
+"""Time limit for an environment's loop to end, seconds; after it the daemon thread is abandoned."""
 
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentRole:
-    """What hosting an environment needs to know of its role. Picklable."""
+    """The facts about a role that hosting its environment requires. Picklable."""
 
     name: str
     plugin: str
     handles: tuple[str, ...]
-    """Of the generators that it calls."""
+    """Handles of the generators that it calls."""
     policy: str
-    """The handle of the one that samples what is trained on."""
+    """Handle of the generator whose tokens are trained on."""
     timeout_s: float
 
     @staticmethod
@@ -43,12 +43,12 @@ class EnvironmentRole:
 
 
 class LocalEnvironments:
-    """An environment in this process, on an event loop of its own: one object, many rollouts at a time.
+    """An environment in this process, on its own event loop: one object that makes many rollouts concurrently.
 
     Args:
-        role: whose environment it is.
-        environment: built, not set up.
-        tokenizer: of the run's model.
+        role: the environment's role.
+        environment: built, not yet set up.
+        tokenizer: tokenizer of the run's model.
     """
 
     def __init__(self, role: EnvironmentRole, environment: Environment, tokenizer: Any) -> None:
@@ -63,10 +63,10 @@ class LocalEnvironments:
         return self.role.name
 
     async def start(self) -> None:
-        """Set the environment up, on its own thread.
+        """Set the environment up on its own thread.
 
         Raises:
-            BackendError, BackendTimeoutError: it does not start.
+            BackendError, BackendTimeoutError: the environment does not start.
         """
         self._thread.start()
 
@@ -90,7 +90,7 @@ class LocalEnvironments:
             ) from error
 
     async def rollout(self, order: RolloutOrder, generate: GenerateFor) -> Rollout:
-        """See ``EnvironmentGroup``. The time that generators take does not count."""
+        """See ``EnvironmentGroup``. Time spent waiting for generators does not count towards the timeout."""
         here = asyncio.get_running_loop()
         pending: set[concurrent.futures.Future[Completion]] = set()
         clock = OwnTime(order.timeout_s)
@@ -135,7 +135,7 @@ class LocalEnvironments:
         return checked_rollout(rollout, order, self.role)
 
     def close(self) -> None:
-        """Close the environment and end its loop. Twice is fine."""
+        """Close the environment and end its loop. Safe to call twice."""
         if self._loop.is_closed():
             return
         try:
@@ -149,10 +149,10 @@ class LocalEnvironments:
 
 
 def checked_rollout(rollout: Any, order: RolloutOrder, role: EnvironmentRole) -> Rollout:
-    """The rollout, if it is one of the order.
+    """Check that a rollout fulfils its order, and return it.
 
     Raises:
-        ContractError: names role, rollout and rule.
+        ContractError: it does not; names role, rollout and rule.
     """
     problem = _problem(rollout, order)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Moving a backend's parts, and measuring what came of it."""
+"""Offloads and onloads a backend's parts, and measures the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def move(
 ) -> list[MemoryEvent]:
     """Offload or onload ``parts`` of a backend; blocks.
 
-    The events are made when the backend is done, from what it measures then: a backend that only says that it moved a
-    part is found out.
+    The events report what the backend measures after the move, which exposes a backend that reports success without
+    moving a part.
 
     Args:
-        worker: rank of a trainer, replica of a generator.
+        worker: rank of a trainer or index of a generator replica.
     """
     (backend.offload if action == "offload" else backend.onload)(parts)
     moved = [part for part in MEMORY_PARTS if part in parts]

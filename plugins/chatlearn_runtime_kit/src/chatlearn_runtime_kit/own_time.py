@@ -1,4 +1,4 @@
-"""A time limit that stands still while other roles are waited for."""
+"""A timeout that pauses while other roles are awaited."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ T = TypeVar("T")
 
 
 class OwnTime:
-    """A limit of the time that an environment or a reward takes itself. The roles that it calls have limits of their
-    own.
+    """A timeout for the time that an environment or a reward spends itself. The roles that it calls have their own
+    timeouts.
 
     Args:
-        seconds: how long ``limit`` lasts without the waits.
+        seconds: the timeout, not counting waits.
     """
 
     def __init__(self, seconds: float) -> None:
         self.limit = asyncio.timeout(seconds)
         self.over = False
-        """Set when ``limit`` is left."""
+        """Set when the block of ``limit`` is left."""
         self.lost: list[RoleLostError] = []
-        """What waits ended with that ends the run, whatever the caller makes of it."""
+        """Errors of waits that must end the run, even if the caller ignores them."""
         self._left = seconds
         self._num_waiting = 0
 
     async def without(self, answer: Awaitable[T]) -> T:
-        """Await what another role answers."""
+        """Await another role's answer while the timeout is paused."""
         now = asyncio.get_running_loop().time
         if not self._num_waiting and not self.over and (end := self.limit.when()) is not None:
             self._left = end - now()
@@ -48,4 +48,4 @@ class OwnTime:
 
 
 CURRENT: ContextVar[OwnTime | None] = ContextVar("CURRENT", default=None)
-"""Of the call of a reward that this task belongs to."""
+"""The timeout of the reward call that the current task belongs to."""

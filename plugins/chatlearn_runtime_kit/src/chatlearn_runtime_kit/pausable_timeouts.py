@@ -1,4 +1,4 @@
-"""Timeouts that stand still while what they wait for is paused on purpose."""
+"""Timeouts that can be paused together."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import asynccontextmanager
 
 
 class PausableTimeouts:
-    """Makes timeouts of which none runs between ``pause`` and ``resume``."""
+    """Makes timeouts that all stop between ``pause`` and ``resume``."""
 
     def __init__(self) -> None:
         self._left_s: dict[asyncio.Timeout, float] = {}
-        """What each open timeout had left when it began, or when it was paused last."""
+        """Remaining time of each open timeout when it started or was last paused, seconds."""
         self._are_paused = False
 
     @asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """``asyncio.timeout(seconds)``, in which only time counts that is not paused.
+        """Like ``asyncio.timeout(seconds)``, but paused time does not count.
 
         Raises:
-            TimeoutError: so many seconds have passed in the block; its own if ``expired`` of what is yielded is true.
+            TimeoutError: the time has passed; it was this timeout if ``expired`` of the yielded object is true.
         """
         async with asyncio.timeout(None) as timeout:
             self._left_s[timeout] = seconds
@@ -32,7 +32,7 @@ class PausableTimeouts:
                 del self._left_s[timeout]
 
     def pause(self) -> None:
-        """Stop all timeouts, those that are made from now on too. Twice is fine."""
+        """Stop all timeouts, including those made from now on. Safe to call twice."""
         self._are_paused = True
         now = asyncio.get_running_loop().time()
         for timeout in self._left_s:
@@ -42,7 +42,7 @@ class PausableTimeouts:
                 timeout.reschedule(None)
 
     def resume(self) -> None:
-        """Let them go on with what they had left."""
+        """Restart all timeouts with their remaining time."""
         self._are_paused = False
         for timeout in self._left_s:
             if timeout.when() is None:

@@ -1,4 +1,4 @@
-"""Which replicas of a fleet take requests, and waiting for one that does."""
+"""Tracks which replicas of a fleet accept requests, and waits for changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Absence = Literal["loads weights", "is rebuilt"]
 
 
 class ReplicaAvailability:
-    """Keeps which replicas are absent, and why: one that is rebuilt also loads weights."""
+    """Records which replicas are absent, and why; a replica can be both loading weights and being rebuilt."""
 
     def __init__(self, num_replicas: int) -> None:
         self._absences: list[list[Absence]] = [[] for _ in range(num_replicas)]
@@ -21,20 +21,20 @@ class ReplicaAvailability:
 
     @property
     def accepting(self) -> frozenset[int]:
-        """Replicas that take requests; the same object until that changes."""
+        """Replicas that accept requests; the same object until the set changes."""
         return self._accepting
 
     def num_absences(self, replica: int) -> int:
-        """How often the replica has become absent."""
+        """Number of times the replica has become absent."""
         return self._num_absences[replica]
 
     def is_rebuilding(self) -> bool:
-        """Whether any replica is rebuilt just now."""
+        """Whether any replica is being rebuilt."""
         return any("is rebuilt" in absences for absences in self._absences)
 
     @contextmanager
     def absent(self, replicas: Collection[int], why: Absence) -> Iterator[None]:
-        """In the block these replicas take no requests."""
+        """During the block these replicas accept no requests."""
         for replica in replicas:
             self._absences[replica].append(why)
             self._num_absences[replica] += 1
@@ -47,7 +47,7 @@ class ReplicaAvailability:
             self._tell()
 
     async def changed(self) -> None:
-        """Wait until a replica becomes absent, or comes back."""
+        """Wait until a replica becomes absent or returns."""
         await self._changed.wait()
 
     def _tell(self) -> None:
@@ -56,7 +56,7 @@ class ReplicaAvailability:
         self._changed = asyncio.Event()
 
     def __str__(self) -> str:
-        """Who is absent and why, for messages."""
+        """The absent replicas and the reasons, for messages."""
         return ", ".join(
             f"replica {index} {' and '.join(absences)}" for index, absences in enumerate(self._absences) if absences
         )

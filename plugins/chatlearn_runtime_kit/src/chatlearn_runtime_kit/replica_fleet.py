@@ -1,4 +1,4 @@
-"""The replicas of a generator role, in any runtime: who serves a request, and what becomes of it if that one dies."""
+"""The replicas of a generator role in any runtime: assigns requests, and repeats them if a replica dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class FleetReplica(Protocol):
-    """What a fleet needs of a replica to give it requests."""
+    """The interface of a replica that a fleet requires."""
 
     @property
     def state(self) -> ReplicaState: ...
@@ -32,21 +32,21 @@ class FleetReplica(Protocol):
     def policy_version(self) -> int: ...
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See ``Generator``; a replica that cannot answer any more has state ``dead`` when the call fails."""
+        """See ``Generator``; a replica that can no longer answer has state ``dead`` when the call fails."""
 
 
 R = TypeVar("R", bound=FleetReplica)
 
 
 def replica_index(request: GenerateRequest, num_replicas: int) -> int:
-    """The replica for a request that names none (those of the rollout manager do): by its group's id, the
-    same one in every runtime and at any time, so that a group shares its prefix and a batch does not depend on timing.
+    """The replica for a request that names none (the rollout manager names one). It depends only on the group id, the
+    same in every runtime and at any time, so that a group shares its prefix and batches do not depend on timing.
     """
     return zlib.crc32((request.group_id or request.id).encode()) % num_replicas
 
 
 async def every(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Results of calls to several replicas, in order; what fails is raised when all have ended."""
+    """Results of calls to several replicas, in order; an error is raised once all calls have ended."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
@@ -57,26 +57,26 @@ async def every(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether a ``CancelledError`` is for this task. One that an engine lets escape would end it without a word, and
-    the call that waits for its sample would wait for ever.
+    """Whether a ``CancelledError`` is meant for this task. A ``CancelledError`` that escapes from an engine would end
+    the task silently, and the call waiting for its sample would wait for ever.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 class ReplicaFleet(ABC, Generic[R]):
-    """All replicas of one generator role: a ``GeneratorFleet``, but for what a runtime does in its own way.
+    """All replicas of one generator role: the part of a ``GeneratorFleet`` that does not depend on the runtime.
 
-    A replica that died is rebuilt, gets the current weights, and its unfinished requests start again with the same
-    random numbers; after ``max_restarts`` the error is raised. Requests go past a replica that loads weights or is
+    A replica that dies is rebuilt, gets the current weights, and its unfinished requests start again with the same
+    random numbers; after ``max_restarts`` the error is raised. Requests bypass a replica that loads weights or is being
     rebuilt, as long as another one serves.
 
     Args:
-        name: of the role.
-        num_replicas: of it.
-        timeout_s: longest time that one request may take, without the time for which the fleet is paused.
-        max_restarts: how often a replica may be rebuilt in a run.
-        tell: takes reports of that.
+        name: name of the role.
+        num_replicas: number of replicas.
+        timeout_s: maximum time of one request, seconds, not counting time in which the fleet is paused.
+        max_restarts: how often each replica may be rebuilt in a run.
+        tell: receives reports of restarts.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ReplicaFleet(ABC, Generic[R]):
         self.timeout_s = timeout_s
         self.replicas: list[R] = []
         self.resync: Resync | None = None
-        """Brings the current weights to a rebuilt replica; set once weights were synced."""
+        """Transfers the current weights to a rebuilt replica; set after the first weight sync."""
         self._restart_budget = RestartBudget(
             name, max_restarts, setting="runtime.options.max_generator_restarts", event="replica_rebuilt", tell=tell
         )
@@ -94,40 +94,40 @@ class ReplicaFleet(ABC, Generic[R]):
         self._availability = ReplicaAvailability(num_replicas)
         self._timeouts = PausableTimeouts()
         self._away: set[MemoryPart] = set()
-        """Parts that are offloaded, also those of a replica that is yet to be rebuilt."""
+        """Offloaded parts, which a rebuilt replica must not load either."""
         self._running = asyncio.Event()
-        """Clear between ``pause`` and ``resume``."""
+        """Cleared between ``pause`` and ``resume``."""
         self._running.set()
 
-    # What a runtime does in its own way
+    # Implemented by each runtime
 
     @abstractmethod
     async def start(self) -> None:
-        """Make every replica, set up."""
+        """Build and set up every replica."""
 
     @abstractmethod
     async def _launch(self, index: int) -> R:
-        """A new replica, set up, without the parts that are away: others may be using their memory."""
+        """Build and set up a replica without its offloaded parts, whose memory other roles may be using."""
 
     @abstractmethod
     async def _discard(self, dead: R) -> None:
-        """A dead replica is about to be replaced: end it, and fail the calls that still wait for its answers."""
+        """End a dead replica before it is replaced, and fail the calls that still wait for it."""
 
     @abstractmethod
     async def _give_up(self, replica: R, reason: str) -> None:
-        """Make a replica dead that holds other weights than it should."""
+        """Mark a replica as dead because it holds the wrong weights."""
 
     @abstractmethod
     async def _lives(self, replica: R) -> bool:
-        """Ask a replica how it is; one that does not live is dead when this returns."""
+        """Check a replica; if it is not alive, it is marked dead when this returns."""
 
     @abstractmethod
     async def _health(self, replica: R) -> str | None:
-        """What a replica says is wrong with it; None: nothing, or it cannot be asked."""
+        """The replica's own problem; None if it reports none or cannot be asked."""
 
     @abstractmethod
     async def _timed_out(self, index: int, replica: R, request: GenerateRequest) -> BackendTimeoutError:
-        """What to say of a request that had no completion; a replica that does not even say how it is, is dead then."""
+        """The error for a request without a completion; a replica that cannot even report its health is dead."""
 
     @abstractmethod
     async def _call(self, replica: R, method: Literal["abort", "pause", "resume"], *arguments: object) -> None:
@@ -139,18 +139,18 @@ class ReplicaFleet(ABC, Generic[R]):
 
     @abstractmethod
     async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Offload or onload parts of every replica that lives."""
+        """Offload or onload parts of every living replica."""
 
     # GeneratorFleet
 
     @property
     def policy_version(self) -> int:
-        """Oldest version among the replicas that serve."""
+        """Oldest version among the serving replicas."""
         return min((r.policy_version for r in self.replicas if r.state == "serving"), default=0)
 
     @property
     def num_restarts(self) -> int:
-        """How often a replica was rebuilt."""
+        """Number of times replicas were rebuilt."""
         return self._restart_budget.count
 
     @property
@@ -179,7 +179,7 @@ class ReplicaFleet(ABC, Generic[R]):
                 if serving.state != "dead":
                     if isinstance(error, BackendTimeoutError) or num_absences == self._availability.num_absences(index):
                         raise
-                    continue  # it began to load weights as the request came, and refused it: another one may take it
+                    continue  # it began to load weights and refused the request, which another replica may take
                 cause = error
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
@@ -190,14 +190,14 @@ class ReplicaFleet(ABC, Generic[R]):
                     cause = await self._failed(index, serving, request, error)
                 if serving.state != "dead":
                     raise cause from error
-            await self._running.wait()  # while the fleet is paused the trainer's weights may be those of no version
+            await self._running.wait()  # while paused, the trainer's weights may match no version
             await self.restart(index, serving, cause)
 
     async def _place(self, request: GenerateRequest, wanted: int) -> int:
-        """The replica that is wanted, or one that takes requests while that one does not; waits where none does."""
+        """The wanted replica, or one that accepts requests while it does not; waits if none does."""
         while not (accepting := self._availability.accepting):
             waiting = self._availability.changed()
-            if self._availability.is_rebuilding():  # which has timeouts of its own, and may need several of them
+            if self._availability.is_rebuilding():  # rebuilding has its own timeouts and may need several
                 await waiting
                 continue
             try:
@@ -226,16 +226,16 @@ class ReplicaFleet(ABC, Generic[R]):
         transfer: Callable[[], Awaitable[Sequence[SyncReceipt]]],
         transfer_to: Callable[[int], Awaitable[SyncReceipt]],
     ) -> list[SyncReceipt]:
-        """Bring every replica to a version. One that fails is rebuilt and gets it once more, as does from now on every
-        replica that is rebuilt.
+        """Transfer a version to every replica. A replica that fails is rebuilt and gets the version again, as does
+        every replica rebuilt later.
 
         Args:
-            policy_version: of the weights.
-            transfer: brings them to all replicas; a receipt each.
-            transfer_to: brings them to one that was rebuilt.
+            policy_version: version of the weights.
+            transfer: transfers them to all replicas; returns one receipt per replica.
+            transfer_to: transfers them to one rebuilt replica.
 
         Raises:
-            WeightSyncError: the weights do not fit, or no replica may be rebuilt any more.
+            WeightSyncError: the weights do not fit, or no replica has restarts left.
         """
         confirmed: dict[int, SyncReceipt] = {}
 
@@ -256,22 +256,22 @@ class ReplicaFleet(ABC, Generic[R]):
         return [confirmed[index] for index in sorted(confirmed)]
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
-        """In the block these replicas change their weights: requests go past them."""
+        """During the block these replicas load weights, and requests bypass them."""
         return self._availability.absent(replicas, "loads weights")
 
     async def restart(self, index: int, dead: R, cause: Exception) -> None:
-        """Replace a dead replica once, however many of its requests noticed."""
+        """Replace a dead replica once, even if several of its requests report it."""
         async with self._restart_locks[index]:
             if self.replicas[index] is not dead:
                 return
             with self._availability.absent(
                 [index], "is rebuilt"
-            ):  # it serves no request before it holds the current weights
+            ):  # it must not serve requests before it has the current weights
                 await self._restart_budget.rebuild(f"replica {index}", cause, partial(self._rebuild, index))
 
     async def rebuild_given_up(self) -> None:
-        """Rebuild replicas that were given up, without weights: the next sync brings them. Nothing is counted: it was
-        not they who failed.
+        """Rebuild replicas that were given up, without weights, which the next sync brings. This counts as no restart,
+        because the replicas did not fail.
         """
         self.resync = None
         for index, replica in enumerate(self.replicas):
@@ -287,12 +287,12 @@ class ReplicaFleet(ABC, Generic[R]):
         if self.resync is not None:
             try:
                 await self.resync(index)
-            except BaseException as error:  # it holds the weights of the model directory
+            except BaseException as error:  # it still has the weights of the model directory
                 await self._give_up(replica, f"it did not get the current weights: {error}")
                 raise
 
     async def revive(self) -> None:
-        """Rebuild the replicas that are dead: while the fleet is paused their requests wait and do not ask for it."""
+        """Rebuild dead replicas. While the fleet is paused, waiting requests do not trigger this themselves."""
         await every(self._lives(replica) for replica in self._living())
         for index, replica in enumerate(self.replicas):
             if replica.state == "dead":
@@ -322,7 +322,7 @@ class ReplicaFleet(ABC, Generic[R]):
         return [replica for replica in self.replicas if replica.state != "dead"]
 
     async def _tell(self, replica: R, method: Literal["abort", "pause", "resume"], *arguments: object) -> None:
-        """Call a replica; if it dies of it, those who wait for its answers hear of it."""
+        """Call a replica; if it dies, fail the calls that wait for its answers."""
         try:
             await self._call(replica, method, *arguments)
         except ChatLearnError:

@@ -1,4 +1,4 @@
-"""How often the workers of a role may be rebuilt in a run, and the telling of it."""
+"""Limits how often the workers of a role may be rebuilt in a run, and reports each restart."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Tell = Callable[[RuntimeEvent], None]
 
 
 class RestartBudget:
-    """The restarts of one role: counted, reported, and refused when the limit is reached.
+    """The restarts of one role: counted, reported, and refused once the limit is reached.
 
     Args:
-        role: its name.
-        limit: how many a run may have: of each worker, so that the loss of a machine with many of them costs each one
-            restart, or of all together where one that dies takes the others with it (``together``).
-        setting: the key of the limit, for messages.
-        event: name of what is reported, such as ``replica_rebuilt``.
-        error: what is raised when the limit is reached.
-        tell: takes the reports.
+        role: name of the role.
+        limit: maximum number of restarts in a run: per worker, so that losing a machine with many workers costs each
+            one restart; or in total with ``together``, if one dying worker takes the others with it.
+        setting: configuration key of the limit, for messages.
+        event: name of the reported event, such as ``replica_rebuilt``.
+        error: class of the error raised at the limit.
+        tell: receives the reports.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class RestartBudget:
 
     @property
     def count(self) -> int:
-        """Restarts of all workers so far."""
+        """Number of restarts of all workers so far."""
         return self._spent.total()
 
     def is_spent(self, worker: str) -> bool:
-        """Whether ``worker`` has taken a restart."""
+        """Whether ``worker`` has used a restart."""
         return self._spent[self._key(worker)] > 0
 
     def _key(self, worker: str) -> str:
         return "" if self.together else worker
 
     def spend(self, worker: str, cause: BaseException) -> None:
-        """Take one restart of ``worker`` (``replica 0``).
+        """Use one restart of ``worker`` (``replica 0``).
 
         Raises:
-            BackendError: none is left; of the class that the role uses, with ``cause`` as its cause.
-            RuntimeLostError: that is the cause; no restart helps.
+            BackendError: no restart is left; has the role's error class, and ``cause`` as its cause.
+            RuntimeLostError: it is the cause, and no restart helps.
         """
         if isinstance(cause, RuntimeLostError):
             raise cause
@@ -79,21 +79,21 @@ class RestartBudget:
         self.report(worker, f"died and is rebuilt ({which}). {cause}", restart=spent + 1, limit=self.limit)
 
     def report(self, worker: str, what: str, **facts: int) -> None:
-        """Tell that a worker is rebuilt, and why."""
+        """Report that a worker is rebuilt, and why."""
         if self.tell is not None:
             text = f"role {self.role!r}: {worker} {what}"
             self.tell(RuntimeEvent(self.event, text, {"role": self.role, "worker": worker, **facts}))
 
     def give_back(self, worker: str) -> None:
-        """The last restart of ``worker`` was not its fault."""
+        """Return the last restart of ``worker``, which was not at fault."""
         self._spent[self._key(worker)] -= 1
 
     async def rebuild(self, worker: str, cause: BaseException, build: Callable[[], Awaitable[None]]) -> None:
-        """Build a worker anew, and once more when it dies of that, as long as restarts are left.
+        """Rebuild a worker, and repeat if it dies during that, while restarts are left.
 
         Raises:
-            BackendError: none is left.
-            TrainerLostError: ``build`` needed a trainer that lost a rank, which no rebuilding here helps.
+            BackendError: no restart is left.
+            TrainerLostError: ``build`` needed a trainer that lost a rank, which rebuilding this worker cannot fix.
         """
         while True:
             self.spend(worker, cause)
@@ -107,7 +107,7 @@ class RestartBudget:
                 return
 
     async def start(self, worker: str, build: Callable[[], Awaitable[None]]) -> None:
-        """Build a worker for the first time; one whose process dies of it is built again."""
+        """Build a worker for the first time; repeat if its process dies during that."""
         try:
             await build()
         except BackendError as error:
@@ -117,5 +117,5 @@ class RestartBudget:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether an error says that a process is gone, which another one may survive."""
+    """Whether an error says that a process is gone, so that a new process may succeed."""
     return isinstance(error, BackendError) and error.process_is_gone

@@ -1,4 +1,4 @@
-"""One reward role made of one or several rewards: routed by data source, combined by weight, never trusted."""
+"""One reward role made of one or more rewards: routed by data source, combined by weight, with results checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatlearn_runtime_kit.own_time import CURRENT, OwnTime
 
 @dataclass(slots=True, frozen=True)
 class RewardPart:
-    """One reward with its share."""
+    """One reward with its weight."""
 
     name: str
     reward: Reward
@@ -24,7 +24,7 @@ class RewardPart:
     data_sources: frozenset[str] | None = None
     """None: every data source."""
     unit: Literal["sample", "group"] = "sample"
-    """The least that the reward judges at a time (``RewardSpec.unit``)."""
+    """The unit that the reward judges at a time (``RewardSpec.unit``)."""
 
     def applies_to(self, sample: Sample) -> bool:
         """Whether this part judges the sample."""
@@ -35,11 +35,11 @@ class CombinedReward:
     """The reward group of a runtime that judges in this process.
 
     The value of a sample is the weighted sum over the parts that apply to it. If one of them fails on it (an
-    exception, a timeout, NaN, a wrong number of results), the sample has an error instead of a value: a sum with a
-    part missing would be another reward.
+    exception, a timeout, NaN, a wrong number of results), the sample has an error instead of a value, because a sum
+    without that part would be a different reward.
 
-    What a call holds is a matter of timing, and which samples fail must not be: when a call fails as a whole, its units
-    (samples or groups) are judged again, each alone, and only those that fail alone have an error.
+    Timing determines which samples share a call, but must not determine which samples fail. If a call fails as a whole,
+    each of its units (samples or groups) is judged again separately, and only units that fail separately get an error.
     """
 
     def __init__(self, name: str, parts: Sequence[RewardPart], timeout_s: float) -> None:
@@ -48,10 +48,10 @@ class CombinedReward:
         self.timeout_s = timeout_s
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result a sample, in order; never raises for what a reward does.
+        """Return one result per sample, in order; failures of a reward become results with errors.
 
         Raises:
-            RoleLostError: a role that a reward calls cannot work any more.
+            RoleLostError: a role that a reward calls can no longer work.
         """
         verdicts: list[dict[str, RewardResult]] = [{} for _ in samples]
 
@@ -66,7 +66,7 @@ class CombinedReward:
         return [self._combine(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
     async def _guarded(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult]:
-        """The part's results, one a sample; takes at most twice the timeout."""
+        """The part's results, one per sample; takes at most twice the timeout."""
         results = await self._call(part, samples)
         if not isinstance(results, str):
             return results
@@ -83,7 +83,7 @@ class CombinedReward:
         return [verdicts[i] for i in range(len(samples))]
 
     async def _call(self, part: RewardPart, samples: list[Sample]) -> list[RewardResult] | str:
-        """One call's results, or what is wrong with it as a whole."""
+        """One call's results, or the problem with the call as a whole."""
         results: Any = None
         problem: list[RewardResult] | str
         clock = OwnTime(self.timeout_s)
@@ -150,7 +150,7 @@ class CombinedReward:
 
 
 def part_name(role: RolePlan, key: str) -> str:
-    """Name of a reward part in components: its backend, numbered where the same one occurs twice."""
+    """Name of a reward part in components: its backend, numbered if the backend occurs more than once."""
     names = [backend.record.name for backend in role.backends]
     index = [backend.key for backend in role.backends].index(key)
     name = names[index]
@@ -158,7 +158,7 @@ def part_name(role: RolePlan, key: str) -> str:
 
 
 def _units(part: RewardPart, samples: Sequence[Sample]) -> list[list[int]]:
-    """Indices of the samples that the part judges together, in the order in which they came."""
+    """Indices of the samples that the part judges together, in order of arrival."""
     units: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         units.setdefault(sample.group_id if part.unit == "group" else sample.id, []).append(index)

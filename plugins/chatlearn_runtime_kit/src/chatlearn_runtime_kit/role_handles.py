@@ -1,4 +1,4 @@
-"""Calls of one role on another: the handle that the caller has, and what carries its calls out."""
+"""Calls of one role on another: the caller's handle, and the execution of its calls beside the runtime."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from chatlearn_core.types import (
 from chatlearn_runtime_kit.own_time import CURRENT
 
 MAX_OPEN = 256
-"""Calls that a handle has open at a time, by default; further ones wait in the caller's process."""
+"""Default maximum number of open calls per handle; further calls wait in the caller's process."""
 
 
 @dataclass(slots=True, frozen=True)
 class ComputeRequest:
-    """What a trainer is asked to compute. Picklable."""
+    """A request to a trainer to compute outputs. Picklable."""
 
     batch: TrainBatch
     request: OutputRequest
@@ -45,18 +45,18 @@ class ComputeRequest:
 
 RoleRequest = GenerateRequest | ComputeRequest
 Ask = Callable[[str, RoleRequest], Awaitable[Any]]
-"""``(role, request)``: the ``Completion`` of a generator, or the ``Outputs`` of a trainer."""
+"""``(role, request)`` -> the ``Completion`` of a generator, or the ``Outputs`` of a trainer."""
 
 
 class Handle:
     """Implements ``RoleHandle``.
 
     Args:
-        owner: the role that calls.
-        used: the role that is called.
-        registry: has the model families.
-        ask: carries a call out.
-        max_open: calls that are open at a time.
+        owner: the calling role.
+        used: the called role.
+        registry: contains the model families.
+        ask: executes a call.
+        max_open: maximum number of open calls.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Handle:
         return outputs
 
     def _id(self, request_id: str) -> str:
-        """Two roles that call a generator at the same time do not mix their requests up."""
+        """A request id that includes the calling role, so that requests of two roles are not confused."""
         return f"{self._owner}/{request_id}"
 
     def _require(self, kind: str, method: str) -> None:
@@ -145,7 +145,7 @@ class Handle:
             )
 
     async def _ask(self, request: RoleRequest) -> Any:
-        """The answer; the time limit of the calling reward stands still meanwhile."""
+        """Await the answer; meanwhile the calling reward's timeout is paused."""
 
         async def answer() -> Any:
             async with self._open:
@@ -163,12 +163,12 @@ def build_handles(
 
 
 class RoleCalls:
-    """Carries out, beside the runtime, what one role asks of others.
+    """Executes, beside the runtime, one role's calls on other roles.
 
     Args:
-        owner: the role that asks.
-        plan: of the run.
-        runtime: has the roles that are asked.
+        owner: the calling role.
+        plan: the run's plan.
+        runtime: hosts the called roles.
     """
 
     def __init__(self, owner: RolePlan, plan: RunPlan, runtime: Runtime) -> None:
@@ -177,12 +177,12 @@ class RoleCalls:
         self.runtime = runtime
 
     async def ask(self, role: str, request: RoleRequest) -> Completion | Outputs:
-        """The answer of a role, checked and at hand.
+        """The checked answer of a role, with plain arrays.
 
         Raises:
-            ContractError: the owner does not use this role, or the answer breaks the contract.
-            BackendTimeoutError: names who waited for whom.
-            RoleLostError: the role cannot work any more.
+            ContractError: the owner does not use this role, or the answer breaks its contract.
+            BackendTimeoutError: no answer in time; names both roles.
+            RoleLostError: the role can no longer work.
             BackendError: the request failed.
         """
         if role not in self.owner.used_roles:

@@ -1,4 +1,4 @@
-"""What a transport's two ends return is checked where they return it: later, everybody else would wait for them."""
+"""Checks return values of a transport's two ends at once; an error found later would keep the other ends waiting."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from chatlearn_core.types import SyncOffer, WeightManifest
 
 
 def checked_offer(offer: object, transport: str, sender_rank: int) -> SyncOffer:
-    """What ``WeightSender.offer`` returned.
+    """Check the result of ``WeightSender.offer``.
 
     Args:
-        transport: names the plugin.
-        sender_rank: of the sender.
+        transport: name of the plugin.
+        sender_rank: rank of the sender.
 
     Raises:
-        WeightSyncError: it is no offer, or another rank's.
+        WeightSyncError: it is no offer, or names another rank.
     """
     if not isinstance(offer, SyncOffer):
         raise WeightSyncError(
@@ -31,7 +31,7 @@ def checked_offer(offer: object, transport: str, sender_rank: int) -> SyncOffer:
 
 
 def whole_manifest(manifest: object, origin: str) -> WeightManifest:
-    """What ``Trainer.manifest`` returned on rank 0.
+    """Check the result of ``Trainer.manifest`` on rank 0.
 
     Raises:
         BackendError: it is no manifest.
@@ -45,7 +45,7 @@ def whole_manifest(manifest: object, origin: str) -> WeightManifest:
 
 
 def checked_num_bytes(num_bytes: object, transport: str) -> int:
-    """What ``WeightReceiver.receive`` returned.
+    """Check the result of ``WeightReceiver.receive``.
 
     Raises:
         WeightSyncError: it is no number of bytes.

@@ -1,4 +1,4 @@
-"""Decides what one sync carries and to whom, from what every end confirmed before. Both runtimes plan with it."""
+"""Plans each sync: its payload and receivers, based on what every end confirmed before. Used by all runtimes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from chatlearn_core.types import Endpoint, SyncReceipt, SyncRequest, WeightManif
 
 
 class SyncPlanner:
-    """Makes the plans of one flow of weights.
+    """Makes the plans of one weight route.
 
-    ``delta`` takes the place of ``full`` where the transport declares it and both ends hold the last version: the same
-    senders streamed it, the same tensors, and every receiver of the new plan confirmed it.
+    ``delta`` replaces ``full`` if the transport supports it and both ends hold the last version: the same senders
+    streamed the same tensors, and every receiver of the new plan confirmed it.
     """
 
     def __init__(self, flow: WeightRoute, workspace: Path) -> None:
@@ -24,7 +24,7 @@ class SyncPlanner:
         self._workspace = str(workspace.absolute())
         self._last: SyncRequest | None = None
         self._confirmed: dict[Endpoint, int] = {}
-        """Receiver -> version it holds."""
+        """Receiver -> version that it holds."""
 
     def make(
         self, policy_version: int, manifest: WeightManifest, senders: Sequence[Endpoint], receivers: Sequence[Endpoint]
@@ -52,8 +52,8 @@ class SyncPlanner:
         return plan
 
     def _channel(self, senders: Sequence[Endpoint], receivers: Sequence[Endpoint]) -> Channel:
-        """Engines take one collective after the other. Two that are offered several could take them in different orders
-        and wait for each other for ever: then the receivers, which take all at the same time, join in their place.
+        """The channel to use. Engines run one collective after another, so two engines with several collectives could
+        run them in different orders and deadlock; then the receivers, which run all concurrently, join instead.
         """
         if self.flow.channel == "process_group" and len(senders) > 1 and len(receivers) > 1:
             return "tensors"
@@ -70,28 +70,28 @@ class SyncPlanner:
         )
 
     def turns(self, indices: Sequence[int]) -> list[list[int]]:
-        """Which replicas change their weights together: all, or ``max_loading`` at a time under ``rolling``."""
+        """Groups of replicas that load weights together: all, or ``max_loading`` at a time under ``rolling``."""
         size = self.flow.max_loading if self.flow.fleet_rule == "rolling" else max(1, len(indices))
         return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether the trainer sends once and replicas take the version in turns, without the trainer."""
+        """Whether the trainer sends once, and replicas load the version in turns without the trainer."""
         return self.flow.fleet_rule == "rolling" and self.flow.record.replayable
 
     def sent(self, plan: SyncRequest) -> None:
-        """Every sender has streamed this plan: from here on it can be replayed, or built on."""
+        """Record that every sender has streamed this plan, which can now be replayed or be the base of a delta."""
         self._last = plan
 
     def confirm(self, plan: SyncRequest, receiver: Endpoint, receipt: SyncReceipt) -> None:
-        """A replica answered: it holds the version, or nothing that can be relied on."""
+        """Record a replica's receipt: it holds the version or, after a failure, no usable version."""
         if receipt.state == "serving":
             self._confirmed[receiver] = plan.policy_version
         else:
             self._confirmed.pop(receiver, None)
 
     def replay(self, policy_version: int, receiver: Endpoint) -> SyncRequest | None:
-        """The plan by which a replica takes ``policy_version`` without the trainer, if the transport keeps it."""
+        """The plan with which a replica loads ``policy_version`` without the trainer, if the transport keeps it."""
         last = self._last
         if not self.flow.record.replayable or last is None or last.policy_version != policy_version:
             return None

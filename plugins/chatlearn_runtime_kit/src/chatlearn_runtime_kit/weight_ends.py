@@ -1,4 +1,4 @@
-"""The two sides of a weight sync, as ``WeightTransfer`` drives them: senders in the trainer's ranks, receivers beside
+"""The two sides of a weight sync as ``WeightTransfer`` calls them: senders in the trainer's ranks, and receivers beside
 the generator's replicas.
 """
 
@@ -16,11 +16,11 @@ from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, Sync
 from chatlearn_runtime_kit.sync_answers import checked_num_bytes
 
 GRACE_S = 5.0
-"""An outer wait lasts this much longer than the inner one: the transport's own timeout names what it waits for."""
+"""Extra time of an outer timeout, seconds, so that the transport's own timeout reports first and names its cause."""
 
 
 class SenderGroup(Protocol):
-    """The senders of all ranks of a trainer. Each method calls every rank; each has a timeout."""
+    """The senders of all ranks of a trainer. Each method calls every rank, with a timeout."""
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -28,60 +28,61 @@ class SenderGroup(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing can be sent before the trainer is rebuilt."""
+        """Whether nothing can be sent until the trainer is rebuilt."""
 
     async def manifest(self, payload: Payload) -> WeightManifest:
         """See ``Trainer.manifest``."""
 
     async def offer(self, request: SyncRequest) -> list[SyncOffer]:
-        """See ``WeightSender.offer``; checked, by rank."""
+        """The checked results of ``WeightSender.offer``, by rank."""
 
     async def send(self, request: SyncRequest) -> None:
         """See ``WeightSender.send``; returns when every rank has sent."""
 
     async def release(self, request: SyncRequest) -> None:
-        """See ``WeightSender.release``; does nothing where the senders are lost."""
+        """See ``WeightSender.release``; does nothing if the senders are lost."""
 
     def close(self) -> None:
-        """Close what this process holds. Twice is fine."""
+        """Close what this process holds. Safe to call twice."""
 
 
 class ReceiverGroup(Protocol):
     """The receivers of all replicas of a generator, and the replicas' loaders. Every call has a timeout."""
 
     async def endpoint(self, replica: int) -> Endpoint:
-        """The receiver of a replica. One that was rebuilt gets a new receiver.
+        """The receiver of a replica. A rebuilt replica gets a new receiver.
 
         Raises:
-            BackendError: the replica cannot be reached; it is dead when this raises.
+            BackendError: the replica cannot be reached and is now marked dead.
         """
 
     async def unfit(self, replica: int, request: SyncRequest) -> list[str]:
-        """See ``unfit_tensors``. The replica serves on, whatever is found."""
+        """See ``unfit_tensors``. The replica continues to serve whatever the result."""
 
     async def begin(self, replica: int, request: SyncRequest) -> None:
-        """See ``WeightLoader.begin``. A replica that does not answer in time is dead when this raises."""
+        """See ``WeightLoader.begin``. A replica that does not answer in time is marked dead when this raises."""
 
     async def receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
-        """See ``take_weights``; the receipt of a replica that cannot be reached says ``dead``, too."""
+        """See ``take_weights``; for a replica that cannot be reached the receipt also says ``dead``."""
 
     async def fail(self, replicas: Collection[int], reason: str) -> None:
-        """Give replicas up: they are dead when this returns."""
+        """Give up replicas: they are dead when this returns."""
 
     async def lives(self, replica: int) -> bool:
-        """Ask a replica how it is; one that does not live is dead when this returns."""
+        """Check a replica; if it is not alive, it is marked dead when this returns."""
 
     def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
-        """In the block requests go past these replicas."""
+        """During the block requests bypass these replicas."""
 
     def close(self) -> None:
-        """Close what this process holds. Twice is fine."""
+        """Close what this process holds. Safe to call twice."""
 
 
 def unfit_tensors(loader: WeightLoader, request: SyncRequest) -> list[str]:
-    """Names and shapes in which what is offered differs from what a replica expects, one line each; asks only.
+    """Names and shapes in which the offered tensors differ from those that a replica expects, one line each. Changes
+    nothing.
 
-    Dtypes are the loader's affair, which may convert them; adapters say themselves what must arrive.
+    Dtypes are left to the loader, which may convert them; adapters define themselves which tensors must arrive.
     """
     if request.payload == "adapter":
         return []
@@ -96,13 +97,13 @@ async def take_weights(
     replica: int,
     transport: str,
 ) -> SyncReceipt:
-    """One replica's part of a sync, in the process of its adapter: take the weights and serve them.
+    """Load the weights into one replica and serve them: its part of a sync, in the process of its adapter.
 
     Args:
-        transport: names the plugin, for messages.
+        transport: name of the plugin, for messages.
 
     Returns:
-        A receipt, also of a failure: the replica is dead then.
+        A receipt, even for a failure, after which the replica is dead.
     """
     start = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""One weight sync of any runtime: check first, then send and receive at the same time, then confirm."""
+"""One weight sync in any runtime: check first, then send and receive concurrently, then confirm."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from chatlearn_runtime_kit.sync_planner import SyncPlanner
 from chatlearn_runtime_kit.weight_ends import ReceiverGroup, SenderGroup
 
 _MAX_LINES = 10
-"""Differences of a manifest in a message."""
+"""Maximum number of manifest differences in a message."""
 _NOTICE_S = 2.0
-"""How long senders may take to notice that every receiver has failed; then they are stopped."""
+"""Time for senders to notice that every receiver has failed, seconds; after it they are stopped."""
 
 
 class WeightTransfer:
     """The weight syncs between one trainer and one generator role.
 
-    Requests, offers and receipts pass here; the bytes go the transport's own way.
+    Requests, offers and receipts pass through here; the transport moves the bytes.
 
     Args:
-        route: what flows where, and how.
-        workspace: a directory that both ends share.
+        route: the trainer, the generator and the transport.
+        workspace: a directory shared by both ends.
     """
 
     def __init__(self, route: WeightRoute, workspace: Path, senders: SenderGroup, receivers: ReceiverGroup) -> None:
@@ -34,10 +34,10 @@ class WeightTransfer:
         self._senders = senders
         self._receivers = receivers
         self._fits: dict[Endpoint, WeightManifest] = {}
-        """Of each receiver the last manifest that its replica was found to expect."""
+        """Receiver -> the last manifest found to fit its replica."""
 
     async def sync(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
-        """Bring the trainer's weights to these replicas, all together or in turns as the fleet rule says.
+        """Transfer the trainer's weights to these replicas, all together or in turns, according to the fleet rule.
 
         The manifest is checked against every replica of a turn before the first byte moves. A replica that fails is
         dead; the others serve the new version.
@@ -58,7 +58,7 @@ class WeightTransfer:
         return receipts
 
     async def resync(self, replica: int, policy_version: int) -> SyncReceipt:
-        """Bring the current version to a replica that was rebuilt, without the trainer where the transport keeps it.
+        """Transfer the current version to a rebuilt replica, without the trainer if the transport keeps the version.
 
         Raises: as ``sync``.
         """
@@ -72,7 +72,7 @@ class WeightTransfer:
             return await self._receive(replica, request, [])
 
     async def _unreachable(self, replicas: Sequence[int], policy_version: int) -> list[SyncReceipt]:
-        """Receipts of the replicas that have no receiver and cannot open one any more."""
+        """Receipts of the replicas that have no receiver and can no longer open one."""
         receipts: list[SyncReceipt] = []
         for replica in replicas:
             try:
@@ -93,7 +93,7 @@ class WeightTransfer:
         begun = [replica for replica in turn if replica not in gone]
         if not begun:
             return dead
-        if gone:  # nothing waits for them
+        if gone:  # the other replicas do not wait for them
             request = await self._request(request.manifest, begun, request.policy_version)
         try:
             return dead + await self._transfer(request, begun)
@@ -101,11 +101,11 @@ class WeightTransfer:
             await self._senders.release(request)
 
     async def _begin(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
-        """Every replica checks the manifest; if one refuses, those that stopped serving are given up. What does not fit
-        by name or shape is found before that, while all serve on.
+        """Let every replica check the manifest; if one refuses, those that stopped serving are given up. Names and
+        shapes are checked earlier, while all replicas serve.
 
         Returns:
-            Receipts of those that died before or meanwhile, which keeps the weights from no other.
+            Receipts of the replicas that died before or meanwhile; the others still get the weights.
         """
         await self._require_fit(request, replicas)
         outcomes = await asyncio.gather(
@@ -127,10 +127,10 @@ class WeightTransfer:
         return dead
 
     async def _require_fit(self, request: SyncRequest, replicas: Sequence[int]) -> None:
-        """Ask every replica that did not yet take this manifest; one that died is left to ``begin``.
+        """Check the manifest with every replica that has not yet loaded it; a dead one is left to ``begin``.
 
         Raises:
-            WeightSyncError: a replica expects other tensors; all replicas serve what they served.
+            WeightSyncError: a replica expects other tensors; all replicas continue to serve their versions.
         """
         ends = {end.replica: end for end in request.receivers}
         asked = [replica for replica in replicas if self._fits.get(ends[replica]) != request.manifest]
@@ -151,7 +151,7 @@ class WeightTransfer:
             self._fits[ends[replica]] = request.manifest
 
     async def _transfer(self, request: SyncRequest, replicas: Sequence[int]) -> list[SyncReceipt]:
-        """Send and receive at the same time. A sender that fails ends the wait of the receivers."""
+        """Send and receive concurrently. If a sender fails, the receivers stop waiting."""
         try:
             offers = await self._senders.offer(request)
         except Exception as error:
@@ -161,11 +161,11 @@ class WeightTransfer:
         try:
             await self._all_over(request, sending, receiving)
         except asyncio.CancelledError:
-            sending.cancel()  # its ranks end when the senders are released
+            sending.cancel()  # the ranks end when the senders are released
             raise
         finally:
             for task in receiving:
-                task.cancel()  # does nothing to those that are done
+                task.cancel()  # no effect on finished tasks
             outcomes = await asyncio.gather(*receiving, return_exceptions=True)
         [failure] = await asyncio.gather(sending, return_exceptions=True)
         receipts = [outcome for outcome in outcomes if isinstance(outcome, SyncReceipt)]
@@ -178,23 +178,23 @@ class WeightTransfer:
     async def _all_over(
         self, request: SyncRequest, sending: asyncio.Task[None], receiving: Sequence[asyncio.Task[SyncReceipt]]
     ) -> None:
-        """Wait for the senders and the receivers, until one raises. Senders without a receiver are ended."""
+        """Wait for the senders and the receivers, until one raises. Senders without any receiver are stopped."""
         tasks = {sending, *receiving}
         while waiting := [task for task in tasks if not task.done()]:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(task.cancelled() or task.exception() is not None for task in done):
                 return
             if not sending.done() and all(task.done() and task.result().state == "dead" for task in receiving):
-                await asyncio.wait([sending], timeout=_NOTICE_S)  # most notice it themselves, and say more
+                await asyncio.wait([sending], timeout=_NOTICE_S)  # most notice it themselves, with a better message
                 if not sending.done():
                     await self._senders.release(request)
                 return
 
     async def _send_ahead(self, turns: Sequence[Sequence[int]], policy_version: int) -> list[SyncReceipt]:
-        """Send once while every replica serves on; then they take the version in turns.
+        """Send once while every replica serves; afterwards replicas load the version in turns.
 
         Raises:
-            WeightSyncError: the senders failed; every replica serves what it served before.
+            WeightSyncError: the senders failed; every replica continues to serve its version.
         """
         manifest = await self._senders.manifest(self.route.payload)
         request = await self._request(manifest, [replica for turn in turns for replica in turn], policy_version)
@@ -246,7 +246,7 @@ class WeightTransfer:
         return receipt
 
     def close(self) -> None:
-        """Close what this process holds of both ends. Twice is fine."""
+        """Close what this process holds of both ends. Safe to call twice."""
         self._senders.close()
         self._receivers.close()
 

@@ -1,1 +1,1 @@
-"""What runtimes over several processes share: workers, groups, fleets and splitting, behind a small protocol."""
+"""Parts shared by runtimes over several processes: workers, groups, fleets and splitting, behind a small protocol."""

@@ -1,6 +1,6 @@
-"""Tensors as numpy arrays on their way between processes.
+"""Tensors as NumPy arrays for transport between processes.
 
-Ray hands numpy arrays out of its object store as views, without a copy; torch tensors it would copy for every reader.
+Ray returns NumPy arrays from its object store as views, without a copy; it would copy torch tensors for every reader.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from chatlearn_workers.blocks import StoredBlock, fetch_blocks
 from chatlearn_workers.runs import RunArray
 
 _CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-"""Types that numpy does not have travel as integers of the same width."""
+"""Tensors of dtypes that NumPy lacks are sent as integers of the same width."""
 
 
 @dataclass(slots=True, frozen=True)
 class TensorArray:
-    """A tensor's values as an array, and its type where numpy has none for it."""
+    """A tensor's values as an array, and its dtype if NumPy lacks it."""
 
     array: npt.NDArray[Any] | RunArray
     dtype: str | None = None
 
     @staticmethod
     def of(tensor: Tensor, *, short: bool = False) -> TensorArray:
-        """From a tensor on any device; one on the host is not copied.
+        """Convert a tensor on any device; one on the host is not copied.
 
         Args:
-            short: tell runs of equal values by their length, where that takes less.
+            short: encode runs of equal values by their lengths if that is smaller.
         """
         host = tensor.detach().cpu()
         carrier = _CARRIERS.get(host.dtype)
@@ -45,7 +45,7 @@ class TensorArray:
         return TensorArray((RunArray.of(array) if short else None) or array, dtype)
 
     def tensor(self) -> Tensor:
-        """A view where there is an array. It may be read-only: who gets a batch does not write into it."""
+        """The tensor, a view if the values are an array. It may be read-only: receivers must not write into a batch."""
         array = self.array.array() if isinstance(self.array, RunArray) else self.array
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -59,19 +59,19 @@ class TensorArray:
 
     @property
     def blocks(self) -> tuple[StoredBlock, ...]:
-        """Blocks that it needs: none."""
+        """The blocks that it refers to: none."""
         return ()
 
 
 @dataclass(slots=True, frozen=True)
 class RowsArray:
-    """A tensor by reference: which rows of which blocks make it up, and the rows that were at hand."""
+    """A tensor by reference: the rows and blocks that make it up, and rows that are held directly."""
 
     blocks: tuple[StoredBlock, ...]
     names: tuple[str, ...]
     index: npt.NDArray[np.int64]
-    """[P, 4] for each piece the block, the name, start and stop; or -1, 0 and rows that are at hand; or -2, the row at
-    hand that is repeated, and as many rows."""
+    """[P, 4], one row per piece: block, name, start and stop; or -1, 0 and start and stop of rows held directly; or -2,
+    the directly held row to repeat, and the number of repetitions."""
     at_hand: Array
     tail: tuple[int, ...]
     dtype: str
@@ -107,7 +107,7 @@ class RowsArray:
         )
 
     def tensor(self) -> Tensor:
-        """One copy, from the store's memory into the tensor."""
+        """The tensor, copied once from the store's memory."""
         parts = [self._rows(*place) for place in self.index.tolist()]
         return torch.from_numpy(np.concatenate(parts) if parts else np.zeros((0, *self.tail), self.dtype))
 
@@ -118,7 +118,7 @@ class RowsArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel; those of the blocks are in the store already."""
+        """Bytes to send; blocks are already in the store."""
         return self.at_hand.nbytes + self.index.nbytes
 
 
@@ -145,7 +145,7 @@ class BatchArrays:
 
     @staticmethod
     def of(batch: TrainBatch) -> BatchArrays:
-        """From a batch on the host; nothing that is stored is fetched."""
+        """Convert a batch on the host; references are not fetched."""
         return BatchArrays(
             batch.sample_ids,
             batch.example_ids,
@@ -155,10 +155,11 @@ class BatchArrays:
         )
 
     def batch(self) -> TrainBatch:
-        """The batch, its tensors views of the arrays where they are whole. Blocks the thread until they are here.
+        """The batch; its tensors are views of the arrays if these are not run-encoded. Blocks the thread until
+        referenced rows have arrived.
 
         Raises:
-            TrainerLostError: the node that held some is gone.
+            TrainerLostError: the node that held some rows is gone.
         """
         fetch_blocks(block for array in self._all() for block in array.blocks)
         return TrainBatch(
@@ -174,7 +175,7 @@ class BatchArrays:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that travel with it."""
+        """Bytes of all arrays that are sent with the batch."""
         return sum(array.nbytes for array in self._all())
 
 

@@ -1,7 +1,7 @@
-"""Blocks of arrays in the runtime's store: written by the worker that made them, read where they are needed.
+"""Blocks of arrays in the runtime's store: written by the worker that made them, read by the processes that need them.
 
-A worker's call returns small facts, which the driver reads, and one block, of which the driver holds the reference. The
-driver owns it, so a block outlives the worker that made it; a reader on the same node gets views of the store's memory.
+A worker's call returns small facts, which the driver reads, and one block, to which the driver holds the reference. The
+driver owns the block, so it outlives its worker; a reader on the same node gets views of the store's memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from chatlearn_core.types.array_ref import Array
 from chatlearn_workers.rpc import ObjectStore, StoredValueLostError
 
 FETCH_TIMEOUT_S = 600.0
-"""Longest wait for blocks from other nodes; a lost one is noticed sooner."""
+"""Timeout for blocks from other nodes, seconds; a lost block is noticed sooner."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What moved since somebody last asked. One object a runtime."""
+    """Amounts of data moved since they were last taken. One object per runtime."""
 
     stored_bytes: int = 0
-    """Put into the object store, by the driver and by workers."""
+    """Bytes put into the object store by the driver and by workers."""
     driver_bytes: int = 0
-    """Values that passed through the driver: what it put there or sent, and what its ``DataStore`` brought."""
+    """Bytes of values that passed through the driver: those it stored or sent, and those its ``DataStore`` fetched."""
     driver_s: float = 0.0
-    """How long the driver took for that."""
+    """Time that the driver spent on this, seconds."""
 
     def taken(self) -> Traffic:
-        """The amounts until now; they start again at zero."""
+        """Return the amounts so far and reset them to zero."""
         until_now = replace(self)
         self.stored_bytes, self.driver_bytes, self.driver_s = 0, 0, 0.0
         return until_now
@@ -45,9 +45,9 @@ class StoredBlock:
     """A ``Block`` of the core: named arrays behind one reference.
 
     Args:
-        store: where its arrays are.
-        reference: of the arrays, which are one value of the store.
-        traffic: counts what is read; only the driver has it.
+        store: holds the arrays.
+        reference: reference to the arrays, which are one value of the store.
+        traffic: counts the bytes read; only the driver has it.
     """
 
     __slots__ = ("_arrays", "reference", "store", "traffic")
@@ -72,7 +72,7 @@ class StoredBlock:
 
     @property
     def is_here(self) -> bool:
-        """Whether the arrays were fetched."""
+        """Whether the arrays have been fetched."""
         return self._arrays is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,10 +80,10 @@ class StoredBlock:
 
 
 def fetch_blocks(blocks: Iterable[StoredBlock]) -> None:
-    """Get all that are not here yet, at the same time; they are of one store. Blocks the thread.
+    """Fetch all missing blocks concurrently; they must belong to one store. Blocks the thread.
 
     Raises:
-        TrainerLostError: a node that held some is gone; the step they belong to has to be made again.
+        TrainerLostError: a node that held some of them is gone; their step must be repeated.
     """
     missing = [block for block in blocks if not block.is_here]
     references = list({block.reference: None for block in missing})
@@ -105,7 +105,7 @@ def fetch_blocks(blocks: Iterable[StoredBlock]) -> None:
 
 
 class BlockStore(DataStore):
-    """The ``DataStore`` of a run over worker processes: values come out of blocks. Workers have one, too."""
+    """The ``DataStore`` of a run over worker processes: fetches values from blocks. Workers have one, too."""
 
     def __init__(self, traffic: Traffic | None = None) -> None:
         self._traffic = traffic
@@ -118,7 +118,7 @@ class BlockStore(DataStore):
             self._traffic.driver_s += time.perf_counter() - begin
 
     def get_request(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with plain arrays, and so what it resumes from. Blocks the thread.
+        """The request, and the completion it resumes, with plain arrays. Blocks the thread.
 
         Raises:
             TrainerLostError: see ``DataStore.bring``.
@@ -136,13 +136,13 @@ class BlockStore(DataStore):
 
 
 def has_references(request: GenerateRequest) -> bool:
-    """Whether tokens of a request, or what it resumes from, stay with a worker."""
+    """Whether tokens of a request, or of the completion it resumes, stay with a worker."""
     prior = request.resume_from
     arrays = (request.prompt_ids, request.forced_ids, None if prior is None else prior.token_ids)
     return any(isinstance(array, ArrayRef) for array in arrays)
 
 
 def bytes_here(array: Array | ArrayRef) -> int:
-    """Bytes of an array that travel with a message: what is stored does not."""
+    """Bytes of an array that a message carries; stored rows do not count."""
     pieces = array.pieces if isinstance(array, ArrayRef) else (array,)
     return sum(piece.nbytes for piece in pieces if isinstance(piece, np.ndarray))

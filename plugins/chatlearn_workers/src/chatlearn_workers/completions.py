@@ -1,4 +1,4 @@
-"""Completions on their way from a replica: facts for the driver, arrays and texts of all of them in one block."""
+"""Transport of a replica's completions: facts for the driver, and arrays and texts of all completions in one block."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ DATA, PROMPT_DATA = "token_data/", "prompt_token_data/"
 
 
 Place = tuple[str, int, int]
-"""Which array of the block, and rows [start, stop) of it."""
+"""Name of an array in the block, and its rows [start, stop)."""
 
 
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class CompletionFacts:
-    """A completion without its arrays. What it takes does not depend on the completion's length."""
+    """A completion without its arrays. Its size does not depend on the completion's length."""
 
     request_id: str
     basis: LogprobBasis | None
-    """None: that of the request's sampling."""
+    """None means the basis of the request's sampling."""
     finish_reason: FinishReason
     sampling: SamplingParams | None
-    """None: the request's."""
+    """None means the request's."""
     version_spans: tuple[VersionSpan, ...]
     num_cached_tokens: int
     places: Mapping[str, Place]
-    """Of ``token_ids``, ``logprobs``, ``text``, perhaps ``raw_logprobs`` and ``prompt_ids``, and of token data as
-    ``token_data/name`` and ``prompt_token_data/name``."""
+    """Places of ``token_ids``, ``logprobs``, ``text``, optionally ``raw_logprobs`` and ``prompt_ids``, and of token
+    data as ``token_data/name`` and ``prompt_token_data/name``."""
 
 
 class CompletionPacker:
-    """Lays the arrays of completions end to end, those of one name, type and row shape together."""
+    """Concatenates the arrays of completions that share name, dtype and row shape."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, list[Array]] = {}
         self._rows: dict[str, int] = {}
 
     def add(self, completion: Completion, sampling: SamplingParams) -> CompletionFacts:
-        """Take one over, with what was asked for."""
+        """Add a completion that answers a request with this ``sampling``; returns its facts."""
         places = {
             "token_ids": self._put("token_ids", np.asarray(completion.token_ids, dtype=np.int64)),
             "logprobs": self._put("logprobs", np.asarray(completion.logprobs, dtype=np.float32)),
@@ -78,15 +78,15 @@ class CompletionPacker:
         return key, start, start + len(array)
 
     def block(self) -> dict[str, Array]:
-        """Everything that was added."""
+        """The block of all added arrays."""
         return {key: np.concatenate(arrays) for key, arrays in self._arrays.items()}
 
 
 def completion_of(facts: CompletionFacts, block: Block, sampling: SamplingParams) -> Completion:
-    """The completion by reference.
+    """The completion, by reference.
 
     Args:
-        sampling: what was asked for.
+        sampling: the request's sampling.
     """
     owner = facts.request_id
     arrays = {name: _stored(place, block, owner, name) for name, place in facts.places.items() if name != TEXT}
@@ -124,6 +124,6 @@ def _stored(place: Place, block: Block, owner: str, name: str) -> Any:
 
 @cache
 def _shape(key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape of a row and type, of an array with this key; there are a handful of keys."""
+    """Row shape and dtype of an array with this key."""
     _, dtype, tail = key.split(" ", 2)
     return tuple(int(n) for n in tail.strip("()").split(",") if n.strip()), np.dtype(dtype)

@@ -1,8 +1,8 @@
-"""Calls of a worker that ask other roles while they run.
+"""Calls of a worker that call other roles while they run.
 
-Calls go from the driver to workers only. So the driver begins such a call, then asks again and again what has become of
-it: the answer is its result, or what it asks of other roles, which the driver has answered and delivers. Every message
-has a limit, and no connection is needed that the runtime does not have.
+Calls go only from the driver to workers. The driver therefore begins such a call, then polls it: each answer is the
+call's result, or its requests to other roles, which the driver has answered and delivers. Every message has a timeout,
+and no connection is needed beyond those of the runtime.
 
     driver                                     worker
     begin(1, "score", samples)             ->  starts the call
@@ -30,15 +30,15 @@ from chatlearn_workers.remote import RemoteWorker
 from chatlearn_workers.rpc_result import Failure, RpcResult
 
 PROGRESS_S = 5.0
-"""A worker that has nothing to say answers after so long; then it is asked again."""
+"""A worker without news answers after this time, seconds, and is polled again."""
 
 Ask = Callable[[str, Any], Awaitable[Any]]
-"""``(name, request)``: what a role answers that is known under the name."""
+"""``(name, request)`` -> the answer of the role with that name."""
 
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """Something that a call asks of another role."""
+    """A request of a call to another role."""
 
     number: int
     name: str
@@ -47,11 +47,11 @@ class Asked:
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """What has become of a call since it was asked last."""
+    """The news of a call since the last poll."""
 
     asked: tuple[Asked, ...] = ()
     dropped: tuple[int, ...] = ()
-    """Numbers of what it no longer waits for."""
+    """Numbers of requests that the call no longer waits for."""
     outcome: RpcResult | Failure | None = None
     """Set when the call has ended."""
 
@@ -65,17 +65,17 @@ class OpenCall:
 
     task: asyncio.Task[Any] | None = None
     asked: list[Asked] = field(default_factory=list)
-    """Not yet taken by the driver."""
+    """Requests that the driver has not yet taken."""
     dropped: list[int] = field(default_factory=list)
     waiting: dict[int, asyncio.Future[RpcResult | Failure]] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def ask(self, name: str, request: Any) -> Any:
-        """What the driver delivers.
+        """Send a request through the driver and return the delivered answer.
 
         Raises:
-            ChatLearnError: what the role, or the way to it, raised.
+            ChatLearnError: the error of the role, or of reaching it.
         """
         number = next(self.numbers)
         answer: asyncio.Future[RpcResult | Failure] = asyncio.get_running_loop().create_future()
@@ -102,7 +102,7 @@ def current_call() -> OpenCall:
     """The call that this task belongs to.
 
     Raises:
-        ContractError: none does, such as in a task that outlives its call or a thread of a plugin's own.
+        ContractError: there is none, such as in a task that outlives its call or a thread that a plugin started.
     """
     call = _CURRENT.get()
     if call is None or (call.task is not None and call.task.done()):
@@ -117,7 +117,7 @@ class Conversations:
     """The open calls of one worker.
 
     Args:
-        target: whose methods are called.
+        target: the object whose methods are called.
     """
 
     def __init__(self, target: Any) -> None:
@@ -136,7 +136,7 @@ class Conversations:
         self._calls[number] = call
 
     async def progress(self, number: int, wait_s: float) -> Progress:
-        """What is new, as soon as there is something, and after ``wait_s`` at the latest."""
+        """Return news as soon as there is some, at the latest after ``wait_s``."""
         call = self._calls[number]
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -151,14 +151,14 @@ class Conversations:
         return Progress((), dropped, _outcome(call.task))
 
     def deliver(self, number: int, request: int, outcome: RpcResult | Failure) -> None:
-        """The answer to what a call asked; one that is no longer waited for is dropped."""
+        """Deliver the answer to a call's request; dropped if the call no longer waits for it."""
         call = self._calls.get(number)
         answer = call.waiting.get(request) if call is not None else None
         if answer is not None and not answer.done():
             answer.set_result(outcome)
 
     def end(self, number: int) -> None:
-        """Give a call up; one that has ended is no error."""
+        """Cancel a call; a call that has ended is no error."""
         call = self._calls.pop(number, None)
         if call is not None and call.task is not None:
             call.task.cancel()
@@ -172,7 +172,7 @@ def _outcome(task: asyncio.Task[Any]) -> RpcResult | Failure:
 
 
 def _raised(failure: Failure) -> ChatLearnError:
-    """The error, in the words that it had on the driver."""
+    """The error, with the message that it had in the driver."""
     cls = getattr(exceptions, failure.error_class)
     assert issubclass(cls, ChatLearnError)
     error: ChatLearnError = cls(failure.message)
@@ -186,19 +186,20 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 async def converse(worker: RemoteWorker, method: str, *arguments: Any, ask: Ask, limit_s: float | None = None) -> Any:
-    """Call a method of a worker, and have answered what it asks of other roles meanwhile.
+    """Call a method of a worker, and meanwhile have its requests to other roles answered.
 
     Args:
-        method: of the worker; a coroutine method that may call ``current_call().ask``.
-        ask: answers.
-        limit_s: how long the worker's event loop may be held up; the time that other roles take does not count, since
-            they, and the worker's own code, have limits of their own. By default the worker's timeout.
+        method: a coroutine method of the worker that may call ``current_call().ask``.
+        ask: answers requests.
+        limit_s: maximum time for which the worker's event loop may be blocked, seconds; by default the worker's
+            timeout. Time spent by other roles does not count, because they, and the worker's own code, have their own
+            timeouts.
 
     Raises:
         BackendTimeoutError: the worker does not answer.
-        WorkerDiedError: its process is gone.
-        RoleLostError: a role that was asked cannot work any more.
-        ChatLearnError: what the worker raised.
+        WorkerDiedError: the worker's process is gone.
+        RoleLostError: a called role can no longer work.
+        ChatLearnError: the worker's error.
     """
     number = next(_NUMBERS)
     patience_s = PROGRESS_S + (worker.timeout_s if limit_s is None else limit_s)
@@ -217,7 +218,7 @@ async def converse(worker: RemoteWorker, method: str, *arguments: Any, ask: Ask,
         try:
             await worker.call("deliver", number, asked.number, outcome, timeout_s=patience_s)
         except Exception as error:
-            failures.append(error)  # the driver's next question meets the same worker
+            failures.append(error)  # the driver's next poll of the worker shows the cause
 
     has_ended = False
     try:
@@ -252,13 +253,13 @@ def _result(worker: RemoteWorker, method: str, outcome: RpcResult | Failure, los
 
 
 async def _end(worker: RemoteWorker, number: int) -> None:
-    """Tell a worker that a call is given up; one that is gone or hangs has nothing to end."""
+    """Tell a worker that a call is cancelled; a worker that is gone or hangs has nothing to end."""
     with suppress(ChatLearnError):
         await worker.call("end", number, timeout_s=PROGRESS_S)
 
 
 class AskingWorker:
-    """What a worker has whose calls ask other roles; mixed into a ``Worker``."""
+    """Mixin for a ``Worker`` whose calls send requests to other roles."""
 
     def __init__(self) -> None:
         self.conversations = Conversations(self)

@@ -1,4 +1,4 @@
-"""All workers of an environment role: rollouts are spread over them, and a dead one is rebuilt."""
+"""All workers of an environment role: rollouts are distributed over them, and a dead worker is rebuilt."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from chatlearn_workers.remote import RemoteWorker, all_or_first_error
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
 MAX_DEATHS = 2
-"""A rollout whose worker dies so often is given up: it may be what kills it."""
+"""A rollout whose workers died this often is given up, because it may be the cause."""
 
 
 class RemoteEnvironments:
-    """Implements ``EnvironmentGroup``. User code runs in its workers, never in the driver.
+    """Implements ``EnvironmentGroup``. User code runs in the workers, never in the driver.
 
-    A worker that dies is rebuilt within its budget, and what it was making is made again from the start, with the same
-    seeds: the same rollouts, if the environment is deterministic.
+    A worker that dies is rebuilt within its restart budget, and its rollouts start again with the same seeds: they
+    yield the same rollouts if the environment is deterministic.
 
     Args:
-        launch: starts the worker of an index, set up.
-        max_restarts: of each worker in a run.
+        launch: starts and sets up the worker with an index.
+        max_restarts: maximum number of restarts per worker in a run.
         tell: called with each restart.
     """
 
@@ -56,7 +56,7 @@ class RemoteEnvironments:
         return list(self._workers)
 
     async def start(self) -> None:
-        """Launch all workers at the same time."""
+        """Launch all workers concurrently."""
         workers: dict[int, RemoteWorker] = {}
 
         async def launch(index: int) -> None:
@@ -68,10 +68,10 @@ class RemoteEnvironments:
         self._workers = [workers[index] for index in range(self._num_workers)]
 
     async def rollout(self, order: RolloutOrder, generate: GenerateFor) -> Rollout:
-        """See ``EnvironmentGroup``; on the worker that makes the fewest at the moment.
+        """See ``EnvironmentGroup``; uses the worker with the fewest open rollouts.
 
         Raises:
-            ReplicaLostError: a worker died, and may not be rebuilt any more.
+            ReplicaLostError: a worker died and has no restarts left.
         """
         deaths: list[WorkerDiedError] = []
         while len(deaths) < MAX_DEATHS:
@@ -93,7 +93,7 @@ class RemoteEnvironments:
         ).at(deaths[-1].place, deaths[-1].stack)
 
     async def _replace(self, index: int, dead: RemoteWorker, cause: WorkerDiedError) -> None:
-        """Launch a worker in place of a dead one, however many rollouts noticed."""
+        """Replace a dead worker once, even if several rollouts report it."""
 
         async def build() -> None:
             self._workers[index] = await self._launch(index)

@@ -14,7 +14,7 @@ from chatlearn_workers.worker_spec import WorkerSpec
 
 
 class EnvironmentWorker(AskingWorker, Worker):
-    """Makes rollouts; what it has sampled, the driver has sampled by the role's generators."""
+    """Makes rollouts; the driver forwards its sampling requests to generator roles."""
 
     def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
         Worker.__init__(self, spec, node_address)

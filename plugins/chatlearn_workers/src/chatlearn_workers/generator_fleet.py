@@ -1,4 +1,4 @@
-"""The generator replicas of a role as processes: one call for many requests, and workers that may be gone."""
+"""The generator replicas of a role as processes: requests are batched into calls, and dead workers are handled."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from chatlearn_workers.rpc import ObjectStore
 from chatlearn_workers.rpc_result import Failure
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
-"""Start the worker of replica ``index``, set up."""
+"""Starts and sets up the worker of replica ``index``."""
 _STATUS_S = 5.0
-"""A worker whose event loop turns says how it is in milliseconds."""
+"""Timeout for a status report, seconds; a worker whose event loop runs answers in milliseconds."""
 
 
 class Replica:
-    """One replica as the driver sees it.
+    """The driver's view of one replica.
 
-    Requests that are made in one turn of the event loop travel in one call, in their order: the engine batches them
-    together, so that what is in a batch does not depend on timing, and the driver pays for one message, not for each.
-    Every one has a number: a step that is made again asks under the same ids, and must not get what was sampled for it
-    the first time, under other weights.
+    Requests made in one turn of the event loop are sent in one call, in order: the engine batches them together, so
+    that batches do not depend on timing, and the driver sends one message instead of many. Every request has a number,
+    because a repeated step uses the same ids and must not receive completions sampled earlier under other weights.
     """
 
     def __init__(self, worker: RemoteWorker, store: ObjectStore, traffic: Traffic) -> None:
@@ -46,18 +45,18 @@ class Replica:
         self.state: ReplicaState = "serving"
         self.policy_version = 0
         self.problem: str | None = None
-        """What it said last is wrong with it."""
+        """The problem in the replica's last report."""
         self._numbers = itertools.count()
         self._open: dict[int, tuple[SamplingParams, asyncio.Future[Completion | Failure]]] = {}
         self._streamed: dict[int, OnTokens] = {}
-        """By number, of open requests whose tokens are wanted as they come."""
+        """Number -> callback of open requests with streaming."""
         self._queue: list[tuple[int, GenerateRequest]] = []
         self._dropped: list[str] = []
         self._collector: asyncio.Task[None] | None = None
         self._senders: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """Raises what the worker raised, or ``WorkerDiedError``."""
+        """Sample a completion. Raises the worker's error, or ``WorkerDiedError``."""
         loop = asyncio.get_running_loop()
         if not self._queue:
             loop.call_soon(self._flush)
@@ -86,7 +85,7 @@ class Replica:
         self._send(self._submit(requests))
 
     def _drop(self, request_id: str) -> None:
-        """This request's result is no longer wanted: the engine should stop, too."""
+        """Drop a request whose result is no longer needed, and abort it in the engine."""
         if not self._dropped:
             asyncio.get_running_loop().call_soon(self._flush_dropped)
         self._dropped.append(request_id)
@@ -101,7 +100,7 @@ class Replica:
         except (WorkerDiedError, BackendTimeoutError) as error:
             self.lose(error)
         except ChatLearnError:
-            pass  # the engine lives and had nothing to end; no call waits for these requests
+            pass  # the engine lives and had nothing to abort; no call waits for these requests
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(sending)
@@ -122,21 +121,21 @@ class Replica:
             self._collector = asyncio.create_task(self._collect())
 
     async def _collect(self) -> None:
-        """Take answers while requests are open."""
+        """Collect answers while requests are open."""
         try:
             while self._open:
                 report, reference = await self.worker.call_for_block("collect", timeout_s=POLL_S)
                 self.note(report, StoredBlock(self._store, reference, self._traffic))
         except ChatLearnError as error:
             self.lose(error)
-        except Exception as error:  # this task is not awaited: pass the error to the calls that wait for answers
+        except Exception as error:  # this task is not awaited: pass the error to the waiting calls
             self.lose(BackendError(f"{self.worker.label}, collect: {type(error).__name__}: {error}"))
 
     def note(self, report: ReplicaReport, block: StoredBlock) -> None:
-        """Take over what the replica says of itself, and give answers to those who wait.
+        """Record a report of the replica, and pass answers to the waiting calls.
 
-        A report may be older than what the driver knows from the receipt of a sync, or from a call that failed: no
-        version comes back, and death is for good.
+        A report may be older than the driver's knowledge from a sync receipt or a failed call: the version never goes
+        back, and death is final.
         """
         self.problem = report.problem
         if report.state == "dead":
@@ -154,26 +153,26 @@ class Replica:
                 future.set_result(outcome if isinstance(outcome, Failure) else completion_of(outcome, block, sampling))
 
     def lose(self, error: ChatLearnError) -> None:
-        """The worker cannot be reached any more: everyone who waits gets to know."""
+        """Fail all waiting calls, because the worker can no longer be reached."""
         self.state = "dead"
         for _, future in self._open.values():
             if not future.done():
                 future.set_exception(copy.copy(error))
 
     def stop(self) -> None:
-        """No more messages to this worker."""
+        """Send no further messages to this worker."""
         for task in (self._collector, *self._senders):
             if task is not None:
                 task.cancel()
 
 
 class RemoteGeneratorFleet(ReplicaFleet[Replica]):
-    """Replicas that are workers of their own.
+    """Replicas that are separate workers.
 
     Args:
         launch: starts the worker of a replica.
-        store: where the replicas leave what they sampled.
-        traffic: counts what goes through the driver.
+        store: holds the replicas' samples.
+        traffic: counts data that passes through the driver.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class RemoteGeneratorFleet(ReplicaFleet[Replica]):
         self._traffic = traffic or Traffic()
 
     async def start(self) -> None:
-        """Launch all replicas at the same time."""
+        """Launch all replicas concurrently."""
         workers: dict[int, RemoteWorker] = {}
 
         async def launch(index: int) -> None:
@@ -211,7 +210,7 @@ class RemoteGeneratorFleet(ReplicaFleet[Replica]):
         return Replica(worker, self._store, self._traffic)
 
     async def _discard(self, dead: Replica) -> None:
-        dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # fails the calls that still wait for it
+        dead.lose(WorkerDiedError(f"{dead.worker.label} is being rebuilt"))  # fails the waiting calls
         dead.stop()
         dead.worker.kill()
 
@@ -235,11 +234,11 @@ class RemoteGeneratorFleet(ReplicaFleet[Replica]):
         return timeout
 
     async def lives(self, replica: Replica) -> bool:
-        """Ask a replica how it is; one that does not live is dead when this returns."""
+        """Check a replica; if it is not alive, it is marked dead when this returns."""
         return await self._lives(replica)
 
     async def _lives(self, replica: Replica) -> bool:
-        """While no request is open nothing else tells that its engine has died."""
+        """Check a replica; without open requests only this shows that its engine has died."""
         try:
             report: ReplicaReport = await replica.worker.call("status", timeout_s=_STATUS_S)
         except (WorkerDiedError, BackendTimeoutError) as error:
@@ -268,12 +267,12 @@ class RemoteGeneratorFleet(ReplicaFleet[Replica]):
     async def _move_one(
         self, replica: Replica, action: MemoryAction, parts: Collection[MemoryPart]
     ) -> list[MemoryEvent]:
-        """A replica whose process is gone holds nothing; it is rebuilt when it is used next."""
+        """Move parts of one replica. A replica whose process is gone holds nothing and is rebuilt at its next use."""
         try:
             events: list[MemoryEvent] = await replica.worker.call("move", action, tuple(parts))
         except BackendError:
             if await self._lives(replica):
                 raise
-            replica.worker.kill()  # what is left of it may hold memory that others need
+            replica.worker.kill()  # its remains may hold memory that others need
             return []
         return events

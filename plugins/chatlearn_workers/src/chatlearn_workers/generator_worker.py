@@ -31,41 +31,41 @@ from chatlearn_workers.worker import NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
 
 PROGRESS_S = 0.5
-"""Tokens of streamed requests are reported together, this long after the first of them."""
+"""Delay after the first streamed token of a report, seconds; tokens are reported together."""
 POLL_S = 30.0
-"""``collect`` answers at least this often."""
+"""Maximum time between answers of ``collect``, seconds."""
 
 
 @dataclass(slots=True, frozen=True)
 class ReplicaReport:
-    """What a generator replica says of itself with every answer."""
+    """A generator replica's report of its state, sent with every answer."""
 
     state: ReplicaState
     policy_version: int
     results: tuple[tuple[int, CompletionFacts | Failure], ...] = ()
     """(number, outcome) of requests that ended."""
     num_bytes: int = 0
-    """Of the completions' arrays, which are in a block."""
+    """Size of the completions' arrays, which are in a block."""
     problem: str | None = None
-    """What it says is wrong with it, see ``Lifecycle.health``."""
+    """The replica's own problem, see ``Lifecycle.health``."""
     tokens: tuple[tuple[int, int, list[int]], ...] = ()
-    """(number, position, token ids) that were sampled since the last report, of requests that are streamed."""
+    """(number, position, token ids) sampled since the last report, for requests with streaming."""
 
 
 class GeneratorWorker(Worker):
-    """One replica of a generator. Requests come many at a time and are answered as they end."""
+    """One replica of a generator. Requests arrive in batches and are answered as they end."""
 
     def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
         super().__init__(spec, node_address)
         self._generator: Generator | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._transports: dict[str, str] = {}
-        """Names the plugin of each receiver, for messages."""
+        """Name of each receiver's plugin, for messages."""
         self._running: set[asyncio.Task[None]] = set()
         self._ended: list[tuple[int, GenerateRequest, Completion | Failure]] = []
         self._news = asyncio.Event()
         self._tokens: dict[int, tuple[int, list[int]]] = {}
-        """By number: position and tokens that are yet to be reported."""
+        """Number -> position and tokens not yet reported."""
 
     @property
     def generator(self) -> Generator:
@@ -82,9 +82,10 @@ class GeneratorWorker(Worker):
     async def submit(
         self, requests: Sequence[tuple[int, GenerateRequest]], streamed: Collection[int] = frozenset()
     ) -> None:
-        """Start numbered requests, in order and in one turn of the event loop, so that a batch does not depend on
-        timing. One that refers to tokens which are lost with their node is answered with that. Tokens of those that
-        are ``streamed`` are in the reports.
+        """Start numbered requests, in order and in one turn of the event loop, so that batches do not depend on timing.
+
+        A request that refers to tokens lost with their node is answered with that error. Tokens of ``streamed``
+        requests are included in the reports.
         """
         if any(has_references(request) for _, request in requests):
             requests = await asyncio.to_thread(self._fetched, requests)
@@ -96,7 +97,7 @@ class GeneratorWorker(Worker):
             task.add_done_callback(self._running.discard)
 
     def _fetched(self, requests: Sequence[tuple[int, GenerateRequest]]) -> list[tuple[int, GenerateRequest]]:
-        """The requests with plain arrays, without those of which an array is gone."""
+        """The requests with plain arrays, without those that refer to a lost array."""
         fetched: list[tuple[int, GenerateRequest]] = []
         store = BlockStore()
         for number, request in requests:
@@ -123,7 +124,7 @@ class GeneratorWorker(Worker):
         self._news.set()
 
     async def collect(self) -> tuple[ReplicaReport, dict[str, Array]]:
-        """Requests that ended since the last call, and the arrays of all of them; waits for one, but not for ever."""
+        """Requests that ended since the last call, and all their arrays; waits for at least one, up to a time limit."""
         try:
             async with asyncio.timeout(POLL_S):
                 await self._news.wait()
@@ -161,14 +162,14 @@ class GeneratorWorker(Worker):
         await self.generator.resume()
 
     async def move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Offload or onload parts; what is live afterwards."""
+        """Offload or onload parts; returns the memory in use afterwards."""
         context = self.context
         return await self.executor.run(
             action, lambda: move(self.generator, action, parts, role=context.role, worker=context.replica)
         )
 
     async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
-        """Build this replica's receiver, in place of the one that it has."""
+        """Build this replica's receiver, replacing an existing one."""
         record, options = plugin.find(self.registry, self.spec.driver_host)
         assert isinstance(record, WeightSyncSpec)
         if (former := self._receivers.pop(key, None)) is not None:

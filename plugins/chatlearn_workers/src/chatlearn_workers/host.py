@@ -1,4 +1,4 @@
-"""A worker's process, which becomes what its spec says.
+"""A worker's process, which hosts the worker that its spec describes.
 
 Imports no torch until ``start``, so that environment variables are set before torch is imported.
 """
@@ -18,13 +18,13 @@ from chatlearn_workers.user_code import UserCode, enter_directory
 
 
 class WorkerHost:
-    """One process of a role. Every call comes through ``invoke``, on the event loop; blocking work has a thread.
+    """One process of a role. Every call arrives through ``invoke``, on the event loop; blocking work runs in a thread.
 
     Args:
-        environment: variables of this process.
-        path: where the driver finds modules.
-        directory: the driver's.
-        code: the Python files there, for machines that do not have them.
+        environment: environment variables of this process.
+        path: the driver's module path.
+        directory: the driver's working directory.
+        code: Python files of that directory, for machines without it.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class WorkerHost:
         os.environ.update(environment)
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._problem = enter_directory(directory, code)
-        # Child processes (reward pools, engines) import what this one does.
+        # Child processes (reward pools, engines) must import from the same path.
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*sys.path, *_python_path()]))
         self._worker: Any = None
 
     def check(self) -> None:
-        """Raises ChatLearnError: this process cannot host the worker that it was started for."""
+        """Raises ChatLearnError if this process cannot host its worker."""
         from chatlearn_core.exceptions import ConfigError
 
         if self._problem is not None:
@@ -49,7 +49,7 @@ class WorkerHost:
         return socket.gethostbyname(socket.gethostname())
 
     async def start(self, spec: Any) -> Any:
-        """Build the worker; returns an ``RpcResult`` with nothing, or a ``Failure``."""
+        """Build the worker; returns an empty ``RpcResult``, or a ``Failure``."""
         from chatlearn_workers.rpc_result import Failure, RpcResult
         from chatlearn_workers.workers import build_worker
 
@@ -61,7 +61,7 @@ class WorkerHost:
         return RpcResult(None)
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        """Call a coroutine method of the worker; returns ``RpcResult`` or ``Failure``, and raises nothing."""
+        """Call a coroutine method of the worker; returns ``RpcResult`` or ``Failure`` and never raises."""
         from chatlearn_workers.rpc_result import Failure, RpcResult
 
         try:
@@ -70,7 +70,8 @@ class WorkerHost:
             return Failure.of(error)
 
     async def invoke_with_block(self, method: str, *args: Any) -> tuple[Any, Any]:
-        """The same for a method that returns (facts, arrays), as two results: the caller may leave the second."""
+        """Like ``invoke`` for a method that returns (facts, arrays), as two results: the caller need not fetch
+        arrays."""
         from chatlearn_workers.rpc_result import RpcResult
 
         answer = await self.invoke(method, *args)
@@ -80,22 +81,22 @@ class WorkerHost:
         return RpcResult(facts), arrays
 
     async def is_there(self) -> list[int]:
-        """Answers while the process lives and its interpreter turns: which processes of an engine below are stopped.
+        """Show that the process is alive and its interpreter runs; returns the stopped processes of an engine below it.
 
-        What a user's reward or environment does with its own processes is its affair.
+        Processes that a user's reward or environment starts are left to that code.
         """
         is_users = self._worker is None or self._worker.spec.kind in ("reward", "environment")
         return [] if is_users else stopped_below(os.getpid())
 
     async def stacks(self) -> str:
-        """Where every thread of this process is now."""
+        """The current stack of every thread of this process."""
         from chatlearn_workers.stacks import all_stacks
 
         return all_stacks()
 
 
 def stopped_below(pid: int) -> list[int]:
-    """Processes that one has started, or one of those, and that are stopped (SIGSTOP)."""
+    """Stopped (SIGSTOP) processes among the descendants of a process."""
     stopped: list[int] = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):

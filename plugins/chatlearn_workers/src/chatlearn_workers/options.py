@@ -1,4 +1,4 @@
-"""What a configuration may set of any runtime over worker processes; a runtime's own options extend it."""
+"""Options of every runtime over worker processes; each runtime's own options extend them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class WorkersOptions(Section):
     )
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None,
-        description="Threads of torch's CPU operations in every worker; OMP_NUM_THREADS or a worker's CPUs if null.",
+        description="Threads of torch's CPU operations per worker; if null, OMP_NUM_THREADS or the worker's CPUs.",
     )
-    start_timeout_s: Seconds = Field(600.0, description="Longest time until a worker's process is up.")
+    start_timeout_s: Seconds = Field(600.0, description="Timeout for starting a worker's process.")
     heartbeat_timeout_s: Seconds = Field(
         60.0,
-        description="How long a worker's process may not answer until it is killed and treated as dead. It answers "
+        description="A worker's process that does not answer for this long is killed and treated as dead. It answers "
         "while it computes, unless C code holds Python's lock.",
     )
     max_generator_restarts: Count = Field(2, description="How often in a run each dead generator replica is rebuilt.")
@@ -38,5 +38,5 @@ class WorkersOptions(Section):
         2, description="How often in a run each dead environment worker is rebuilt."
     )
     max_trainer_restarts: Count = Field(
-        1, description="How often in a run a trainer that lost a rank is rebuilt and goes on from the last checkpoint."
+        1, description="How often in a run a trainer that lost a rank is rebuilt to resume from the last checkpoint."
     )

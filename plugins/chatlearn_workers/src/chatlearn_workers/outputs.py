@@ -1,4 +1,4 @@
-"""Outputs of a trainer rank on their way: what is per token in a block, what is per sequence by value."""
+"""Transport of a trainer rank's outputs: per-token outputs in a block, per-sequence outputs by value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from chatlearn_workers.arrays import TensorArray, to_arrays, to_tensors
 
 @dataclass(slots=True, frozen=True)
 class ComputedFacts:
-    """What the driver hears of a rank's outputs."""
+    """The facts about a rank's outputs that the driver receives."""
 
     at_hand: Mapping[str, TensorArray]
-    """Outputs with one row a sequence."""
+    """Outputs with one row per sequence."""
     stored: Mapping[str, tuple[tuple[int, ...], str]]
-    """Shape and type of the arrays in the block, those with one row a token."""
+    """Shape and dtype of the arrays in the block, which have one row per token."""
 
     def outputs(self, block: Block) -> Outputs:
-        """The outputs, those in the block by reference."""
+        """The outputs; those in the block by reference."""
         outputs: dict[str, torch.Tensor] = to_tensors(self.at_hand)
         for name, (shape, dtype) in self.stored.items():
             rows = Rows(block, name, 0, shape[0])
@@ -41,11 +41,11 @@ class ComputedFacts:
 
 @dataclass(slots=True, frozen=True)
 class DerivedFacts:
-    """What the driver hears of what a rank derived from its slice; what is per token is in the block."""
+    """The facts about data that a rank derived from its slice; per-token data are in the block."""
 
     computed: ComputedFacts
     per_sequence: frozenset[str]
-    """Names of the data with one row a sequence."""
+    """Names of the data with one row per sequence."""
     exclusions: Mapping[str, str]
     metrics: Metrics
 
@@ -72,6 +72,6 @@ def pack_outputs(outputs: Outputs, specs: Mapping[str, OutputSpec]) -> tuple[Com
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    """As samples have it: floating-point numbers in float32."""
+    """The array as samples store it: floating-point numbers in float32."""
     host = tensor.detach().cpu()
     return (host.float() if host.is_floating_point() else host).numpy()

@@ -1,4 +1,4 @@
-"""One worker as the driver sees it: calls with a timeout, errors that say who, what and where."""
+"""The driver's view of one worker: calls with a timeout, and errors that name worker, method and place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from chatlearn_workers.worker import GRACE_S, WorkerFacts
 
 _STACK_WAIT_S = 5.0
 LOOKS = 6
-"""In the time after which a silent process is given up. Looks are counted, not seconds: while the driver's own event
-loop is held up, the worker is not to blame."""
+"""Checks within the time after which a silent process is killed. Checks are counted rather than seconds, so that a
+worker is not blamed while the driver's own event loop is blocked."""
 PATIENCE_LOOKS = 3
-"""More of them, for an engine whose processes are stopped: a worker that watches them itself is faster."""
+"""Additional checks for an engine with stopped processes; a worker that watches them itself reacts sooner."""
 START_PATIENCE = 5
-"""A worker that is starting may be silent so many times as long: libraries are loaded with the interpreter's lock."""
+"""A starting worker may be silent this many times as long: loading libraries holds the interpreter's lock."""
 PEERS_S = 10.0
-"""When one rank failed: how long to wait for what the others say. A death is noticed after their broken connections."""
+"""Time to wait for other ranks' errors after one failed, seconds; broken connections show before a death."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 class RemoteWorker:
     """One ``WorkerHost`` behind a handle.
 
-    The process is asked now and then whether it is there, beside whatever it does. One that does not answer, such as
-    one that was stopped, is killed: a call that waits for it then fails because the process died.
+    The process is checked regularly, whatever else it does. A process that does not answer, such as a stopped one, is
+    killed, so that calls waiting for it fail because it died.
 
     Args:
-        label: leads every message, such as ``role 'trainer', rank 1 of 2``.
+        label: begins every message, such as ``role 'trainer', rank 1 of 2``.
         handle: reaches the process.
-        timeout_s: longest wait for an answer, unless a call has a limit of its own.
-        timeout_key: the setting that bounds its calls, for messages.
-        silence_s: how long it may not answer.
-        lost: done, with a sentence, when what all workers stand on is gone (Ray itself); then the handle must not be
-            used any more.
+        timeout_s: timeout of calls without their own, seconds.
+        timeout_key: configuration key of that timeout, for messages.
+        silence_s: maximum time without an answer, seconds.
+        lost: done, with a sentence, when the basis of all workers (Ray itself) is gone; the handle must not be used
+            afterwards.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class RemoteWorker:
         self._is_starting = True
         self._watch: asyncio.Task[None] | None = None
         self._silence = ""
-        """Why it was killed, if it was silent."""
+        """The reason why it was killed, if it was silent."""
 
     @property
     def label(self) -> str:
-        """Name, process and host, as far as they are known."""
+        """Name, process and host, as far as known."""
         if self.facts is None:
             return self.name
         return f"{self.name} (process {self.facts.pid} on {self.facts.host})"
 
     def place(self, method: str) -> WorkerPlace:
-        """Who this is, for errors."""
+        """Identifies the worker in errors."""
         role, _, worker = self.name.partition(", ")
         process, host = (self.facts.pid, self.facts.host) if self.facts is not None else (None, "")
         return WorkerPlace(role.removeprefix("role ").strip("'"), worker, method, process, host)
@@ -80,27 +80,27 @@ class RemoteWorker:
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the worker and wait for its result.
 
-        The worker's own limit ends first and shows the stack that hangs; this one speaks for a worker that cannot.
+        The worker's own timeout ends first and shows the hanging stack; this one covers a worker that cannot answer.
 
         Raises:
             BackendTimeoutError: no answer in time.
             WorkerDiedError: its process is gone.
-            RuntimeLostError: what all workers stand on is gone.
-            ChatLearnError: what the worker raised.
+            RuntimeLostError: the basis of all workers is gone.
+            ChatLearnError: the worker's error.
         """
         self.check()
         limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
         return await self._answer(method, self.handle.call("invoke", method, *args), limit)
 
     async def call_for_block(self, method: str, *args: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
-        """Call a method that returns (facts, arrays); gives the facts and a reference to the arrays."""
+        """Call a method that returns (facts, arrays); returns the facts and a reference to the arrays."""
         self.check()
         limit = (self.timeout_s if timeout_s is None else timeout_s) + GRACE_S
         facts, arrays = self.handle.call_stored("invoke_with_block", method, *args)
         return await self._answer(method, facts, limit), arrays
 
     async def start(self, spec: Any, timeout_s: float) -> None:
-        """Wait until the process is up and has built its worker; from then on it must answer."""
+        """Wait until the process has started and built its worker; from then on it must answer checks."""
         self._watch = asyncio.create_task(self._keep_asking())
         await self._answer("start", self.handle.call("start", spec), timeout_s)
         self._is_starting = False
@@ -111,7 +111,7 @@ class RemoteWorker:
         while self._lost is None or not self._lost.done():
             answer = asyncio.ensure_future(self._is_there())
             while not (await asyncio.wait({answer}, timeout=look_s))[0]:
-                num_missed += is_up  # a process that is not up yet cannot answer
+                num_missed += is_up  # a process that has not started yet cannot answer
                 if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
                     answer.cancel()
                     self._give_up(
@@ -122,7 +122,7 @@ class RemoteWorker:
             try:
                 stopped = answer.result()
             except ProcessEndedError:
-                return  # which calls that wait for it learn as well
+                return  # waiting calls get the same error
             except CallError as error:
                 logger.warning("%s: cannot be asked whether it is there: %s", self.label, error)
                 await asyncio.sleep(look_s)
@@ -143,17 +143,17 @@ class RemoteWorker:
         self.handle.kill()
 
     async def _is_there(self) -> list[int]:
-        """Processes below it that are stopped."""
+        """Stopped processes below the worker's."""
         found: list[int] = await self.handle.ask("is_there")
         return found
 
     def check(self) -> None:
-        """Raises RuntimeLostError: what all workers stand on is gone, and a call could end this process."""
+        """Raises RuntimeLostError if the basis of all workers is gone, because a call could then end this process."""
         if self._lost is not None and self._lost.done():
             raise RuntimeLostError(self._lost.result())
 
     async def _result(self, call: Awaitable[Any], limit_s: float) -> Any:
-        """What was answered; TimeoutError, or RuntimeLostError if everything is lost meanwhile."""
+        """The answer. Raises TimeoutError, or RuntimeLostError if the basis of all workers is lost meanwhile."""
         answer = asyncio.ensure_future(call)
         lost = [] if self._lost is None else [self._lost]
         try:
@@ -188,7 +188,7 @@ class RemoteWorker:
         return answer.value
 
     async def stacks(self) -> str:
-        """Where the worker's threads are, or why that cannot be told."""
+        """The stacks of the worker's threads, or why they are unavailable."""
         try:
             async with asyncio.timeout(_STACK_WAIT_S):
                 text = await self.handle.ask("stacks")
@@ -212,11 +212,11 @@ class RemoteWorker:
 async def all_or_first_error(calls: Sequence[Awaitable[Any]], grace_s: float = PEERS_S) -> list[Any]:
     """Results of calls to several ranks of one group, in order.
 
-    When one fails the others may wait for it in a collective for long: they get ``grace_s`` to say what they see, and
-    are then left alone. A dead process is the cause of what its peers report, so it is named first.
+    After one failure the others may wait in a collective for long: they get ``grace_s`` to report their errors, and are
+    then abandoned. A dead process causes its peers' errors, so it is named first.
 
     Raises:
-        ChatLearnError: the most telling failure; the others are notes on it.
+        ChatLearnError: the most informative failure; the others are notes on it.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

@@ -1,4 +1,5 @@
-"""All workers of a reward role: calls take turns on them, a dead one is rebuilt, and what kills it is found out."""
+"""All workers of a reward role: calls alternate between them, a dead worker is rebuilt, and lethal samples are
+found."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Launch = Callable[[int], Awaitable[RemoteWorker]]
 
 
 class _Place:
-    """One worker and the calls on it. A call may have it alone."""
+    """One worker and the calls on it. A call may use it exclusively."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         self.worker = worker
@@ -33,7 +34,7 @@ class _Place:
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """With other calls, but with none that is alone."""
+        """Use the worker together with other calls, but not during an exclusive one."""
         async with self._alone:
             self._num_open += 1
             self._idle.clear()
@@ -46,23 +47,22 @@ class _Place:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """With no other call, so that what happens to the worker is this one's doing."""
+        """Use the worker exclusively, so that this call causes whatever happens to it."""
         async with self._alone:
             await self._idle.wait()
             yield
 
 
 class RemoteRewardGroup:
-    """User code runs in its workers, never in the driver.
+    """Implements the reward group. User code runs in the workers, never in the driver.
 
-    A worker that dies is rebuilt, and its calls are made again. One that dies once more, or that a call blocks past the
-    timeout, has been given something that no worker survives: the units of that call (samples or groups) are judged
-    again each alone, and only those that alone kill or block a worker have an error. Restarts that a sample caused do
-    not count.
+    A worker that dies is rebuilt, and its calls are repeated. If it dies again, or a call blocks it past the timeout,
+    some sample of the call is assumed to be lethal: each unit of the call (sample or group) is judged again separately,
+    and only units that separately kill or block a worker get an error. Restarts caused by a sample do not count.
 
     Args:
         by_group: whether a group is judged as a whole.
-        ask: answers what the rewards ask of other roles; None: they ask nothing.
+        ask: answers the rewards' requests to other roles; None: they make none.
         tell: called with each restart.
     """
 
@@ -106,7 +106,7 @@ class RemoteRewardGroup:
         return self._restart_budget.count
 
     async def start(self) -> None:
-        """Launch all workers at the same time."""
+        """Launch all workers concurrently."""
         workers: dict[int, RemoteWorker] = {}
 
         async def launch(index: int) -> None:
@@ -118,11 +118,11 @@ class RemoteRewardGroup:
         self._places = [_Place(workers[index]) for index in range(self._num_workers)]
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result a sample, in order; what a reward does wrong is in the results.
+        """Return one result per sample, in order; failures of a reward become results with errors.
 
         Raises:
-            RoleLostError: a role that a reward calls cannot work any more.
-            BackendError: workers died more often than they may be rebuilt.
+            RoleLostError: a role that a reward calls can no longer work.
+            BackendError: workers died more often than their restart limit allows.
         """
         index = self._calls % len(self._places)
         self._calls += 1
@@ -132,12 +132,12 @@ class RemoteRewardGroup:
         return results if results is not None else await self._one_by_one(index, samples)
 
     async def _together(self, index: int, samples: Sequence[Sample]) -> list[RewardResult] | None:
-        """The results of one call, made again if its worker dies; None if that does not help."""
+        """The results of one call, repeated if its worker dies; None if that fails, too."""
         encoded = travelling_samples(samples, self._traffic)
         for has_died in (False, True):
             worker = self._places[index].worker
             try:
-                # Twice: when a call fails as a whole, the worker judges each sample alone, under the same timeout.
+                # Twice: after a call fails as a whole, the worker judges each sample separately with the same timeout.
                 results = await self._call(worker, encoded, 2 * worker.timeout_s)
             except WorkerDiedError as error:
                 await self._replace(index, worker, error, counts=not has_died)
@@ -158,7 +158,7 @@ class RemoteRewardGroup:
         return results
 
     async def _one_by_one(self, index: int, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Each unit in a call of its own; one that its worker does not survive has an error."""
+        """Judge each unit in its own call; a unit that kills or blocks its worker gets an error."""
         units: dict[str, list[int]] = {}
         for i, sample in enumerate(samples):
             units.setdefault(sample.group_id if self.by_group else sample.id, []).append(i)
@@ -176,11 +176,11 @@ class RemoteRewardGroup:
                     await self._replace(index, worker, error, counts=False)
             verdicts.update(zip(unit, results, strict=True))
         if has_killed and self._restart_budget.is_spent(f"worker {index}"):
-            self._restart_budget.give_back(f"worker {index}")  # of the call that they were in together
+            self._restart_budget.give_back(f"worker {index}")  # used by the call with all units
         return [verdicts[i] for i in range(len(samples))]
 
     async def _replace(self, index: int, dead: RemoteWorker, cause: BackendError, *, counts: bool) -> None:
-        """Launch a worker in place of one that cannot be used any more, however many calls noticed."""
+        """Replace an unusable worker once, even if several calls report it."""
         place = self._places[index]
 
         async def build() -> None:
@@ -199,9 +199,9 @@ class RemoteRewardGroup:
                 await self._restart_budget.start(f"worker {index}", build)
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every worker."""
+        """Forward to every worker."""
         await all_or_first_error([worker.call("offload", tuple(parts)) for worker in self.workers])
 
     async def onload(self, parts: Collection[MemoryPart]) -> None:
-        """Pass on to every worker."""
+        """Forward to every worker."""
         await all_or_first_error([worker.call("onload", tuple(parts)) for worker in self.workers])

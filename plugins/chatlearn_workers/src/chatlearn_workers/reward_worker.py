@@ -50,5 +50,5 @@ class RewardWorker(AskingWorker, Worker):
 
 
 async def _ask(role: str, request: RoleRequest) -> Any:
-    """Carries out what a reward asks of another role: by the driver, as part of the call that the reward answers."""
+    """Forward a reward's request to another role through the driver, as part of the current call."""
     return await current_call().ask(role, request)

@@ -1,6 +1,6 @@
-"""What a runtime brings: a handle on each worker process, and a store for values that several processes read.
+"""The interface that a runtime provides: a handle to each worker process, and a store for values read by several.
 
-Everything else in this package works on these two protocols, so a runtime over another framework implements them and
+Everything else in this package uses only these two protocols, so a runtime over another framework implements them and
 starts processes that host a ``chatlearn_workers.host.WorkerHost``.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class CallError(Exception):
-    """A call got no answer from the worker; ``str`` says what the runtime knows of the reason."""
+    """A call got no answer from the worker; ``str`` gives the reason that the runtime knows."""
 
 
 class ProcessEndedError(CallError):
@@ -19,24 +19,24 @@ class ProcessEndedError(CallError):
 
 
 class UnreachableError(CallError):
-    """The worker cannot be reached at the moment; its process may still run."""
+    """The worker is temporarily unreachable; its process may still run."""
 
 
 class AnswerLostError(CallError):
-    """The worker answered, and the answer was lost with the machine that held it."""
+    """The worker answered, but the answer was lost with the machine that held it."""
 
 
 class StoredValueLostError(Exception):
-    """A stored value is gone, such as with the machine that held it; ``str`` says what the runtime knows."""
+    """A stored value is gone, for example with the machine that held it; ``str`` gives the known reason."""
 
 
 class WorkerHandle(Protocol):
     """One worker process, which hosts a ``WorkerHost``.
 
-    Calls start in the order in which they are made, at once and not when the result is awaited. Cancelling the
-    awaitable ends the wait; the call itself runs on. Awaiting raises ``CallError``; what the worker's own code raises
-    is an ordinary result (``rpc_result.Failure``). Arguments are pickled. An argument that is itself a reference of the
-    store arrives as the value behind it; references inside other arguments arrive as they are.
+    Calls start in the order in which they are made, at once rather than when awaited. Cancelling the awaitable ends the
+    wait, but not the call. Awaiting raises ``CallError``; an error of the worker's own code is an ordinary result
+    (``rpc_result.Failure``). Arguments are pickled. An argument that is itself a reference of the store arrives as its
+    value; references inside other arguments stay references.
     """
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
@@ -44,31 +44,30 @@ class WorkerHandle(Protocol):
 
     def call_stored(self, method: str, *arguments: Any) -> tuple[Awaitable[Any], Any]:
         """Call a coroutine method that returns two values. The first is the awaited answer. The second stays in the
-        store; its reference is at hand before the call has ended, and the store keeps the value when the worker's
-        process ends.
+        store; its reference is available before the call ends, and the value outlives the worker's process.
         """
 
     def ask(self, method: str) -> Awaitable[Any]:
-        """Call a coroutine method from a thread of its own, which answers while the event loop is blocked."""
+        """Call a coroutine method in a separate thread, which answers even while the event loop is blocked."""
 
     def kill(self) -> None:
-        """End the process now. Twice is fine."""
+        """End the process now. Safe to call twice."""
 
 
 class ObjectStore(Protocol):
-    """Values by reference. It is picklable; a copy in a worker reaches the same values.
+    """Values by reference. The store is picklable; a copy in a worker reaches the same values.
 
-    References are hashable and picklable. A value lives as long as the reference that ``put`` or ``call_stored`` gave
-    to the driver.
+    References are hashable and picklable. A value lives as long as the driver's reference from ``put`` or
+    ``call_stored``.
     """
 
     def put(self, value: Any) -> Any:
         """Store a value; returns its reference."""
 
     def get(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The values, fetched at the same time; arrays in them are read-only, and views where possible. Blocks.
+        """The values, fetched concurrently; their arrays are read-only, and views where possible. Blocks.
 
         Raises:
             TimeoutError: not all arrived in time.
-            StoredValueLostError: one is gone.
+            StoredValueLostError: a value is gone.
         """

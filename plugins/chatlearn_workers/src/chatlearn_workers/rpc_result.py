@@ -1,4 +1,4 @@
-"""What a worker sends back: a value, or a failure that the driver raises again under the worker's name."""
+"""Results that a worker sends back: a value, or a failure that the driver raises again in the worker's name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from chatlearn_core.exceptions import BackendError, ChatLearnError, WorkerPlace
 
 @dataclass(slots=True, frozen=True)
 class Failure:
-    """An error as text: what a plugin raises may not survive pickling, and its class may not exist on the driver."""
+    """An error as text, because a plugin's exception may not be picklable, or its class unknown to the driver."""
 
     error_class: str
     """The nearest class of ``chatlearn_core.exceptions``."""
     message: str
     traceback: str
     stack: str = ""
-    """Where the worker says that it hangs."""
+    """The stack where the worker hangs, if it reports one."""
     process_is_gone: bool = False
-    """Of an engine in a process of its own."""
+    """Whether an engine's separate process is gone."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -33,10 +33,10 @@ class Failure:
         return Failure(next(known, "BackendError"), text, trace, stack, is_gone)
 
     def error(self, label: str, method: str, place: WorkerPlace | None = None) -> ChatLearnError:
-        """The error as the driver raises it.
+        """The error that the driver raises.
 
-        Its message leads with role, rank and method. What ChatLearn itself raised says what to do and keeps its words
-        and class, the traceback goes into a note; anything else is shown with its traceback.
+        Its message begins with role, rank and method. ChatLearn's own errors keep their class and message, and the
+        traceback becomes a note; other errors show their traceback.
         """
         cls = getattr(exceptions, self.error_class)
         assert issubclass(cls, ChatLearnError)

@@ -1,4 +1,4 @@
-"""Arrays of few different values in a row, told by value and length: masks, weights, advantages."""
+"""Run-length encoding of arrays with few distinct runs: masks, weights, advantages."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy.typing as npt
 from chatlearn_core.types.pickling import pickled_by_position
 
 _MIN_ROWS = 64
-"""Shorter arrays are not worth a look."""
+"""Shorter arrays are not encoded."""
 _BYTES_OF_A_LENGTH = 4
 
 
 @pickled_by_position
 @dataclass(slots=True, frozen=True, eq=False)
 class RunArray:
-    """A one-dimensional array, bit for bit."""
+    """A one-dimensional array, encoded bit-exactly."""
 
     values: npt.NDArray[Any]
     """[R]"""
     lengths: npt.NDArray[np.int32]
-    """[R] rows of each value."""
+    """[R] number of rows with each value."""
 
     @staticmethod
     def of(array: npt.NDArray[Any]) -> RunArray | None:
-        """None where the array itself takes less than twice as many bytes."""
+        """The encoded array; None if the array itself takes less than twice as many bytes."""
         if array.ndim != 1 or len(array) < _MIN_ROWS or array.dtype.kind not in "biuf":
             return None
-        bits = array.view(f"u{array.itemsize}")  # so that every NaN is equal to itself, and no zero to another
+        bits = array.view(f"u{array.itemsize}")  # bitwise: a NaN equals itself, and 0.0 differs from -0.0
         ends = np.flatnonzero(bits[1:] != bits[:-1])
         if 2 * (len(ends) + 1) * (array.itemsize + _BYTES_OF_A_LENGTH) > array.nbytes:
             return None

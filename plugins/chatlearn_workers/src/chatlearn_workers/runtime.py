@@ -1,4 +1,4 @@
-"""The driver's side of a run over worker processes, for any framework that starts them."""
+"""The driver's side of a run over worker processes, independent of the framework that starts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from chatlearn_workers.weight_ends import RemoteReceivers, RemoteSenders, Shared
 from chatlearn_workers.worker_spec import PluginChoice, RewardShare, WorkerSpec
 
 _CLOSE_S = 20.0
-"""A worker may take this long to close; then its process is ended."""
+"""Time for a worker to close, seconds; after it its process is killed."""
 _INHERITED = (
     "CHATLEARN_DISABLE_PLUGINS",
     "HF_HOME",
@@ -45,18 +45,18 @@ _INHERITED = (
     "OMP_NUM_THREADS",
     "TOKENIZERS_PARALLELISM",
 )
-"""Variables of the driver that change what workers compute or find."""
+"""Environment variables of the driver that affect what workers compute or find."""
 
 
 class WorkersRuntime(ABC):
     """Builds the roles of a plan as groups of worker processes.
 
-    Nothing of a backend is imported here: workers find the plugins that the driver chose among their own, by name.
+    Imports no backend: each worker finds the driver's plugins by name among its own.
 
     Args:
         options: how workers are started and rebuilt.
-        plan: what to build.
-        store: what workers and driver exchange arrays through.
+        plan: the roles to build.
+        store: used by workers and driver to exchange arrays.
     """
 
     def __init__(self, options: WorkersOptions, plan: RunPlan, store: ObjectStore) -> None:
@@ -64,7 +64,7 @@ class WorkersRuntime(ABC):
         self.plan = plan
         self.store = store
         self.workers: dict[tuple[str, int], RemoteWorker] = {}
-        """By role, and rank or replica."""
+        """(role, rank or replica) -> worker."""
         self._trainers: dict[str, RemoteTrainerGroup] = {}
         self._fleets: dict[str, RemoteGeneratorFleet] = {}
         self._rewards: dict[str, RemoteRewardGroup] = {}
@@ -78,43 +78,43 @@ class WorkersRuntime(ABC):
         self.on_event: Callable[[RuntimeEvent], None] | None = None
         self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
 
-    # What a framework does in its own way
+    # Implemented by each framework
 
     @abstractmethod
     async def _open(self) -> None:
-        """Reach the machines, and reserve a place for every worker."""
+        """Connect to the machines, and reserve a place for every worker."""
 
     @abstractmethod
     async def _start_process(self, role: RolePlan, index: int) -> WorkerHandle:
-        """Start a process that hosts a ``WorkerHost``, made of ``_host_arguments``, at the place of this worker."""
+        """Start a process at this worker's place that hosts a ``WorkerHost`` with ``_host_arguments``."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Give back what ``_open`` took; every worker's process was ended before. Twice is fine."""
+        """Release everything from ``_open``; all workers' processes have ended before. Safe to call twice."""
 
     @abstractmethod
     def _planned_devices(self, role: RolePlan, index: int) -> Sequence[Device]:
-        """What a worker is to occupy, as far as that is known before it runs."""
+        """Devices that a worker will occupy, as far as known before it runs."""
 
     @abstractmethod
     def _place_text(self, role: RolePlan, index: int) -> str:
-        """Where a worker is to run, and what it takes, for people."""
+        """A worker's place and resources, as text."""
 
     def _notes(self, role: RolePlan) -> Sequence[str]:
-        """What else to say of a role's places."""
+        """Further remarks on a role's places."""
         return ()
 
     @property
     def _lost(self) -> asyncio.Future[str] | None:
-        """Done, with a sentence, once what all workers stand on is gone."""
+        """Done, with a sentence, once the basis of all workers is gone."""
         return None
 
     # Runtime
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
-        """Reserve all places, launch all roles at the same time; if one fails, close the others and raise.
+        """Reserve all places and launch all roles concurrently; if one fails, close the others and raise.
 
-        Given ``role_is_up``, roles that share devices are launched one after the other.
+        With ``role_is_up``, roles that share devices are launched one after another.
         """
         try:
             await self._open()
@@ -127,7 +127,7 @@ class WorkersRuntime(ABC):
             raise
 
     async def connect(self, route: WeightRoute) -> None:
-        """Open the transport between a trainer and a generator role, in place of the one that they have."""
+        """Open the transport between a trainer and a generator role, replacing an existing one."""
         key, shared = f"{route.trainer}->{route.generator}", SharedRequest(self.store)
         plugin = PluginChoice.of(self.plan.registry, route.record, route.options, "weight_sync")
         senders = RemoteSenders(key, plugin, shared, self._trainers[route.trainer])
@@ -154,7 +154,7 @@ class WorkersRuntime(ABC):
         return self._environments[role]
 
     async def sync_weights(self, trainer: str, generator: str, policy_version: int) -> list[SyncReceipt]:
-        """Move the trainer's weights into every replica. A replica that fails is rebuilt and gets them once more."""
+        """Load the trainer's weights into every replica. A replica that fails is rebuilt and gets them again."""
         fleet = self._fleets[generator]
         transfer = self._transfers[trainer, generator]
 
@@ -167,20 +167,20 @@ class WorkersRuntime(ABC):
         )
 
     async def recover(self, lost: TrainerLostError) -> None:
-        """End the remaining ranks of every broken trainer, and build it anew on the same places; then also the replicas
-        that were given up because it died while it sent them weights.
+        """End the remaining ranks of every broken trainer and rebuild it in the same places; then also rebuild replicas
+        that were given up because the trainer died while sending them weights.
         """
         broken = [name for name, group in self._trainers.items() if group.is_broken]
         for name in broken:
             build = partial(self._start_ranks, self.plan.roles[name], self._trainers[name])
             await self._trainer_restart_budgets[name].rebuild("a rank", lost, build)
-        if not broken:  # what was lost is not a process but data that it was to train on: no less bounded
+        if not broken:  # training data was lost rather than a process; the restart limit applies, too
             next(iter(self._trainer_restart_budgets.values())).spend("what it was to train on", lost)
         for fleet in self._fleets.values():
             await fleet.rebuild_given_up()
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
-        """The GPUs that the workers see, once they run; what is planned before, and on the host."""
+        """The GPUs that running workers see; before that, and on the host, the planned devices."""
         return {
             role.name: frozenset(
                 device for index in range(num_workers(role)) for device in self._devices_of(role, index)
@@ -190,7 +190,7 @@ class WorkersRuntime(ABC):
         }
 
     def describe(self) -> Mapping[str, Any]:
-        """Every role with its backend, and the place of each of its workers; processes once they run."""
+        """Every role with its backend and its workers' places, and with their processes once they run."""
         described: dict[str, Any] = {}
         for role in self.plan.roles.values():
             places = []
@@ -207,10 +207,10 @@ class WorkersRuntime(ABC):
         return described
 
     async def close(self) -> None:
-        """Close all workers, then end their processes; what fails while closing is raised after everything is gone."""
+        """Close all workers, then end their processes; errors while closing are raised after everything is gone."""
         workers, self.workers = self.workers, {}
         for group in self._trainers.values():
-            if group.is_broken:  # its ranks may hang in a collective: no use to ask them
+            if group.is_broken:  # its ranks may hang in a collective, so closing calls would hang, too
                 for worker in group.workers:
                     worker.kill()
         replicas = [replica for fleet in self._fleets.values() for replica in fleet.replicas]
@@ -235,7 +235,7 @@ class WorkersRuntime(ABC):
             self.on_event(event)
 
     def _roles_by_devices(self) -> list[list[str]]:
-        """Roles that share devices with one another, directly or through others, together."""
+        """Groups of roles that share devices, directly or through others."""
         chains: list[tuple[list[str], frozenset[Device]]] = []
         devices = self.devices()
         for role in self.plan.roles:
@@ -299,7 +299,7 @@ class WorkersRuntime(ABC):
             await rewards.start()
 
     async def _start_ranks(self, role: RolePlan, group: RemoteTrainerGroup) -> None:
-        """Launch all ranks of a trainer and let them meet; ranks that are left of an earlier start are ended."""
+        """Launch all ranks of a trainer and let them form a group; ranks left from an earlier start are ended."""
         for index in range(role.ranks):
             self._end(role, index)
         await group.start(await all_or_first_error([self._launch(role, i) for i in range(role.ranks)]))
@@ -314,7 +314,7 @@ class WorkersRuntime(ABC):
 
     async def _launch(self, role: RolePlan, index: int) -> RemoteWorker:
         """Start the process of one worker and let it find its plugins."""
-        self._end(role, index)  # one that did not come up keeps its place for as long as it lives
+        self._end(role, index)  # a worker that failed to start occupies its place until it ends
         if self._lost is not None and self._lost.done():
             raise RuntimeLostError(self._lost.result())
         worker = RemoteWorker(
@@ -334,7 +334,7 @@ class WorkersRuntime(ABC):
             left.kill()
 
     def _host_arguments(self) -> tuple[dict[str, str], list[str], str]:
-        """Environment, module path and directory of every ``WorkerHost``: the driver's, wherever it runs."""
+        """Environment, module path and directory of the driver, for every ``WorkerHost``."""
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         threads = {} if self.options.num_threads is None else {"OMP_NUM_THREADS": str(self.options.num_threads)}
         environment = inherited | threads | self.options.environment
@@ -380,7 +380,7 @@ class WorkersRuntime(ABC):
 
 
 def num_workers(role: RolePlan) -> int:
-    """Processes of a role: one for each rank of a trainer, and each replica of another role."""
+    """Number of processes of a role: one per rank of a trainer, or per replica of another role."""
     return role.ranks if role.kind == "trainer" else role.replicas
 
 
@@ -395,6 +395,6 @@ async def _close(worker: RemoteWorker) -> None:
         if worker.facts is not None:
             await worker.call("close", timeout_s=_CLOSE_S)
     except (WorkerDiedError, RuntimeLostError):
-        pass  # it is closed
+        pass  # already closed
     finally:
         worker.kill()

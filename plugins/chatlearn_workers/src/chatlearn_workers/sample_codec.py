@@ -1,4 +1,4 @@
-"""Samples on their way to reward workers: references stay references, masks and the like are sent as runs."""
+"""Encodes samples for reward workers: references stay references, and masks and similar arrays become runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from chatlearn_core.types import ArrayRef, Fill, Sample
 from chatlearn_workers.blocks import Traffic
 
 _MAX_RUNS = 8
-"""An array of more runs of equal values is sent as it is."""
+"""Arrays with more runs of equal values are sent unencoded."""
 
 
 def travelling_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """The samples as they are sent. Tokens of a prompt that several samples share are sent once."""
+    """The samples in the form that is sent. Prompt tokens shared by several samples are sent once."""
     sent: list[Sample] = []
     prompts: set[int] = set()
     for sample in samples:
@@ -34,14 +34,14 @@ def travelling_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Samp
 
 
 def _at_hand(array: Any) -> Iterator[np.ndarray]:
-    """What of an array travels with a message."""
+    """The parts of an array that a message carries."""
     for piece in array.pieces if isinstance(array, ArrayRef) else (array,):
         if isinstance(piece, np.ndarray):
             yield piece
 
 
 def _short(array: Any) -> Any:
-    """An array of few runs of equal values as these runs."""
+    """An array with few runs of equal values, encoded as these runs."""
     if isinstance(array, ArrayRef) or array.ndim != 1 or not len(array) or array.dtype.kind not in "bi":
         return array
     changes = np.flatnonzero(array[1:] != array[:-1]) + 1

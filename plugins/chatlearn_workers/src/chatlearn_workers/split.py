@@ -1,7 +1,6 @@
-"""How a batch is divided over the ranks of a trainer, and how their answers are put together again. Pure, no Ray.
+"""Splits a batch over the ranks of a trainer, and joins their answers. Pure functions, independent of Ray.
 
-Ranks that share a data-parallel rank (a model-parallel group) get the same slice; what several of them answer is one
-answer.
+Ranks with the same data-parallel rank (a model-parallel group) get the same slice, and their answers count as one.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ T = TypeVar("T")
 
 
 def assign(batch: TrainBatch, num_slices: int) -> list[list[int]]:
-    """Sequence indices of each data-parallel slice: balanced by tokens, units whole; some may be empty.
+    """Sequence indices of each data-parallel slice: balanced by tokens, in whole units; some may be empty.
 
-    With one slice it is the batch as it is, in its own order.
+    A single slice is the batch itself, in its order.
     """
     if num_slices == 1:
         return [list(range(batch.num_sequences))]
@@ -34,21 +33,21 @@ def assign(batch: TrainBatch, num_slices: int) -> list[list[int]]:
 
 
 def take(batch: TrainBatch, assignment: Sequence[Sequence[int]]) -> list[TrainBatch]:
-    """The slices; one that holds everything in order is the batch itself."""
+    """The slices; a slice with everything in order is the batch itself."""
     everything = list(range(batch.num_sequences))
     return [batch if list(indices) == everything else batch.select(indices) for indices in assignment]
 
 
 def answers_of_slices(answers: Sequence[Mapping[K, T]], data_parallel_ranks: Sequence[int]) -> list[Mapping[K, T]]:
-    """For each data-parallel rank what its ranks answered, name by name from the first of them that has the name.
+    """Merge the answers of each data-parallel rank's ranks: each name is taken from the first rank that reports it.
 
-    Ranks of a model-parallel group may all know a result, or only some of them do: the last pipeline stage knows the
-    loss, the first one may report something of its own. A name that several ranks report is one result, told several
-    times; adding those up would count samples twice.
+    All ranks of a model-parallel group may know a result, or only some: the last pipeline stage knows the loss, and the
+    first may report a result of its own. A name that several ranks report is a single result; adding the reports would
+    count samples twice.
 
     Args:
-        answers: one a rank; empty where a rank has nothing to say.
-        data_parallel_ranks: which slice each rank took.
+        answers: one per rank; empty if a rank has nothing to report.
+        data_parallel_ranks: slice that each rank took.
     """
     slices: list[dict[K, T]] = [{} for _ in range(max(data_parallel_ranks) + 1)]
     for answer, slice_index in zip(answers, data_parallel_ranks, strict=True):
@@ -58,12 +57,12 @@ def answers_of_slices(answers: Sequence[Mapping[K, T]], data_parallel_ranks: Seq
 
 
 def gather_metrics(answers: Sequence[Metrics], data_parallel_ranks: Sequence[int]) -> Metrics:
-    """Metric parts of all slices, merged name by name, by sum and count; of a slice each name counts once."""
+    """Metric parts of all slices, merged by name; within a slice each name counts once."""
     return merge_metrics(*(dict(part) for part in answers_of_slices(answers, data_parallel_ranks)))
 
 
 def sequence_outputs(specs: Mapping[str, OutputSpec]) -> frozenset[str]:
-    """Names of the outputs with one row a sequence."""
+    """Names of the outputs with one row per sequence."""
     return frozenset(name for name, spec in specs.items() if spec.per == "sequence")
 
 
@@ -76,10 +75,10 @@ def gather_outputs(
 ) -> Outputs:
     """Outputs of the slices in the order of the batch: [T, ...] per token, [S, ...] for those ``per_sequence``.
 
-    What comes by reference is put in order by reference.
+    References stay references.
 
     Raises:
-        BackendError: a slice with sequences has no answer, or one of another length than its slice.
+        BackendError: a slice with sequences has no answer, or an answer of the wrong length.
     """
     slices = answers_of_slices(answers, data_parallel_ranks)
     bounds = batch.cu_seqlens.tolist()
@@ -108,13 +107,13 @@ def gather_outputs(
             gathered[name][torch.as_tensor(rows, dtype=torch.int64)] = values
     for name, arrays in stored.items():
         gathered[name] = cast(Tensor, TensorRef([arrays[index] for index in range(batch.num_sequences)]))
-    if not gathered:  # an empty batch: whatever was returned is empty
+    if not gathered:  # an empty batch: all outputs are empty
         return dict(next((part for part in slices if part), {}))
     return gathered
 
 
 def _cut(values: TensorRef, bounds: Sequence[int], indices: Sequence[int]) -> dict[int, Array]:
-    """A slice's tensor, which is one stored array, by sequence of the batch."""
+    """Split a slice's tensor, which is one stored array, by sequence of the batch."""
     [whole] = values.sequences
     lengths = [bounds[i + 1] - bounds[i] for i in indices]
     ends = list(accumulate(lengths))

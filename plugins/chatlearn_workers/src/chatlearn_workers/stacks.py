@@ -1,4 +1,4 @@
-"""Where the threads of this process are: what a timeout shows."""
+"""Stacks of this process's threads, shown when a call times out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 
 
 def all_stacks() -> str:
-    """The stack of every thread, the calling one left out."""
+    """The stacks of all threads except the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     here = threading.get_ident()
     parts = [

@@ -1,4 +1,4 @@
-"""All ranks of a trainer role: batches are split over data-parallel ranks, answers come back in batch order."""
+"""All ranks of a trainer role: batches are split over data-parallel ranks, answers are joined in batch order."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from chatlearn_workers.split import assign, gather_metrics, gather_outputs, sequ
 
 
 class RemoteTrainerGroup:
-    """A trainer of one or several ranks, each a worker of its own.
+    """A trainer of one or more ranks, each a separate worker.
 
-    After a rank died, hung or failed alone, the others may be stuck in a collective: the group is broken, and every
-    further call says so at once, until it is started again.
+    After a rank died, hung or failed alone, the others may be stuck in a collective: the group is then broken, and
+    further calls raise at once until it is started again.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class RemoteTrainerGroup:
         self.workers: list[RemoteWorker] = []
         self._broken: str | None = None
         self._broken_by: type[BackendError] = BackendError
-        """What a call on a broken group is: a loss, which a restart may mend, or the error of one rank, which comes
-        again."""
+        """Error class of calls on a broken group: a loss, which a restart may fix, or one rank's error, which would
+        occur again."""
         self._slices: list[int] = []
         self._manifests: dict[Payload, WeightManifest] = {}
         self._traffic = traffic or Traffic()
 
     async def start(self, workers: Sequence[RemoteWorker]) -> None:
-        """Let the ranks meet and set up their trainers."""
+        """Let the ranks form a group and set up their trainers."""
         self.workers = list(workers)
         self._broken = None
         self._manifests.clear()
@@ -76,7 +76,7 @@ class RemoteTrainerGroup:
             )
 
     async def _rendezvous(self) -> tuple[str, str | None]:
-        """Where the ranks meet: on loopback if one node has them all, else behind a secret that they alone know."""
+        """Where the ranks meet: on loopback if one node hosts them all, otherwise protected by a secret."""
         networks = await all_or_first_error([worker.call("network") for worker in self.workers])
         on_loopback = len(set(networks)) == 1
         rendezvous = await self.workers[0].call("find_rendezvous", on_loopback)
@@ -84,7 +84,7 @@ class RemoteTrainerGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Whether only a new start helps."""
+        """Whether the group must be started again before it can work."""
         return self._broken is not None
 
     @property
@@ -93,7 +93,7 @@ class RemoteTrainerGroup:
         return max(self._slices) + 1
 
     async def every_rank(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method on every rank at the same time; the results by rank."""
+        """Call a method on every rank concurrently; results by rank."""
         return await self._collective([(worker, args) for worker in self.workers], method, timeout_s)
 
     async def _collective(
@@ -119,7 +119,7 @@ class RemoteTrainerGroup:
             return await all_or_first_error([call(worker, args) for worker, args in calls])
         except ChatLearnError as error:
             died = isinstance(error, WorkerDiedError)
-            # A transport that waits for somebody else in vain has no stack: its rank answered, and can go on.
+            # A transport that timed out waiting for another end has no stack: its rank answered and can continue.
             hangs = isinstance(error, BackendTimeoutError) and bool(error.stack)
             if died or hangs or len(answered) < len(calls):
                 self._broken_by = TrainerLostError if died or hangs else BackendError
@@ -131,13 +131,13 @@ class RemoteTrainerGroup:
     async def _over_slices(
         self, batch: TrainBatch, method: str, argument: Any, *, for_block: bool = False
     ) -> tuple[list[list[int]], list[Any]]:
-        """Give every rank its slice; one object a slice is shared by the ranks that take it.
+        """Give every rank its slice; ranks with the same slice share one object.
 
         Args:
-            for_block: the method returns (facts, arrays); the arrays stay in the store.
+            for_block: whether the method returns (facts, arrays), of which the arrays stay in the store.
         """
         for worker in self.workers:
-            worker.check()  # before anything is put into a store that may be gone
+            worker.check()  # before anything is stored, because the store may be gone
         start = time.perf_counter()
         assignment = assign(batch, self.num_slices)
         parts = [BatchArrays.of(part) for part in take(batch, assignment)]
@@ -153,14 +153,14 @@ class RemoteTrainerGroup:
         return assignment, await self._collective(calls, method, for_block=for_block)
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Outputs without gradient, in batch order: what is per token by reference, what is per sequence at hand."""
+        """Outputs without gradient, in batch order: per-token ones by reference, per-sequence ones by value."""
         assignment, answers = await self._over_slices(batch, "compute", request, for_block=True)
         self._traffic.stored_bytes += sum(facts.num_bytes for facts, _ in answers)
         parts = [facts.outputs(StoredBlock(self._store, reference, self._traffic)) for facts, reference in answers]
         return gather_outputs(batch, assignment, parts, self._slices, sequence_outputs(self._outputs))
 
     async def derive(self, batch: TrainBatch, function: Derive, split: Split = "group") -> Derived:
-        """New data of a batch, computed by the ranks: what is per token by reference, what is per sequence at hand."""
+        """New data for a batch, computed by the ranks: per-token data by reference, per-sequence data by value."""
         one_unit = torch.zeros_like(batch.unit_index)
         divided = replace(batch, unit_index=batch.group_index if split == "group" else one_unit)
         assignment, answers = await self._over_slices(divided, "derive", function, for_block=True)
@@ -169,7 +169,7 @@ class RemoteTrainerGroup:
         per_sequence = frozenset[str]().union(*(fact.per_sequence for fact in facts))
         blocks = [StoredBlock(self._store, reference, self._traffic) for _, reference in answers]
         parts = [fact.computed.outputs(block) for fact, block in zip(facts, blocks, strict=True)]
-        # A function may compute metrics alone.
+        # A function may compute only metrics.
         gathered = gather_outputs(batch, assignment, parts, self._slices, per_sequence) if any(parts) else {}
         return Derived(
             token_data={name: values for name, values in gathered.items() if name not in per_sequence},
@@ -181,9 +181,9 @@ class RemoteTrainerGroup:
     async def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
         """One optimizer step.
 
-        Adds what moved since the last update of any role, ``perf/object_store_bytes``, ``perf/driver_bytes`` and
-        ``timing_s/object_store`` (see ``Traffic``), and with several slices ``training/ranks_imbalance``: tokens of the
-        fullest over the mean.
+        Adds the data moved since the last update of any role, ``perf/object_store_bytes``, ``perf/driver_bytes`` and
+        ``timing_s/object_store`` (see ``Traffic``), and with several slices ``training/ranks_imbalance``: the maximum
+        over the mean of the slices' tokens.
         """
         assignment, answers = await self._over_slices(batch, "update", loss)
         metrics = gather_metrics(answers, self._slices)
@@ -198,7 +198,7 @@ class RemoteTrainerGroup:
         return metrics
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """A resumable checkpoint, written by all ranks, and what they say of their files."""
+        """Write a resumable checkpoint from all ranks; returns their facts about its files."""
         return merged_facts(await self.every_rank("save", directory.absolute()), f"role {self.name!r}")
 
     async def load(self, directory: Path) -> None:
@@ -206,19 +206,19 @@ class RemoteTrainerGroup:
         await self.every_rank("load", directory.absolute())
 
     async def load_model(self, directory: Path, *, decay: float = 0.0) -> None:
-        """Take a model directory's weights on all ranks."""
+        """Load a model directory's weights on all ranks."""
         self._manifests.clear()
         await self.every_rank("load_model", directory.absolute(), decay)
 
     async def manifest(self, payload: Payload) -> WeightManifest:
-        """What all ranks together stream, by rank 0, asked once."""
+        """The manifest of all ranks together, requested once from rank 0."""
         if payload not in self._manifests:
             found = await self.every_rank("manifest", payload)
             self._manifests[payload] = whole_manifest(found[0], f"role {self.name!r}")
         return self._manifests[payload]
 
     async def export_model(self, directory: Path) -> None:
-        """A Hugging Face model directory."""
+        """Write a Hugging Face model directory."""
         await self.every_rank("export_model", directory.absolute())
 
     async def offload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
@@ -226,7 +226,7 @@ class RemoteTrainerGroup:
         return await self._move("offload", parts)
 
     async def onload(self, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Bring parts back on every rank."""
+        """Move parts back to the device on every rank."""
         return await self._move("onload", parts)
 
     async def _move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:

@@ -40,7 +40,7 @@ class TrainerWorker(Worker):
         self._trainer: Trainer | None = None
         self._senders: dict[str, WeightSender] = {}
         self._transports: dict[str, str] = {}
-        """Names the plugin of each sender, for messages."""
+        """Name of each sender's plugin, for messages."""
         self._port: ReservedPort | None = None
 
     @property
@@ -49,19 +49,19 @@ class TrainerWorker(Worker):
         return self._trainer
 
     async def network(self) -> str:
-        """Names the loopback interface that this process sees: those that see the same reach each other on it."""
+        """Identifies this process's loopback interface: processes with the same one reach each other on it."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
     async def find_rendezvous(self, on_loopback: bool) -> str:
-        """``tcp://host:port`` on this node, for all ranks to meet at; the port is kept free until ``setup`` ends."""
+        """``tcp://host:port`` on this node where all ranks meet; the port is reserved until ``setup`` ends."""
         self._release_port()
         self._port = ReservedPort()
         address = LOOPBACK if on_loopback else self.node_address()
         return f"tcp://[{address}]:{self._port.number}" if ":" in address else f"tcp://{address}:{self._port.number}"
 
     async def setup(self, rendezvous: str | None, secret: str | None) -> WorkerFacts:
-        """Build the trainer and meet the other ranks, which know the same secret."""
+        """Build the trainer and join the other ranks, which use the same secret."""
         assert self.spec.plugin is not None
         self.context = replace(self.context, rendezvous=rendezvous, rendezvous_secret=secret)
         self._trainer = self.build(self.spec.plugin)
@@ -81,14 +81,14 @@ class TrainerWorker(Worker):
         def compute() -> Outputs:
             batch = arrays.batch()
             outputs = self.trainer.compute(batch, request)
-            # Here their values are at hand.
+            # The values are plain only here.
             check_outputs(outputs, batch, request, self.origin, self.registry.outputs, whole=False)
             return {name: values for name, values in outputs.items() if name in request.names}
 
         return pack_outputs(await self.executor.run("compute", compute), self.registry.outputs)
 
     async def derive(self, arrays: BatchArrays, function: Derive) -> tuple[DerivedFacts, dict[str, Array]]:
-        """What the function computes of this rank's slice."""
+        """The function's result for this rank's slice."""
 
         def derive() -> Derived:
             batch = arrays.batch()
@@ -101,7 +101,7 @@ class TrainerWorker(Worker):
         return await self.executor.run("update", lambda: self.trainer.update(arrays.batch(), loss))
 
     async def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """What this rank says of the files that it wrote."""
+        """Write this rank's part of a checkpoint; returns facts about its files."""
         return await self.executor.run("save", self.trainer.save, directory)
 
     async def load(self, directory: Path) -> None:
@@ -114,19 +114,19 @@ class TrainerWorker(Worker):
         await self.executor.run("export_model", self.trainer.export_model, directory)
 
     async def move(self, action: MemoryAction, parts: Collection[MemoryPart]) -> list[MemoryEvent]:
-        """Offload or onload parts; what is live afterwards."""
+        """Offload or onload parts; returns the memory in use afterwards."""
         context = self.context
         return await self.executor.run(
             action, lambda: move(self.trainer, action, parts, role=context.role, worker=context.rank)
         )
 
     async def manifest(self, payload: Payload) -> WeightManifest | None:
-        """Of rank 0; the others take part and return nothing, so that it travels once."""
+        """The manifest from rank 0; other ranks take part and return None, so that it is sent once."""
         found = await self.executor.run("manifest", self.trainer.manifest, payload)
         return found if self.context.rank == 0 else None
 
     async def open_transport(self, key: str, plugin: PluginChoice) -> Endpoint:
-        """Build this rank's sender, in place of the one that it has."""
+        """Build this rank's sender, replacing an existing one."""
         record, options = plugin.find(self.registry, self.spec.driver_host)
         assert isinstance(record, WeightSyncSpec)
         if (former := self._senders.pop(key, None)) is not None:

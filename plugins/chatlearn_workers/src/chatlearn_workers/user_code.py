@@ -1,8 +1,8 @@
-"""The user's own Python files, for workers on machines that do not have them.
+"""The user's own Python files, for workers on machines that lack them.
 
-Reward functions, flows and losses of the user live in the directory where the run is started. A worker that finds that
-directory with the same files enters it; any other gets the files that the driver read. Imports nothing beyond the
-standard library: a worker runs this before it may import torch.
+The user's reward functions, flows and losses are in the directory where the run is started. A worker that finds that
+directory with the same files works in it; others receive the files that the driver read. Imports only the standard
+library, because a worker runs this before it may import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 MAX_BYTES = 8 << 20
 MAX_FILES = 2_000
 MAX_DIRECTORIES = 10_000
-"""Looked into before the search is given up: somebody started a run in a home directory."""
+"""Maximum number of directories to search, in case a run was started in a home directory."""
 _NOT_CODE = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 
@@ -34,9 +34,9 @@ class UserCode:
 
 
 def collect_code(directory: Path) -> UserCode:
-    """The Python files below a directory, those of virtual environments and hidden directories left out.
+    """The Python files below a directory, except in virtual environments and hidden directories.
 
-    A directory with more than may be sent gives a ``problem``, which only a worker without that directory raises.
+    A directory with more files than may be sent gives a ``problem``, raised only by workers without that directory.
     """
     files: dict[str, bytes] = {}
     total = 0
@@ -46,7 +46,7 @@ def collect_code(directory: Path) -> UserCode:
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # not readable, or gone meanwhile: if it is needed, importing it names it
+            continue  # unreadable or removed meanwhile: an import that needs it will name it
         total += len(content)
         files[path.relative_to(directory).as_posix()] = content
         if total > MAX_BYTES or len(files) > MAX_FILES:
@@ -56,13 +56,13 @@ def collect_code(directory: Path) -> UserCode:
 
 
 def enter_directory(directory: str, code: UserCode | None) -> str | None:
-    """Work in the driver's directory if it is here with the same files, otherwise in a copy of its Python files.
+    """Work in the driver's directory if this machine has it with the same files, otherwise in a copy of its files.
 
     Args:
-        code: None where nothing is sent.
+        code: None if no files are sent.
 
     Returns:
-        What is wrong: the directory is not here, and its files were not sent.
+        The problem if the directory is missing here and its files were not sent, else None.
     """
     path = Path(directory)
     if code is None or _holds(path, code.files):
@@ -81,7 +81,7 @@ def enter_directory(directory: str, code: UserCode | None) -> str | None:
 
 
 def _holds(directory: Path, files: dict[str, bytes]) -> bool:
-    """Whether a directory is here and has these files, with this content."""
+    """Whether a directory exists and has these files with this content."""
     try:
         return directory.is_dir() and all((directory / name).read_bytes() == content for name, content in files.items())
     except OSError:

@@ -1,4 +1,4 @@
-"""Senders and receivers in worker processes, as ``WeightTransfer`` drives them."""
+"""Senders and receivers in worker processes, called by ``WeightTransfer``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from chatlearn_workers.trainer_group import RemoteTrainerGroup
 from chatlearn_workers.worker_spec import PluginChoice
 
 _FAIL_S = 30.0
-"""How long a replica may take to give up what it began."""
+"""Time for a replica to give up a sync it began, seconds."""
 
 
 class SharedRequest:
-    """Puts a request into the store once for all workers that read it."""
+    """Stores a request once for all workers that read it."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._last: tuple[SyncRequest, Any] | None = None
 
     def reference(self, request: SyncRequest) -> Any:
-        """Of the request in the store."""
+        """The stored request's reference."""
         if self._last is None or self._last[0] is not request:
             self._last = request, self._store.put(request)
         return self._last[1]
@@ -38,7 +38,7 @@ class RemoteSenders:
     """Implements ``SenderGroup``: a sender in every rank of a trainer.
 
     Args:
-        key: names the route in the workers.
+        key: identifies the route in the workers.
         plugin: the transport.
     """
 
@@ -50,7 +50,7 @@ class RemoteSenders:
         self._endpoints: tuple[Endpoint, ...] = ()
 
     async def open(self) -> None:
-        """Build the sender of every rank; again after the trainer was rebuilt."""
+        """Build the sender of every rank; called again after the trainer was rebuilt."""
         self._endpoints = tuple(await self._trainer.every_rank("open_transport", self._key, self._plugin))
 
     @property
@@ -72,7 +72,7 @@ class RemoteSenders:
         await self._trainer.every_rank("send", self._key, self._shared.reference(request), timeout_s=limit)
 
     async def release(self, request: SyncRequest) -> None:
-        if not self._trainer.is_broken:  # the processes of a broken one are killed, and hold nothing then
+        if not self._trainer.is_broken:  # a broken trainer's processes are killed, which releases everything
             await self._trainer.every_rank("release", self._key, self._shared.reference(request))
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class RemoteReceivers:
     """Implements ``ReceiverGroup``: a receiver in the worker of every replica of a generator.
 
     Args:
-        key: names the route in the workers.
+        key: identifies the route in the workers.
         plugin: the transport.
     """
 
@@ -141,7 +141,7 @@ class RemoteReceivers:
         """See ``ReceiverGroup``: the workers close their receivers."""
 
     async def _call(self, replica: Replica, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call a worker; one that is gone or does not answer is dead when this raises."""
+        """Call a worker; one that is gone or does not answer is marked dead when this raises."""
         try:
             return await replica.worker.call(method, *arguments, timeout_s=timeout_s)
         except (WorkerDiedError, BackendTimeoutError):

@@ -1,4 +1,4 @@
-"""What workers of all kinds share: plugins, an executor for blocking calls, one end of each weight transport."""
+"""The common base of workers: plugins, an executor for blocking calls, one end of each weight transport."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
 
 NodeAddress = Callable[[], str]
 GRACE_S = 5.0
-"""An outer wait lasts this much longer than the inner one, so that the error comes from nearest the hang."""
+"""Extra time of an outer timeout, seconds, so that the error comes from closest to the hang."""
 _STOP_S = 10.0
-"""A call that still runs when the worker is closed may take this long to return."""
+"""Time for a running call to return when the worker is closed, seconds."""
 
 
 @dataclass(slots=True, frozen=True)
 class WorkerFacts:
-    """Where a worker runs and which part of the work it takes."""
+    """Where a worker runs, and its part of the work."""
 
     pid: int
     host: str
@@ -39,14 +39,14 @@ class WorkerFacts:
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     gpus: tuple[str, ...] = ()
-    """Those of its node that it sees, by number or UUID; several workers may have the same."""
+    """GPUs of its node that it sees, by number or UUID; workers may share them."""
 
 
 class Worker:
-    """What all kinds share: plugins, an executor for blocking calls, one end of each weight transport.
+    """Base class of workers: plugins, an executor for blocking calls, one end of each weight transport.
 
     Args:
-        node_address: tells the address under which other nodes reach this one.
+        node_address: returns the address under which other nodes reach this one.
     """
 
     def __init__(self, spec: WorkerSpec, node_address: NodeAddress) -> None:
@@ -61,13 +61,13 @@ class Worker:
             self.context = replace(self.context, device=device)
 
     def build(self, plugin: PluginChoice, **more: Any) -> Any:
-        """The backend object that a choice names; ``more`` is added to its context."""
+        """The backend object of a plugin choice; ``more`` is added to its context."""
         record, options = plugin.find(self.registry, self.spec.driver_host)
         return self.registry.load_factory(record)(options, replace(self.context, **more))
 
     @property
     def origin(self) -> Origin:
-        """What messages about something that this worker's backend returned begin with."""
+        """The beginning of messages about this backend's return values."""
         assert self.spec.plugin is not None
         vocab_size = self.context.model.vocab_size if self.context.model is not None else None
         return Origin(self.context.role, f"{self.spec.kind} {self.spec.plugin.name!r}", vocab_size)
@@ -83,8 +83,8 @@ class Worker:
         return WorkerFacts(os.getpid(), socket.gethostname(), self.context.device, gpus=gpus)
 
     async def set_up(self, backend: Lifecycle) -> None:
-        """Run a backend's setup in the executor, with the worker's number of threads; it is asked for its health from
-        then on, when a call fails or has no answer.
+        """Run a backend's setup in the executor, with the worker's number of threads. From then on its health is
+        queried when a call fails or does not return.
         """
         if self.spec.num_threads is not None:
             torch.set_num_threads(self.spec.num_threads)
@@ -93,7 +93,7 @@ class Worker:
         self.executor.health = partial(problem_of, backend)
 
     async def close_all(self, closers: Sequence[Callable[[], None]]) -> None:
-        """Stop the executor, then close; the first error is raised when all were tried."""
+        """Stop the executor, then close; the first error is raised after all were tried."""
         errors: list[Exception] = []
         stopped = await asyncio.to_thread(self.executor.stop, _STOP_S)
         if not stopped:
@@ -110,5 +110,5 @@ class Worker:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, by number or UUID; empty where it is not set."""
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, by number or UUID; empty if it is not set."""
     return tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))

@@ -1,4 +1,4 @@
-"""What the driver tells a worker to be, and how the worker finds that among its own plugins."""
+"""The driver's description of a worker, and how the worker finds its plugin among its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chatlearn_runtime_kit.environments import EnvironmentRole
 
 @dataclass(slots=True, frozen=True)
 class PluginChoice:
-    """A plugin by name, as the driver knows it. No class travels: the worker imports its own."""
+    """A plugin by the driver's name for it. No class is sent: the worker imports its own."""
 
     kind: Kind
     name: str
@@ -31,20 +31,20 @@ class PluginChoice:
     version: str
     options: Mapping[str, Any]
     key: str
-    """Where the configuration chose it, such as ``roles.trainer``."""
+    """Key where the configuration chose it, such as ``roles.trainer``."""
 
     @staticmethod
     def of(registry: PluginRegistry, record: PluginRecord, options: BaseModel, key: str) -> PluginChoice:
-        """The driver's choice of a record with validated options."""
+        """The driver's choice: a record with validated options."""
         entry = next(e for e in registry.entries if e.record is record or (e.record is not None and e.record == record))
         return PluginChoice(record.kind, record.name, entry.distribution, entry.version, options.model_dump(), key)
 
     def find(self, registry: PluginRegistry, driver_host: str) -> tuple[PluginRecord, BaseModel]:
-        """The worker's record of that name, and the options.
+        """The worker's record with that name, and the options.
 
         Raises:
             PluginNotFoundError: this interpreter has no such plugin.
-            PluginIncompatibleError: it has another version than the driver.
+            PluginIncompatibleError: its version differs from the driver's.
         """
         where = f"{self.key}, on {worker_place()}"
         declared = registry.select(self.kind, self.name, where, installed=None)
@@ -69,7 +69,7 @@ class RewardShare:
     data_sources: frozenset[str] | None
     unit: Literal["sample", "group"]
     uses: Mapping[str, UsedRole] = field(default_factory=dict)
-    """Handle -> the role that it calls by it."""
+    """Handle -> the role that the reward calls by it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,21 +78,22 @@ class WorkerSpec:
 
     kind: str
     context: RoleContext
-    """Its device is the configuration's word (``auto``): the worker resolves it."""
+    """Its device is as configured (``auto``): the worker resolves it."""
     timeout_s: float
     plugin: PluginChoice | None = None
-    """Of a trainer, a generator or an environment."""
+    """For a trainer, a generator or an environment."""
     shares: tuple[RewardShare, ...] = ()
-    """Of a reward."""
+    """For a reward."""
     environment: EnvironmentRole | None = None
-    """Of an environment."""
+    """For an environment."""
     num_threads: int | None = None
     driver_host: str = ""
     core_version: str = core_version
     python_version: str = platform.python_version()
 
     def check_versions(self) -> None:
-        """Raises PluginIncompatibleError: driver and worker have another core or Python (major.minor)."""
+        """Raises PluginIncompatibleError if driver and worker have different versions of core or Python
+        (major.minor)."""
         pairs = (
             ("chatlearn-core", self.core_version, core_version),
             ("Python", minor(self.python_version), minor(platform.python_version())),

@@ -1,4 +1,4 @@
-"""Which class a worker of each kind is."""
+"""Selects the worker class for each kind of role."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def build_worker(spec: WorkerSpec, node_address: NodeAddress) -> Worker:
     """The worker that a spec describes.
 
     Raises:
-        PluginError: this interpreter does not hold what the driver chose.
+        PluginError: this interpreter lacks the driver's choice.
     """
     return WORKERS[spec.kind](spec, node_address)
