@@ -1,4 +1,4 @@
-"""Under which address the ends of a sync reach a sender's host."""
+"""Addresses under which the ends of a sync reach a sender's host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.types import Endpoint, SyncRequest
 
 
 def listening_host(plan: SyncRequest, sender: Endpoint, configured: str | None) -> str | None:
-    """Where a sender listens: None (a Unix socket) if every receiver is on its host, else an address they reach.
+    """Where a sender listens: None (a Unix socket) if all receivers are on its host, else an address they can reach.
 
     Raises:
         WeightSyncError: this host's own address cannot be found.
@@ -38,10 +38,10 @@ def address_towards(host: str) -> str:
 
 
 def bound_socket(host: str) -> socket.socket:
-    """A socket that listens at one address of this host, on a free port, and on no other interface.
+    """A socket that listens on a free port of one address of this host, and on no other interface.
 
     Raises:
-        WeightSyncError: the address is not this host's.
+        WeightSyncError: the address does not belong to this host.
     """
     try:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

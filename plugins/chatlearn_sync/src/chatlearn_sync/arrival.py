@@ -1,6 +1,4 @@
-"""One broadcast on its way, which says when it is over: looking for that again and again would take as long as a
-bucket does.
-"""
+"""One broadcast in flight, which signals its end: polling for it would take as long as sending a bucket."""
 
 from __future__ import annotations
 
@@ -12,15 +10,16 @@ from torch import Tensor
 from chatlearn_hosting.engine_side.groups import SenderGroup
 
 GLANCE_S = 0.0005
-"""How often to look at a broadcast that does not say when it is over (NCCL's)."""
+"""Polling interval for a broadcast that does not signal its end (NCCL's), seconds."""
 
 
 class Arrival:
     """A broadcast that was started; it holds the tensor until it is over.
 
     Args:
-        tensor: contiguous; what rank 0 of the group sends, or where the others receive it.
-        tell: called once, from any thread, when it is over, well or not; or at once, where nobody knows (``glance_s``).
+        tensor: contiguous; sent by rank 0 of the group, written by the other ranks.
+        tell: called once, from any thread, when the broadcast ends or fails; at once if nothing signals its end
+            (``glance_s``).
     """
 
     def __init__(self, group: SenderGroup, tensor: Tensor, tell: Callable[[], None]) -> None:
@@ -34,19 +33,19 @@ class Arrival:
 
     @property
     def is_over(self) -> bool:
-        """Whether ``wait`` returns, or raises, at once."""
+        """Whether ``wait`` would return or raise at once."""
         over: bool = self._work.is_completed() if self._future is None else self._future.done()
         return over
 
     @property
     def glance_s(self) -> float | None:
-        """How often to look at ``is_over``; None: when ``tell`` was called is enough."""
+        """Polling interval for ``is_over``, seconds; None: ``tell`` signals the end."""
         return GLANCE_S if self._future is None else None
 
     def wait(self) -> None:
-        """Block until it is over; on CUDA, let the current stream wait.
+        """Block until the broadcast ends; on CUDA, make the current stream wait instead.
 
         Raises:
-            RuntimeError: another end has gone, or did not take part in time.
+            RuntimeError: another end is gone, or did not take part in time.
         """
         self._work.wait()

@@ -49,18 +49,18 @@ log = logging.getLogger(__name__)
 NAME = "broadcast"
 Backend = Literal["gloo", "nccl"]
 ALONE_BYTES = 4 << 20
-"""A tensor of this size travels alone, out of its own memory: packing it with others would cost more."""
+"""Tensors of at least this size are sent alone from their own memory; packing them would cost more, bytes."""
 LAST_BUCKET_S = 1.0
-"""How long a sender that failed waits for buckets that are on their way."""
+"""Time that a failed sender waits for buckets in flight, seconds."""
 
 
 Running = dict[int, tuple[int, Arrival]]
-"""Buffer -> the number of the bucket that is on its way out of it."""
+"""Buffer -> number of the bucket being sent from it, and its broadcast."""
 
 
 @dataclass(slots=True, eq=False)
 class Membership:
-    """A group that stands, and who is in it."""
+    """A formed group and its members."""
 
     group: SenderGroup
     store: PrivateStore
@@ -79,7 +79,7 @@ class BroadcastSender:
         self._member: Membership | None = None
         self._buffers: FlatBuffers | None = None
         self._said: str | None = None
-        """Why it is not NCCL, once that was said."""
+        """Reason for not using NCCL, once it was logged."""
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
         """Listen for the receivers.
@@ -102,7 +102,7 @@ class BroadcastSender:
                     _let_finish([arrival for _, arrival in running.values()])
                     raise
         except BaseException:
-            self._leave()  # how far the others are is unknown
+            self._leave()  # the progress of the other ranks is unknown
             raise
 
     def _send(self, plan: SyncRequest, trainer: Trainer, hub: Hub, running: Running) -> int:
@@ -129,14 +129,14 @@ class BroadcastSender:
             running[slot] = (number, Arrival(self._member.group, flat, hub.nudge))
             sent += num_bytes(bucket)
             number += 1
-            del bucket, flat  # what was gathered for it may go, once it is sent
+            del bucket, flat  # lets memory gathered for the bucket be freed once it is sent
         for pending, arrival in running.values():
             self._finish(pending, arrival, hub, where)
         hub.end(number)
         return sent
 
     def release(self, plan: SyncRequest) -> None:
-        """Close the control path; a receiver or a send that is still at it raises. The group stays."""
+        """Close the control path; a receiver or a send still in progress raises. The group stays."""
         self._hubs.release(plan)
 
     def close(self) -> None:
@@ -146,10 +146,10 @@ class BroadcastSender:
         self._buffers = None
 
     def _backend(self, plan: SyncRequest, hub: Hub, where: str) -> Backend:
-        """As ``backend_of`` says, unless two ends are on one GPU.
+        """The backend chosen by ``backend_of``, or gloo if two ends share a GPU.
 
         Raises:
-            WeightSyncError: they are, and the options ask for NCCL.
+            WeightSyncError: two ends share a GPU, and the options require NCCL.
         """
         backend = backend_of(plan, self._options)
         if backend == "gloo":
@@ -170,7 +170,7 @@ class BroadcastSender:
         return "gloo"
 
     def _fill(self, bucket: Bucket, slot: int, number: int, hub: Hub) -> Tensor:
-        """Bring a bucket into one piece of memory and announce it."""
+        """Copy a bucket into contiguous memory and announce it."""
         assert self._buffers is not None
         ordered = wider_first(list(bucket))
         verifies = self._options.verify_checksums
@@ -190,7 +190,7 @@ class BroadcastSender:
         return flat
 
     def _finish(self, number: int, arrival: Arrival, hub: Hub, where: str) -> None:
-        """Wait until a broadcast is over, with an ear on the control path: a receiver that left would hold it up."""
+        """Wait for a broadcast to end while watching the control path, because a lost receiver would block it."""
         while not arrival.is_over:
             hub.check(arrival.glance_s)
         try:
@@ -203,7 +203,7 @@ class BroadcastSender:
             ) from error
 
     def _form(self, plan: SyncRequest, hub: Hub, backend: Backend, where: str) -> None:
-        """Have a group of exactly the plan's receivers."""
+        """Form a group of exactly the plan's receivers."""
         terms = (plan.channel, backend)
         peers = hub.live
         member = self._member
@@ -254,8 +254,8 @@ class BroadcastSender:
 
 
 def _let_finish(arrivals: Sequence[Arrival]) -> None:
-    """What is on its way when the sender fails for a reason of its own still arrives, so that receivers hear that
-    reason and not of a broken connection.
+    """Wait for broadcasts in flight after the sender failed, so that receivers get the sender's error rather than that
+    of a broken connection.
     """
     deadline = time.monotonic() + LAST_BUCKET_S
     while time.monotonic() < deadline and not all(arrival.is_over for arrival in arrivals):
@@ -263,7 +263,7 @@ def _let_finish(arrivals: Sequence[Arrival]) -> None:
 
 
 def backend_of(plan: SyncRequest, options: BroadcastOptions) -> Backend:
-    """``nccl`` where every end is on a GPU, unless the options say otherwise."""
+    """``nccl`` if every end is on a GPU, unless the options say otherwise."""
     if options.backend != "auto":
         return options.backend
     ends = (*plan.senders, *plan.receivers)

@@ -27,15 +27,15 @@ from chatlearn_sync.stream import describe_endpoint
 
 
 class BroadcastReceiver:
-    """Takes the buckets of all senders' groups at the same time."""
+    """Receives the buckets of all senders' groups concurrently."""
 
     def __init__(self, options: BroadcastOptions, endpoint: Endpoint) -> None:
         self._options = options
         self._endpoint = endpoint
         self._groups: dict[int, SenderGroup] = {}
-        """Sender rank -> the group this process is in."""
+        """Sender rank -> group that this process has joined."""
         self._joined: dict[int, str] = {}
-        """Sender rank -> the group the engine's processes are in."""
+        """Sender rank -> name of the group that the engine's processes have joined."""
         self._engine: ProcessGroupLoader | None = None
         self._buffers: dict[int, FlatBuffers] = {}
 
@@ -49,7 +49,7 @@ class BroadcastReceiver:
         try:
             return await intake.run(contents)
         except BaseException:
-            self.close()  # how far the others are is unknown
+            self.close()  # the progress of the other ranks is unknown
             raise
 
     async def _let_engine_receive(
@@ -70,7 +70,7 @@ class BroadcastReceiver:
             raise
 
     def close(self) -> None:
-        """Leave every group and give the buffers back."""
+        """Leave every group and free the buffers."""
         groups, self._groups = self._groups, {}
         self._buffers = {}
         for group in groups.values():
@@ -78,9 +78,9 @@ class BroadcastReceiver:
 
 
 class _FlatIntake(Intake):
-    """This process is in the groups. A loader that fails does not end its part in them: others depend on it.
+    """This process is in the groups. It takes part to the end even if its loader fails, because others depend on it.
 
-    A bucket is awaited while the one before arrives or is loaded, so that its sender never waits for this end to ask.
+    The next bucket is awaited while the previous one arrives or is loaded, so that its sender never waits for this end.
     """
 
     acknowledges_later = True
@@ -100,9 +100,9 @@ class _FlatIntake(Intake):
         self._groups = groups
         self._buffers = buffers
         self._loads: dict[tuple[int, int], asyncio.Task[None]] = {}
-        """(sender rank, buffer) -> what still reads the buffer."""
+        """(sender rank, buffer) -> task that still reads the buffer."""
         self._turns: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By sender rank: a later bucket that arrives first waits for its turn."""
+        """Sender rank -> lock that keeps buckets in order if a later one arrives first."""
         self._failure: Exception | None = None
 
     def hello(self) -> Message:
@@ -203,7 +203,7 @@ class _FlatIntake(Intake):
 
 
 class _Told:
-    """What a thread of the process group tells the event loop."""
+    """Passes signals from a process group's thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -215,7 +215,7 @@ class _Told:
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, glance_s: float | None) -> None:
-        """Until it was told; or, with ``glance_s``, so long."""
+        """Wait for the signal, or at most ``glance_s``."""
         if glance_s is None:
             await self._event.wait()
         else:
@@ -223,7 +223,7 @@ class _Told:
 
 
 class _EngineIntake(Intake):
-    """The engine's processes are in the groups; this one tells them what comes."""
+    """The engine's processes are in the groups; this process tells them what will arrive."""
 
     def __init__(
         self, plan: SyncRequest, endpoint: Endpoint, loader: ProcessGroupLoader, joined: dict[int, str]

@@ -1,4 +1,4 @@
-"""Handing what arrived to a loader: as it is, or boxes put together where the loader takes whole tensors."""
+"""Passes received data to a loader: unchanged, or with boxes assembled if the loader accepts only whole tensors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from chatlearn_core.types import BoxCover, SyncRequest, WeightShard
 from chatlearn_core.types.boxes import slices
 
 ASSEMBLY_SHARE = 2
-"""Of ``plan.bucket_bytes``, one part in so many is for tensors that are being put together."""
+"""Divisor of ``plan.bucket_bytes`` that gives the memory for tensors being assembled."""
 STALL_S = 1.0
-"""How long a sender waits for room before it gets some anyway: another receiver may hold up the rest of a tensor."""
+"""Time that a sender waits for room before it exceeds the limit, seconds: another receiver may delay the rest."""
 
 
 class Delivery:
-    """One sync's way into a loader. Several senders' buckets may be handed on at the same time.
+    """Passes one sync's data to a loader. Buckets of several senders may be passed concurrently.
 
     Args:
-        awaited: the ranks that may send more.
+        awaited: returns the ranks that may still send.
     """
 
     def __init__(self, plan: SyncRequest, loader: WeightLoader, awaited: Callable[[], frozenset[int]]) -> None:
@@ -36,7 +36,7 @@ class Delivery:
         self._loading = asyncio.Lock()
 
     async def load(self, shards: Iterable[WeightShard], sender_rank: int) -> None:
-        """Load one bucket, which lives until this returns. Those of one sender come one after the other."""
+        """Load one bucket, which is valid until this returns. Buckets of one sender must follow one another."""
         if self._assembly is not None:
             await self._assemble(shards, sender_rank, self._assembly)
             return
@@ -47,7 +47,7 @@ class Delivery:
                 await self._loader.load_tensors((shard.name, shard.tensor) for shard in shards)
 
     async def sender_ended(self) -> None:
-        """A sender has nothing more to send: who waits for room looks again."""
+        """A sender has finished: senders that wait for room check again."""
         if self._assembly is not None:
             await self._assembly.look_again()
 
@@ -85,14 +85,14 @@ class _Whole:
 
 
 class Assembly:
-    """Tensors that are being put together from the boxes of several senders.
+    """Tensors being assembled from boxes of several senders.
 
-    Senders stream in one order, so few tensors are in the making at a time. A sender that is ahead waits for room, as
-    long as another one may complete a tensor; what is held exceeds the limit only where none can.
+    Senders stream in one order, so few tensors are incomplete at a time. A sender that is ahead waits for room as long
+    as another one can complete a tensor; the limit is exceeded only if none can.
 
     Args:
-        limit_bytes: of all tensors that are held.
-        awaited: the ranks that may send more.
+        limit_bytes: limit for all held tensors, bytes.
+        awaited: returns the ranks that may still send.
     """
 
     def __init__(self, limit_bytes: int, awaited: Callable[[], frozenset[int]]) -> None:
@@ -103,29 +103,29 @@ class Assembly:
         self._changed = asyncio.Condition()
         self.held_bytes = 0
         self.most_bytes = 0
-        """The most that was held at a time."""
+        """Maximum number of bytes held at a time."""
 
     def has_room(self, shard: WeightShard) -> bool:
         """Whether a shard can be placed within the limit; a tensor that is larger than that needs all room."""
         return shard.name in self._tensors or not self._tensors or self.held_bytes + _size(shard) <= self._limit_bytes
 
     async def wait_for_room(self, shard: WeightShard, sender_rank: int) -> None:
-        """Return when a shard can be placed, or when waiting does not help."""
+        """Return when a shard can be placed, or when waiting cannot help."""
         async with self._changed:
             self._waiting.add(sender_rank)
-            self._changed.notify_all()  # others may wait for this one
+            self._changed.notify_all()  # other senders may wait for this one
             try:
-                with contextlib.suppress(TimeoutError):  # then more is held than the limit says, for a while
+                with contextlib.suppress(TimeoutError):  # then the limit is exceeded for a while
                     async with asyncio.timeout(STALL_S):
                         await self._changed.wait_for(lambda: self.has_room(shard) or self._awaited() <= self._waiting)
             finally:
                 self._waiting.discard(sender_rank)
 
     def place(self, shard: WeightShard) -> Tensor | None:
-        """Copy a box to its place; returns the tensor once every element has come.
+        """Copy a box to its place; returns the tensor once it is complete.
 
         Raises:
-            WeightSyncError: an element came twice.
+            WeightSyncError: an element arrived twice.
         """
         whole = self._tensors.get(shard.name)
         if whole is None:
@@ -140,14 +140,14 @@ class Assembly:
         return whole.tensor if whole.cover.is_complete else None
 
     async def let_go(self, names: Iterable[str]) -> None:
-        """These tensors have been loaded."""
+        """Release tensors that have been loaded."""
         async with self._changed:
             for name in names:
                 self.held_bytes -= self._tensors.pop(name).tensor.nbytes
             self._changed.notify_all()
 
     async def look_again(self) -> None:
-        """Let waiting senders see what has changed."""
+        """Let waiting senders check again."""
         async with self._changed:
             self._changed.notify_all()
 

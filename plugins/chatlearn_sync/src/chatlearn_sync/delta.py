@@ -1,4 +1,4 @@
-"""Transport ``delta``: full versions now and then, and between them only what changed, exact to the bit.
+"""Transport ``delta``: a full version at intervals, and between them only the changes, exact to the bit.
 
 Versions form a chain in the workspace: a full one, and deltas that each apply to the one before. A sender rank compares
 what it streams with what it streamed last, of which it keeps a copy on the host. A receiver (``delta_receiver``) keeps
@@ -36,17 +36,17 @@ NAME = "delta"
 
 @dataclass(slots=True)
 class Held:
-    """What this rank streamed last, byte for byte."""
+    """The tensors that this rank streamed last, byte for byte."""
 
     version: int | None = None
-    """None: nothing that a delta may build on."""
+    """None: there is no version that a delta could build on."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     age: int = 0
-    """Deltas since the last full version."""
+    """Number of deltas since the last full version."""
 
 
 class DeltaSender:
-    """Writes what changed of this rank's tensors; the lead also completes the version and tidies old ones away."""
+    """Writes the changes of this rank's tensors; the lead also completes the version and removes old ones."""
 
     def __init__(self, options: DeltaOptions, endpoint: Endpoint) -> None:
         self._options = options
@@ -67,13 +67,13 @@ class DeltaSender:
         held = self._held
         builds_on = plan.base_version if plan.payload == "delta" and held.age + 1 < self._options.full_every else None
         if builds_on is None or held.version != builds_on:
-            held.tensors = {}  # everything counts as changed
-        held.version = None  # until this version is whole
+            held.tensors = {}  # treats everything as changed
+        held.version = None  # until this version is complete
 
         def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
             require_streamed(plan.manifest, index.streamed, describe(plan, NAME), " by any rank")
             if set(index.streamed) <= set(index.tensors):
-                return index  # all of them are whole: nothing before it is needed
+                return index  # all parts are full: no earlier version is needed
             return replace(index, base=self._base(plan, version))
 
         part = version.publish(lambda: self._write(plan, version, trainer), finish)
@@ -150,7 +150,7 @@ class DeltaSender:
 
 
 def _chain(versions: Sequence[tuple[Path, WeightIndex]]) -> Collection[Path]:
-    """The newest version and all that it builds on."""
+    """The newest version and all versions that it builds on."""
     by_name = {directory.name: (directory, index) for directory, index in versions}
     chain: list[Path] = []
     following = versions[0][0].name if versions else None

@@ -1,4 +1,4 @@
-"""Flat buffers that are used in turns: while one travels or is loaded, the other is filled."""
+"""Flat buffers that alternate: while one is sent or loaded, the other is filled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ IN_FLIGHT = 4
 
 
 def flat_limit(plan: SyncRequest, least_bytes: int) -> int:
-    """Bytes of one flat buffer: as large as the largest tensor, at least ``least_bytes``, so that the buffers overlap
-    whatever travels; and never more than ``plan.bucket_bytes`` has room for.
+    """Size of one flat buffer, bytes: as large as the largest tensor and at least ``least_bytes``, so that the buffers
+    overlap, but within the share of ``plan.bucket_bytes``.
     """
     largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
     return max(1, min(max(largest, least_bytes), plan.bucket_bytes // IN_FLIGHT))
@@ -30,7 +30,7 @@ class FlatBuffers:
         self._buffers: dict[int, Tensor] = {}
 
     def fits(self, limit: int, device: str) -> bool:
-        """Whether these buffers are what another sync needs."""
+        """Whether these buffers suit another sync."""
         return (limit, device) == (self._limit, self._device)
 
     @property
@@ -38,11 +38,11 @@ class FlatBuffers:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def slot(self, number: int, num_bytes: int) -> int:
-        """Which buffer bucket ``number`` uses; both ends count alike."""
+        """The buffer that bucket ``number`` uses; both ends count alike."""
         return 2 if num_bytes > self._limit else number % 2
 
     def as_it_lies(self, bucket: list[WeightShard]) -> Tensor | None:
-        """[num_bytes] uint8, the memory of a bucket of one tensor that can travel out of it; else None."""
+        """[num_bytes] uint8, the memory of a bucket of one tensor that can be sent from it; else None."""
         if len(bucket) != 1:
             return None
         tensor = bucket[0].tensor
@@ -61,7 +61,7 @@ class FlatBuffers:
 
 
 def wider_first(bucket: list[WeightShard]) -> list[WeightShard]:
-    """The order in which tensors lie in a flat buffer without gaps, each aligned to its element type."""
+    """The order of tensors in a flat buffer without gaps in which each is aligned to its element type."""
     return sorted(bucket, key=lambda shard: -shard.tensor.element_size())
 
 

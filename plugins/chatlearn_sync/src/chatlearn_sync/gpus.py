@@ -1,4 +1,4 @@
-"""Which GPUs the ends of a sync are on, as far as their processes can tell without touching one."""
+"""The GPUs that the ends of a sync use, determined without touching a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def visible_gpus(device: str, count: int = 1) -> list[str]:
 
 
 def shared_gpu(ends: Iterable[tuple[str, Iterable[str]]]) -> str | None:
-    """A GPU that two of these ends are on, in words; None if there is none.
+    """A GPU used by two of these ends, as text; None if there is none.
 
     Args:
         ends: host and GPUs of each.

@@ -26,34 +26,34 @@ from chatlearn_sync.messages import READ_BYTES, Address, Decoder, Message, encod
 from chatlearn_sync.stream import describe, describe_endpoint
 
 MOST_STRANGERS = 64
-"""Connections that have not greeted, beyond one for each receiver; the oldest of more is closed."""
+"""Maximum number of connections without a greeting, beyond one per receiver; then the oldest is closed."""
 TELL_S = 1.0
-"""How long a receiver that does not read may hold up the news that the sync failed."""
+"""Time that a receiver which does not read may delay the news of a failed sync, seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """A connection, from the knock on."""
+    """A connection from the moment it is accepted."""
 
     connection: socket.socket
     greeting: bytes = b""
     greeted: bool = False
     decoder: Decoder = field(default_factory=Decoder)
     peer: Peer | None = None
-    """The receiver that it is, once that said hello."""
+    """The receiver at the other end, once it has sent its hello."""
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One receiver as the sender sees it."""
+    """The sender's view of one receiver."""
 
     endpoint: Endpoint
     connection: socket.socket | None = None
     hello: Message = field(default_factory=dict)
     acknowledged: int = -1
-    """Number of the last bucket that it took; the end of the stream counts as one."""
+    """Number of the last bucket that it loaded; the end of the stream counts as a bucket."""
     lost: str | None = None
-    """Why it takes no further part."""
+    """Reason why it no longer takes part."""
 
 
 class Hub:
@@ -108,7 +108,7 @@ class Hub:
 
     @property
     def live(self) -> list[Peer]:
-        """Receivers that take part and did not fail."""
+        """Receivers that still take part and have not failed."""
         return [peer for peer in self._peers.values() if peer.lost is None]
 
     def wait_connected(self) -> None:
@@ -279,7 +279,7 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # who knocked is gone again
+        except OSError:  # the connection is already gone
             return
         connection.settimeout(self._timeout_s)
         visitor = _Visitor(connection)
@@ -289,7 +289,7 @@ class Hub:
             self._hang_up(self._strangers[0])
 
     def _read(self, visitor: _Visitor) -> None:
-        """Take what a connection has to say; whatever is wrong with it closes this connection, and no other."""
+        """Read from a connection; any error closes this connection and no other."""
         if visitor.connection.fileno() < 0:  # hung up on since it was seen to have something
             return
         try:

@@ -1,7 +1,7 @@
-"""A sync over several hosts in which no byte leaves its host: each receiver takes all from the senders on its own.
+"""A sync over several hosts in which no byte leaves its host: each receiver gets everything from senders on its host.
 
-Every sender has every whole tensor, for they gather them together. What the owner of a tensor sends to the receivers on
-its host, one sender on each other host sends there in its place.
+Every sender has every whole tensor, because the ranks gather them together. On each host without a tensor's owner,
+another sender sends that tensor to the receivers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMEDY = "set weight_sync.backend to a transport that reaches further, such as '
 
 
 def on_host_of(sender: Endpoint, plan: SyncRequest, transport: str) -> SyncRequest:
-    """The part of a sync that this sender takes part in: the ends on its host, itself among them.
+    """The part of a sync on this sender's host: the ends there, including the sender.
 
     Raises:
         WeightSyncError: a receiver, here or elsewhere, has no sender on its host; names it.
@@ -44,8 +44,8 @@ def on_host_of(sender: Endpoint, plan: SyncRequest, transport: str) -> SyncReque
 
 
 def ranks_sent_by(sender: Endpoint, plan: SyncRequest) -> frozenset[int]:
-    """The ranks whose tensors this sender sends to the receivers on its host: itself, and its share of those that are
-    elsewhere.
+    """The ranks whose tensors this sender sends to the receivers on its host: its own, and its share of those of ranks
+    on other hosts.
     """
     here = sorted(end.rank for end in plan.senders if end.host == sender.host)
     elsewhere = sorted(end.rank for end in plan.senders if end.host != sender.host)
