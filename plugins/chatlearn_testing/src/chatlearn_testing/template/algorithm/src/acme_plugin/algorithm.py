@@ -1,4 +1,4 @@
-"""The algorithm ``acme``: its flow, its advantages, and which role learns by which loss."""
+"""The algorithm ``acme``: its flow, its advantages, and the loss of the role that it trains."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Acme(Algorithm):
         self.group_size = options.group_size
 
     def flow(self, prompts: Any, m: Any) -> Any:
-        """Traced once, before anything runs: ``m`` has a method for everything that a role can do."""
+        """Called once before anything runs, to trace the flow: ``m`` has a method for each call on a role."""
         samples = m.generator.generate(prompts)
         return m.join(samples, m.reward.score(samples))
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Whole groups at a time, in a worker of the policy; a completion without another to compare with is excluded,
+        """Called with whole groups, in a worker of the policy. A completion without another to compare with is excluded
         and counted.
         """
         rewards = batch.sequence_data["reward"]

@@ -12,14 +12,14 @@ from chatlearn_losses import aggregation_weights
 
 @dataclass(slots=True, frozen=True)
 class PolicyGradientLoss:
-    """Sum over learned tokens of -weight * advantage * logprob.
+    """Sum over trained tokens of -weight * advantage * logprob.
 
-    The weights hold the denominator of the whole mini-batch (the number of its learned tokens), so the loss does not
+    The weights hold the denominator of the whole mini-batch (the number of its trained tokens), so the loss does not
     depend on how the batch is split over ranks and micro-batches.
     """
 
     temperature: float
-    """Of the rollouts: the policy that is improved is the one that sampled."""
+    """The sampling temperature, so that the improved policy is the one that sampled."""
 
     @property
     def needs(self) -> OutputRequest:

@@ -20,7 +20,7 @@ from acme_plugin.weight_loader import AcmeWeightLoader
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One request on its way."""
+    """One request in progress."""
 
     request: GenerateRequest
     draws: list[Draw] = field(default_factory=list)
@@ -30,11 +30,11 @@ class Rollout:
 
     @property
     def tokens(self) -> list[int]:
-        """What was sampled so far."""
+        """The tokens sampled so far."""
         return [drawn.token for drawn in self.draws]
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What was sampled, and from which weights."""
+        """The completion so far, with the policy versions that sampled it."""
         changes = [i for i, version in enumerate(self.versions) if i == 0 or version != self.versions[i - 1]]
         spans = zip(changes, [*changes[1:], len(self.versions)], strict=False)
         return Completion(
@@ -51,7 +51,7 @@ class Rollout:
 
 
 class AcmeGenerator:
-    """One replica: every request is a coroutine that samples a token a turn of the event loop.
+    """One replica: every request is a coroutine that samples one token per turn of the event loop.
 
     Implements ``chatlearn_core.protocols.Generator``.
     """
@@ -109,7 +109,7 @@ class AcmeGenerator:
         return self._loader
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See the protocol. Requests to a paused replica wait until it goes on."""
+        """See the protocol. Requests to a paused replica wait until it resumes."""
         self._check(request)
         rollout = self._start(request)
         self._rollouts.append(rollout)
@@ -157,7 +157,7 @@ class AcmeGenerator:
         self._state, self._problem = "loading", "weights are being loaded"
 
     def serve(self, policy_version: int) -> None:
-        """Go on under new weights."""
+        """Resume under new weights."""
         self._policy_version, self._state, self._problem = policy_version, "serving", None
 
     def die(self, reason: str) -> None:
@@ -191,7 +191,7 @@ class AcmeGenerator:
         return rollout.completion("length")
 
     def _start(self, request: GenerateRequest) -> Rollout:
-        """A rollout with what an aborted one had sampled."""
+        """A rollout that begins with the tokens of an aborted one."""
         rollout = Rollout(request)
         if (prior := request.resume_from) is not None:
             raw = prior.logprobs if prior.raw_logprobs is None else prior.raw_logprobs

@@ -1,4 +1,4 @@
-"""How the generator ``acme`` takes new weights."""
+"""Loads new weights into the generator ``acme``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from acme_plugin.model import Weights
 
 
 class Replica(Protocol):
-    """What the loader needs of its generator."""
+    """The interface of its generator that the loader uses."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class AcmeWeightLoader:
         self._arrived: set[str] = set()
 
     def expect(self, manifest: WeightManifest) -> None:
-        """What the model directory holds."""
+        """The tensors of the model directory."""
         self._expected = manifest
 
     def expected_manifest(self) -> WeightManifest:

@@ -1,4 +1,4 @@
-"""What the conformance suite needs to know; ``chatlearn plugins check`` and the tests read it, a run never does."""
+"""Input of the conformance suite; ``chatlearn plugins check`` and the tests read it, a run never does."""
 
 from __future__ import annotations
 

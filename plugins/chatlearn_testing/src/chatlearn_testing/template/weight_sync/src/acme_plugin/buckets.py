@@ -1,4 +1,4 @@
-"""What both ends agree on: where the files of a sync lie, what they are called, and what is in them.
+"""The conventions of both ends: where the files of a sync are, how they are named, and what they contain.
 
 In ``{workspace}/{sync_id}`` each sender rank leaves numbered buckets, whose names hold a checksum, and then an end
 marker with their number, or a failure marker with the reason. A file gets its name only when it is whole.
@@ -26,10 +26,10 @@ COPIES = 4
 
 @dataclass(slots=True, frozen=True)
 class AcmeOffer:
-    """What a sender publishes about one sync."""
+    """The data that a sender publishes about one sync."""
 
     directory: str
-    """Where its files will be."""
+    """The directory where the files will be."""
 
 
 class RankFiles:
@@ -42,7 +42,7 @@ class RankFiles:
         self.failed = self.directory / f"{self._prefix}.failed"
 
     def publish_bucket(self, number: int, bucket: Bucket) -> None:
-        """Write a bucket; it appears whole, or not at all."""
+        """Write a bucket atomically."""
         content = save(bucket)
         self.publish(self.directory / f"{self._prefix}-{number:06d}-{zlib.crc32(content):08x}.bucket", content)
 
