@@ -113,7 +113,7 @@ def progressed(completion: Completion, request: GenerateRequest, rounds: int, *,
         return Progress(
             failure=BackendError(
                 f"request {request.id!r} ended after {len(completion.token_ids)} of {request.sampling.max_tokens} "
-                f"tokens ({completion.finish_reason}) in its last round, which nobody asked for"
+                f"tokens ({completion.finish_reason}) in its last round, although no abort was requested"
             ),
             rounds=rounds,
         )
