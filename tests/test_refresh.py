@@ -52,6 +52,20 @@ def test_the_reference_is_a_moving_average_of_the_policy_and_resumes_bit_identic
 
 
 @pytest.mark.parametrize(
+    ("settings", "how"),
+    [
+        ([], "by direct: 'direct' is the fastest weight sync for trainer 'watched' and trainer 'fsdp'"),
+        (["weight_sync.backend=checkpoint"], "by checkpoint: weight_sync.backend names it"),
+        (["weight_sync.export=boxes"], "by shared_memory: "),
+    ],
+)
+def test_the_dry_run_says_how_weights_get_there(recipe: Any, chatlearn: Any, settings: list[str], how: str) -> None:
+    shown = chatlearn("run", recipe.file, *FOLLOWS, *settings, "--dry-run")
+    assert shown.code == 0, shown.output
+    assert f"trainer -> reference every 2 step(s), decay 0.5, {how}" in shown.output
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["role=reward"], "a role takes weights from another trainer role"),

@@ -6,6 +6,7 @@ than most of them. A rank takes part in a job that has that many ranks, and leav
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.records import Export
-from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext
-from chatlearn_core.types import OutputRequest, Outputs, TrainBatch
+from chatlearn_core.protocols import LossOutput, ModelSource, RoleContext, WeightLoader
+from chatlearn_core.types import OutputRequest, Outputs, TrainBatch, WeightManifest, WeightShard
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import whole
 from chatlearn_fsdp.trainer import FSDPTrainer
@@ -104,6 +105,17 @@ def streamed(trainer: FSDPTrainer, export: Export) -> tuple[int, int]:
     return taken.num_bytes, taken.largest
 
 
+async def take(loader: WeightLoader, manifest: WeightManifest, sent: list[Any], boxes: bool) -> None:
+    """One refresh, a tensor or box at a time. Every rank takes all of it, at its own pace."""
+    await loader.begin(1, manifest)
+    for name, shape, box, owner, tensor in sent:
+        if boxes:
+            await loader.load_boxes([WeightShard(name, shape, box, owner, tensor)])
+        else:
+            await loader.load_tensors([(name, tensor)])
+    assert await loader.finish() == 1
+
+
 def asked(loss: HeadLoss) -> OutputRequest:
     """What the loss needs; of a language model also tables of tokens."""
     names = loss.needs.names
@@ -150,6 +162,15 @@ def do_job(job: dict[str, Any], rank: int, batch: TrainBatch) -> dict[str, Any]:
     if job["export"]:
         trainer.export_model(Path(job["export"]))
         answer["computed_after"] = trainer.compute(mine, loss.needs)
+    if job["take"]:
+        sent = torch.load(job["take"]["file"], weights_only=False)
+        loader = trainer.weight_loader(job["take"]["decay"])
+        assert loader is not None
+        trainer.compute(mine, loss.needs)  # which leaves the root's own parameters gathered
+        answer["before"] = _full(trainer)
+        with Allocations() as taken:
+            asyncio.run(take(loader, trainer.manifest(), sent, job["take"]["boxes"]))
+        answer["largest_taken"], answer["num_updates"] = taken.largest, trainer.num_updates
     if job["weights"]:
         trainer.compute(mine, loss.needs)  # FSDP leaves the root's own parameters gathered after it
         answer["live_bytes"] = trainer.live_bytes("weights")

@@ -228,6 +228,13 @@ class StaleBoxes(FSDPTrainer):
         return iter(self._kept)
 
 
+class OtherShare(FSDPTrainer):
+    """Keeps the share of its own weights that should have come from the sender."""
+
+    def weight_loader(self, decay: float) -> Any:
+        return super().weight_loader(1 - decay if decay else decay)
+
+
 class TrimmedManifest(FSDPTrainer):
     """The manifest lacks the last tensor."""
 
@@ -875,6 +882,7 @@ MUTANTS = [
         ShiftedBoxes="test_boxes_cover_every_tensor_once",
         MissingTail="test_boxes_cover_every_tensor_once",
         StaleBoxes="test_boxes_cover_every_tensor_once",
+        OtherShare="test_weights_of_another_trainer_are_taken",
         OffloadInName="test_offloaded_parts_occupy_nothing",
     ),
     *_of(

@@ -14,7 +14,7 @@ from chatlearn_core.protocols import ModelSource, RoleContext
 from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.options import FSDPOptions, LoraOptions
 from chatlearn_fsdp.sharding import RankGroup, blend, copy_whole, local_rows, shard_model
-from chatlearn_fsdp.shards import held_rows
+from chatlearn_fsdp.shards import held_rows, takes_tensors
 from chatlearn_hf.checkpoint_names import CheckpointLayout, checkpoint_layout
 from chatlearn_hf.forward_check import loaded_attention, with_attention
 from chatlearn_hf.heads import drawn_head, load_model
@@ -89,7 +89,7 @@ def start_model(
     if ranks.ulysses is not None:
         check_heads(int(model.config.get_text_config().num_attention_heads), ranks.ulysses.size)
     layout = checkpoint_layout(model)
-    by_slices = all(entry.parts is not None and entry.shape for entry in layout.tensors)
+    by_slices = takes_tensors(layout)
     if not by_slices:
         odd = next(entry.key for entry in layout.tensors if entry.parts is None or not entry.shape)
         logger.warning(
@@ -180,7 +180,7 @@ def read_model(
     Raises:
         ModelError: tensors are missing or have a wrong shape; the model is unchanged.
     """
-    if all(entry.parts is not None and entry.shape for entry in layout.tensors):
+    if takes_tensors(layout):
         read_shards(model, layout, local_directory(source.path), source, context.seed, decay)
         return
     state = base_state(model)

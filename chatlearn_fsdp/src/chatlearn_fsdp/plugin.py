@@ -34,6 +34,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
             ),
             exports=frozenset({"full_tensors", "boxes"}),
             payloads=frozenset({"full", "adapter"}),
+            channels=frozenset({"tensors", "boxes"}),
             parallel={"sp": "ulysses"},
             reshards=True,
             layout_options=(

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from chatlearn_core.exceptions import BackendError, ConfigError, ModelError
 from chatlearn_core.plugins.records import Export
-from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext
+from chatlearn_core.protocols import Loss, MemoryPart, ModelSource, RoleContext, WeightLoader
 from chatlearn_core.types import (
     FileFacts,
     Metric,
@@ -33,6 +34,8 @@ from chatlearn_fsdp.engine_arguments import check_engine_arguments
 from chatlearn_fsdp.model_start import draw_new_adapters, lora_settings, read_model, start_model
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.sharding import RankGroup, free_gathered, join_ranks, mesh_sizes, whole
+from chatlearn_fsdp.shards import takes_tensors
+from chatlearn_fsdp.weight_loader import LoadingHooks, ShardedWeightLoader
 from chatlearn_fsdp.weight_stream import adapter_manifest, export_model, stream_adapter, stream_boxes, stream_full
 from chatlearn_hf.checkpoint_names import CheckpointLayout
 from chatlearn_hf.forward_check import Choice, ForwardCheck
@@ -225,12 +228,30 @@ class FSDPTrainer:
         with self._guarding_weights(f"loading the model {directory}"):
             read_model(model.model, self._checkpoint_layout(), source, self.context, decay)
             if fresh_optimizer:
-                self._updates = 0
-                if self._optimizer is not None:
-                    self._optimizer.state.clear()
-                draw_new_adapters(model.model, self.options, self.context)
+                self._start_anew()
         if self._ranks is not None:
             self._ranks.barrier()
+
+    def weight_loader(self, decay: float) -> WeightLoader | None:
+        """See ``WeightTakingTrainer``; None for a model that keeps a tensor in another form than its checkpoint."""
+        layout = self._checkpoint_layout()
+        if not takes_tensors(layout):
+            return None
+
+        def model() -> PreTrainedModel:
+            packed = self._ready("weights", "optimizer", may_be_broken=decay == 0.0)  # an average needs its own
+            free_gathered(packed)
+            return packed.model
+
+        def taken() -> None:
+            self._start_anew()
+            self._broken = None
+
+        def break_down(why: str) -> None:
+            self._broken = f"{why}, so its weights may be those of no step"
+
+        hooks = LoadingHooks(model, taken, break_down)
+        return ShardedWeightLoader(self._name, layout, decay, hooks)
 
     def export_model(self, directory: Path) -> None:
         model = self._ready("weights")
@@ -261,6 +282,13 @@ class FSDPTrainer:
         return stream_full(model.model, layout, self.context.world_size)
 
     # Internal methods
+
+    def _start_anew(self) -> None:
+        """Optimizer and adapters as if training began here."""
+        self._updates = 0
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        draw_new_adapters(self._ready(may_be_broken=True).model, self.options, self.context)
 
     @property
     def _name(self) -> str:

@@ -33,4 +33,5 @@ class TestProcessRuntime(RuntimeConformance):
         factory=f"{MODULE}:make_runtime",
         options="chatlearn_workers.options:WorkersOptions",
         placement="host",
+        refreshes=True,
     )

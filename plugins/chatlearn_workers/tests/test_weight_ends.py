@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, WeightSyncError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, TrainerLostError, WeightSyncError
 from chatlearn_core.plugins.records import WeightSyncSpec
 from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.types import Endpoint, SyncReceipt, TensorSpec, WeightManifest
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.errors import WorkerDiedError
-from chatlearn_workers.weight_ends import RemoteReceivers, RemoteSenders, SharedRequest
+from chatlearn_workers.weight_ends import RemoteFollower, RemoteReceivers, RemoteSenders, SharedRequest
 
 MANIFEST = WeightManifest({"w": TensorSpec("w", (2, 3), "float32")})
 
@@ -250,3 +250,72 @@ async def test_no_replica_left_means_nothing_to_send(make_transfer):
         replica.fails_to_begin = BackendTimeoutError("no answer within 30 s")
     assert [receipt.state for receipt in await transfer.sync(range(2), 4)] == ["dead", "dead"]
     assert "send" not in events
+
+
+class FakeFollower:
+    """A trainer of ranks that follow another; rank ``dies`` is lost when it is to take weights."""
+
+    def __init__(self, num_ranks, *, takes_tensors=True, dies=None):
+        self.workers = [object() for _ in range(num_ranks)]
+        self.takes_tensors, self.dies = takes_tensors, dies
+        self.is_broken = False
+        self.calls = []
+
+    async def every_rank(self, method, *args, timeout_s=None):
+        return [await self.one_rank(rank, method, *args) for rank in range(len(self.workers))]
+
+    async def one_rank(self, rank, method, *args, timeout_s=None):
+        self.calls.append((rank, method))
+        await asyncio.sleep(0)
+        if self.is_broken:
+            raise TrainerLostError("it is broken since take failed")
+        if method == "open_receiver":
+            return Endpoint("reference", rank, 0, "host", "cpu", 20 + rank) if self.takes_tensors else None
+        if method == "take":
+            if rank == self.dies:
+                self.is_broken = True
+                raise TrainerLostError(f"rank {rank} was killed")
+            return SyncReceipt(rank, args[1].policy_version, "serving", 24)
+        return []
+
+
+@pytest.fixture
+def make_following(tmp_path):
+    async def make(follower):
+        record = WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O")
+        route = WeightRoute("policy", "reference", record, Options(), "test", "barrier", 1 << 20, 30.0)
+        shared = SharedRequest(SimpleNamespace(put=lambda plan: plan))
+        senders = RemoteSenders("policy->reference", None, shared, FakeTrainerGroup([]))
+        receivers = RemoteFollower("policy->reference", None, shared, follower, 0.5)
+        await senders.open()
+        return WeightTransfer(route, tmp_path, senders, receivers), receivers
+
+    return make
+
+
+async def test_every_rank_of_a_follower_takes_the_weights_and_a_rebuilt_one_gets_a_new_receiver(make_following):
+    follower = FakeFollower(3)
+    transfer, receivers = await make_following(follower)
+    assert await receivers.open()
+    receipts = await transfer.sync(range(3), 1)
+    assert [(receipt.replica, receipt.state) for receipt in receipts] == [(rank, "serving") for rank in range(3)]
+    opened = [rank for rank, method in follower.calls if method == "open_receiver"]
+    assert opened == [0, 1, 2]
+    follower.workers[1] = object()
+    await transfer.sync(range(3), 2)
+    assert [rank for rank, method in follower.calls if method == "open_receiver"] == [*opened, 1]
+
+
+async def test_a_rank_that_dies_while_it_takes_weights_is_in_the_receipts(make_following):
+    follower = FakeFollower(2, dies=1)
+    transfer, receivers = await make_following(follower)
+    await receivers.open()
+    receipts = {receipt.replica: receipt for receipt in await transfer.sync(range(2), 1)}
+    assert receipts[1].state == "dead"
+    assert "rank 1 was killed" in receipts[1].error
+    assert not await receivers.lives(0), "a trainer that lost a rank is broken as a whole"
+
+
+async def test_a_follower_that_takes_no_tensors_is_not_connected(make_following):
+    _, receivers = await make_following(FakeFollower(2, takes_tensors=False))
+    assert not await receivers.open()

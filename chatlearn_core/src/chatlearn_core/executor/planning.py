@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.models import ModelConfig, RewardPart, RoleConfig, RunConfig
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.exceptions import ConfigError, PluginIncompatibleError
 from chatlearn_core.executor.learning_plan import LearningPlan
 from chatlearn_core.flow import Graph
 from chatlearn_core.plugins.compatibility import (
@@ -57,6 +57,10 @@ def plan_run(
     used = {*graph.roles, *learning.learners, *(evaluation.roles if evaluation else ())}
     used |= {called for name in used for called in config.roles[name].used_roles}
     roles = {name: _role_plan(loaded, name, learning) for name in config.roles if name in used}
+    for name, role in roles.items():
+        if role.refresh is not None:
+            refresh = _with_route(loaded, registry, roles[role.refresh.role], role, role.refresh)
+            roles[name] = replace(role, refresh=refresh)
     return RunPlan(
         registry=registry,
         roles=roles,
@@ -205,6 +209,60 @@ def _weight_syncs(
             )
         )
     return syncs
+
+
+def _with_route(
+    loaded: LoadedConfig, registry: PluginRegistry, source: RolePlan, follower: RolePlan, refresh: Refresh
+) -> Refresh:
+    """A refresh with the weight sync that brings it: the transport that ``weight_sync`` names if it suits both
+    trainers, else the fastest that does; without any, or where the two models may differ, why not.
+    """
+    config = loaded.config.weight_sync
+    runtime = loaded.plugin("runtime")
+    trainer, taker = source.backend.record, follower.backend.record
+    assert isinstance(runtime.record, RuntimeSpec)
+    assert isinstance(trainer, TrainerSpec)
+    assert isinstance(taker, TrainerSpec)
+    if not runtime.record.refreshes:
+        return replace(refresh, why_directory=f"runtime {runtime.record.name!r} connects no trainers with each other")
+    if not taker.channels:
+        return replace(refresh, why_directory=f"trainer {taker.name!r} takes weights from model directories only")
+    if source.head != follower.head:
+        heads = f"{source.name!r} has head {source.head!r} and {follower.name!r} has head {follower.head!r}"
+        return replace(refresh, why_directory=f"{heads}, and a head that does not arrive is drawn anew")
+    placement = placement_of(runtime.record, runtime.options)
+    export: Export | None = None if config.export == "auto" else config.export
+    devices = [source.device, follower.device]
+    choice = loaded.chosen("weight_sync")
+    record, why = None, ""
+    if choice is not None:
+        assert isinstance(choice.record, WeightSyncSpec)
+        if not mismatches(trainer, taker, choice.record, placement, export=export, devices=devices):
+            record, why = choice.record, "weight_sync.backend names it"
+    if record is None:
+        try:
+            record, why = choose_transport(
+                trainer, taker, registry.records("weight_sync"), placement, export=export, devices=devices
+            )
+        except PluginIncompatibleError as error:
+            return replace(refresh, why_directory=str(error).splitlines()[0])
+    model = registry.load_options(record)
+    options = model(**{name: value for name, value in config.options.items() if name in model.model_fields})
+    way = shared_way(trainer, taker, record, placement, export=export)
+    assert way is not None, "a transport that does not suit both ends is not taken"
+    route = WeightRoute(
+        trainer=source.name,
+        generator=follower.name,
+        record=record,
+        options=options,
+        why=why,
+        fleet_rule="barrier",
+        bucket_bytes=config.bucket_mb * _MIB,
+        timeout_s=config.timeout_s,
+        export=way[0],
+        channel=way[1],
+    )
+    return replace(refresh, route=route)
 
 
 def _check_payload(payload: Payload, *ends: RolePlan) -> None:

@@ -109,7 +109,7 @@ def reaches(transport: WeightSyncSpec, placement: Placement) -> bool:
 
 def shared_way(
     trainer: TrainerSpec,
-    generator: GeneratorSpec,
+    generator: GeneratorSpec | TrainerSpec,
     transport: WeightSyncSpec,
     placement: Placement = "process",
     payload: Payload = "full",
@@ -122,6 +122,11 @@ def shared_way(
     the generator accepts the payload.
 
     Args:
+        trainer: record of the trainer that sends the weights.
+        generator: record of the role that receives them: a generator, or a trainer that is refreshed.
+        transport: record of the transport.
+        placement: the distance between the two ends.
+        payload: the payload to send.
         export: the requested form; None means any.
     """
     for form in shared_exports(trainer, transport, placement, payload, export):
@@ -154,14 +159,16 @@ def shared_exports(
     return [form for form in forms if form == "full_tensors" or not whole_only]
 
 
-def channels_for(generator: GeneratorSpec, payload: Payload) -> frozenset[Channel]:
-    """The channels through which a generator accepts a payload."""
+def channels_for(generator: GeneratorSpec | TrainerSpec, payload: Payload) -> frozenset[Channel]:
+    """The channels through which a generator, or a trainer that is refreshed, accepts a payload."""
+    if isinstance(generator, TrainerSpec):
+        return generator.channels if payload == "full" else frozenset()
     return (generator.adapter_channels if payload == "adapter" else frozenset()) or generator.channels
 
 
 def mismatches(
     trainer: TrainerSpec,
-    generator: GeneratorSpec,
+    generator: GeneratorSpec | TrainerSpec,
     transport: WeightSyncSpec,
     placement: Placement,
     payload: Payload = "full",
@@ -173,6 +180,9 @@ def mismatches(
     """Reasons why a transport cannot carry this trainer's weights to this generator; each names both sides.
 
     Args:
+        trainer: record of the trainer that sends the weights.
+        generator: record of the role that receives them: a generator, or a trainer that is refreshed.
+        transport: record of the transport.
         placement: the distance between the two ends: one process, one host, several hosts with trainer ranks beside
             every replica (``hosts``), or different hosts (``anywhere``).
         payload: the payload to send.
@@ -200,14 +210,15 @@ def mismatches(
     forms = shared_exports(trainer, transport, placement, payload, export) or transport.exports
     if not channels_for(generator, payload) & {channel for form in forms for channel in _delivered(transport, form)}:
         takes = f"takes {'adapters by ' if payload == 'adapter' else ''}channels"
-        reasons.append(f"{delivery}; generator {generator.name!r} {takes} {quoted(channels_for(generator, payload))}")
+        receiver = f"{generator.kind} {generator.name!r}"
+        reasons.append(f"{delivery}; {receiver} {takes} {quoted(channels_for(generator, payload))}")
     if not reaches(transport, placement):
         reasons.append(
-            f"{delivery}; trainer {trainer.name!r} and generator {generator.name!r} {PLACEMENT_TEXT[placement]}"
+            f"{delivery}; trainer {trainer.name!r} and {generator.kind} {generator.name!r} {PLACEMENT_TEXT[placement]}"
         )
     if transport.needs_gpus and "cpu" in devices:
         reasons.append(f"transport {transport.name!r} needs both ends on GPUs; one of the two has device 'cpu'")
-    sides = (("trainer", trainer), ("transport", transport), ("generator", generator))
+    sides = (("trainer", trainer), ("transport", transport), (generator.kind, generator))
     if any(payload not in record.payloads for _, record in sides):
         offers = ", ".join(f"{side} {record.name!r} {quoted(record.payloads)}" for side, record in sides)
         reasons.append(f"payload {payload!r} is asked for; payloads are: {offers}")
@@ -221,7 +232,7 @@ def mismatches(
 
 def choose_transport(
     trainer: TrainerSpec,
-    generator: GeneratorSpec,
+    generator: GeneratorSpec | TrainerSpec,
     transports: Sequence[WeightSyncSpec],
     placement: Placement,
     payload: Payload = "full",
@@ -235,7 +246,7 @@ def choose_transport(
 
     Args:
         trainer: record of the trainer that sends the weights.
-        generator: record of the generator that receives them.
+        generator: record of the role that receives them: a generator, or a trainer that is refreshed.
         transports: the candidates.
         placement: as for ``mismatches``; so are ``payload``, ``export``, ``rolling`` and ``devices``.
         payload: the payload to send.
@@ -260,7 +271,7 @@ def choose_transport(
         elif transport.needs_same_gpus and not same_gpus and not reasons[transport.name]:
             reasons[transport.name] = ["the runtime is not certain that both ends are on the same GPUs"]
     fitting = [transport for transport in ranked if not reasons[transport.name]]
-    ends = f"trainer {trainer.name!r} and generator {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
+    ends = f"trainer {trainer.name!r} and {generator.kind} {generator.name!r}, which {PLACEMENT_TEXT[placement]}"
     if not fitting:
         lines = [f"  {name}: {reason}" for name, why in reasons.items() for reason in why]
         raise PluginIncompatibleError(

@@ -91,6 +91,9 @@ class TrainerSpec(BackendRecord):
     payloads: frozenset[Payload] = frozenset({"full"})
     """Payloads that the trainer can send. An attribute ``payloads`` of the options narrows it: adapters may be a
     setting."""
+    channels: frozenset[Channel] = frozenset()
+    """Channels through which the trainer accepts another trainer's weights (``WeightTakingTrainer``), for
+    ``roles.<role>.refresh``. Empty: a refresh writes and reads a model directory on a disk that both roles see."""
     max_ranks: int | None = None
     """Maximum number of ranks; None means any number."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -288,6 +291,9 @@ class RuntimeSpec(BackendRecord):
     """The largest distance at which it may place a trainer and a generator. An attribute ``placement`` of the options
     overrides it (``compatibility.placement_of``), because it may be a setting. So does, for one trainer and one
     generator, a method ``placement_between(trainer: RoleSize, generator: RoleSize) -> Placement``."""
+    refreshes: bool = False
+    """Whether it moves weights between trainers over a transport (``RefreshingRuntime``). If not,
+    ``roles.<role>.refresh`` writes and reads model directories."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from chatlearn_core.protocols.runtime import (
     GeneratorFleet,
     LendWeights,
     ModelGroup,
+    RefreshingRuntime,
     RewardGroup,
     RoleGroup,
     RoleIsUp,
@@ -44,7 +45,7 @@ from chatlearn_core.protocols.runtime import (
     RuntimeEvent,
     TrainerGroup,
 )
-from chatlearn_core.protocols.trainer import Trainer
+from chatlearn_core.protocols.trainer import Trainer, WeightTakingTrainer
 from chatlearn_core.protocols.weight_sync import WeightReceiver, WeightSender
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "PlainData",
     "ProcessGroupLoader",
     "ReadsSamples",
+    "RefreshingRuntime",
     "Reward",
     "RewardGroup",
     "RewardUnit",
@@ -104,4 +106,5 @@ __all__ = [
     "WeightLoader",
     "WeightReceiver",
     "WeightSender",
+    "WeightTakingTrainer",
 ]

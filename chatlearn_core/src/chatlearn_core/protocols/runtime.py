@@ -241,3 +241,25 @@ class Runtime(Protocol):
 
     async def close(self) -> None:
         """Close all roles. Safe to call twice."""
+
+
+@runtime_checkable
+class RefreshingRuntime(Runtime, Protocol):
+    """A runtime that connects trainers with trainers: those whose ``RolePlan.refresh`` has a route."""
+
+    async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
+        """Bring a trainer's weights to the trainer role that follows it, over their route.
+
+        Args:
+            trainer: the role that sends.
+            follower: the role that takes them, with the decay of its plan.
+            step: after which this happens, for messages.
+
+        Returns:
+            False: the follower's model cannot take tensors one at a time (``WeightTakingTrainer.weight_loader``), and
+            nothing was moved.
+
+        Raises:
+            WeightSyncError: a rank of the follower did not take all of them; names it.
+            TrainerLostError: a rank of either role is gone.
+        """

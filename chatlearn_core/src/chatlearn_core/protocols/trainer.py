@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from chatlearn_core.plugins.records import Export
+from chatlearn_core.protocols.generator import WeightLoader
 from chatlearn_core.protocols.lifecycle import Lifecycle
 from chatlearn_core.protocols.loss import Loss
 from chatlearn_core.types import (
@@ -106,4 +107,23 @@ class Trainer(Lifecycle, Protocol):
                 ``owner_rank`` sends each (and another rank to a host without a receiver beside the owner); or the
                 parts that each rank holds.
             payload: as for ``manifest``.
+        """
+
+
+@runtime_checkable
+class WeightTakingTrainer(Trainer, Protocol):
+    """A trainer that takes another's weights as a weight sync brings them, by the record's ``channels``."""
+
+    def weight_loader(self, decay: float) -> WeightLoader | None:
+        """The receiving side of this rank, for every refresh of a run. Each rank takes all that is sent and keeps what
+        it holds; ``load_*`` is not collective, since ranks receive at their own pace.
+
+        The weights after ``finish`` are those after ``load_model`` of the sender's model directory: the same values,
+        the optimizer as new. A dtype that differs is converted.
+
+        Args:
+            decay: share that stays of each weight: ``decay * own + (1 - decay) * sent``.
+
+        Returns:
+            None where this model cannot take tensors one at a time: it is refreshed from a model directory instead.
         """

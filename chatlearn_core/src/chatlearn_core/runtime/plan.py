@@ -67,6 +67,10 @@ class Refresh:
     """Number of steps between refreshes."""
     decay: float
     """Share kept of the role's own weights."""
+    route: WeightRoute | None = None
+    """The weight sync that moves them; None: a model directory on a disk that both roles see."""
+    why_directory: str = ""
+    """The reason why there is no route, for messages."""
 
     def is_due(self, step: int) -> bool:
         """Whether a refresh is due after this step."""
@@ -148,10 +152,13 @@ def origin_of(roles: Mapping[str, RolePlan], role: str, kind: str) -> Origin:
 
 @dataclass(slots=True, frozen=True)
 class WeightRoute:
-    """One route of weights: from a trainer role to a generator role, over a chosen transport."""
+    """One route of weights over a chosen transport: from a trainer role to a generator role, or to a trainer role that
+    is refreshed.
+    """
 
     trainer: str
     generator: str
+    """The role that takes them."""
     record: WeightSyncSpec
     options: BaseModel
     why: str

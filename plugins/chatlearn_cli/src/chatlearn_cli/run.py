@@ -23,6 +23,7 @@ from chatlearn_core.printable import printable
 if TYPE_CHECKING:
     from chatlearn_core.config.load import LoadedConfig
     from chatlearn_core.executor.assembly import Assembly
+    from chatlearn_core.runtime.plan import Refresh
 
 # Modules that load a model are imported inside the commands, so that --help does not wait for torch.
 
@@ -130,9 +131,22 @@ def describe(assembly: Assembly) -> str:
     lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
         "  none"
     ]
+    if plan.refreshes:
+        lines += ["", "refresh", *(f"  {_refresh_text(name, refresh)}" for name, refresh in plan.refreshes.items())]
     lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]
     lines += [f"  {report} (eval)" for report in (assembly.eval_set.reports if assembly.eval_set else ())]
     return "\n".join(lines)
+
+
+def _refresh_text(follower: str, refresh: Refresh) -> str:
+    """How a trainer role gets the weights that it follows."""
+    route = refresh.route
+    how = (
+        f"by model directories: {refresh.why_directory}"
+        if route is None
+        else f"by {route.record.name}: {route.why}; {route.form}"
+    )
+    return f"{refresh.role} -> {follower} every {refresh.every} step(s), decay {refresh.decay:g}, {how}"
 
 
 def _load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:

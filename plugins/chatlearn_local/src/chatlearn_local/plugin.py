@@ -17,5 +17,6 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
             summary="All roles in this process; for laptops, tests and single-device runs.",
             factory="chatlearn_local.runtime:LocalRuntime",
             options="chatlearn_local.options:LocalRuntimeOptions",
+            refreshes=True,
         )
     ]

@@ -33,11 +33,12 @@ from chatlearn_core.types import (
 from chatlearn_local.fleet import LocalFleet
 from chatlearn_local.options import LocalRuntimeOptions
 from chatlearn_local.trainer import LocalTrainer
-from chatlearn_local.weight_ends import LocalReceivers, LocalSenders
+from chatlearn_local.weight_ends import Follower, LocalReceivers, LocalSenders, ReceivingFleet
 from chatlearn_runtime_kit.devices import resolve_device
 from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart, part_name
 from chatlearn_runtime_kit.role_handles import RoleCalls, build_handles
+from chatlearn_runtime_kit.weight_ends import loader_of, require_taken, sync_workspace
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 
 _STOP_S = 10.0
@@ -85,21 +86,30 @@ class LocalRuntime:
                     await role_is_up(role.name)
             for sync in self.plan.weight_syncs:
                 await self.connect(sync)
+            for role in self.plan.roles.values():
+                if role.refresh is not None and role.refresh.route is not None:
+                    trainer = self._trainers[role.name].trainer
+                    loader = loader_of(trainer, role.refresh.decay, role.origin)
+                    if loader is not None:
+                        self._connect(role.refresh.route, Follower(loader))
         except BaseException:
             await self.close()
             raise
 
     async def connect(self, sync: WeightRoute) -> None:
         """Open the transport between a trainer and a generator role, replacing an existing one."""
+        self._connect(sync, self._fleets[sync.generator])
+
+    def _connect(self, sync: WeightRoute, receiving: ReceivingFleet) -> None:
         former = self._transfers.pop((sync.trainer, sync.generator), None)
         if former is not None:
             former.close()
         registry = self.plan.registry
         self._transfers[sync.trainer, sync.generator] = WeightTransfer(
             sync,
-            self.plan.run_dir / "weight_sync",
+            sync_workspace(self.plan, sync),
             LocalSenders(sync, registry, self._trainers[sync.trainer]),
-            LocalReceivers(sync, registry, self._fleets[sync.generator]),
+            LocalReceivers(sync, registry, receiving),
         )
 
     async def _start_role(self, role: RolePlan) -> None:
@@ -180,6 +190,14 @@ class LocalRuntime:
         return await fleet.sync(
             policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
         )
+
+    async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
+        """See ``RefreshingRuntime``."""
+        transfer = self._transfers.get((trainer, follower))
+        if transfer is None:
+            return False
+        require_taken(await transfer.sync([0], step), transfer.route)
+        return True
 
     async def recover(self, lost: TrainerLostError) -> None:
         """Raises ``lost``: an error that kills a rank kills this whole process."""

@@ -6,16 +6,16 @@ import asyncio
 import os
 import socket
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from chatlearn_core.exceptions import BackendTimeoutError, PluginError, WorkerPlace
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.protocols import Generator, WeightReceiver, WeightSender
+from chatlearn_core.protocols import WeightLoader, WeightReceiver, WeightSender
 from chatlearn_core.runtime.plan import WeightRoute
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
 from chatlearn_local.trainer import LocalTrainer
-from chatlearn_runtime_kit.replica_fleet import ReplicaFleet
 from chatlearn_runtime_kit.sync_answers import checked_offer
 from chatlearn_runtime_kit.weight_ends import GRACE_S, take_weights, unfit_tensors
 
@@ -62,10 +62,52 @@ class LocalSenders:
         self.sender.close()
 
 
+class Receiving(Protocol):
+    """A generator replica, or a trainer that follows another: what has a loader."""
+
+    @property
+    def loader(self) -> WeightLoader: ...
+
+    @property
+    def state(self) -> str: ...
+
+
+class ReceivingFleet(Protocol):
+    """Those that take weights, as ``LocalFleet`` and ``Follower`` have them."""
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def replicas(self) -> Sequence[Receiving]: ...
+
+    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        """In the block requests go past these replicas."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Follower:
+    """A trainer of one rank that takes another's weights: a fleet of one, to which nobody sends requests."""
+
+    loader: WeightLoader
+    state: str = "serving"
+    """It never dies alone: what fails is raised to the run."""
+    num_replicas: int = 1
+
+    @property
+    def replicas(self) -> Sequence[Receiving]:
+        """Itself."""
+        return (self,)
+
+    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        """See ``ReceivingFleet``: it has no requests."""
+        return nullcontext()
+
+
 class LocalReceivers:
     """Implements ``ReceiverGroup`` for replicas that are objects of this process."""
 
-    def __init__(self, route: WeightRoute, registry: PluginRegistry, fleet: ReplicaFleet[Generator]) -> None:
+    def __init__(self, route: WeightRoute, registry: PluginRegistry, fleet: ReceivingFleet) -> None:
         self._route = route
         self._fleet = fleet
         self._transport = f"weight sync {route.record.name!r} ({registry.origin(route.record)})"

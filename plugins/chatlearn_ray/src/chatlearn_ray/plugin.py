@@ -21,6 +21,7 @@ def chatlearn_runtimes() -> Iterable[RuntimeSpec]:
             options="chatlearn_ray.options:RayRuntimeOptions",
             requires=(RAY,),
             placement="anywhere",
+            refreshes=True,
         )
     ]
 

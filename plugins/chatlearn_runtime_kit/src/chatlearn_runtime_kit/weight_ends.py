@@ -1,5 +1,5 @@
 """The two sides of a weight sync as ``WeightTransfer`` calls them: senders in the trainer's ranks, and receivers beside
-the generator's replicas.
+the generator's replicas, or in the ranks of a trainer that is refreshed, each of which counts as a replica.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
-from chatlearn_core.exceptions import WeightSyncError
-from chatlearn_core.protocols import WeightLoader, WeightReceiver
+from chatlearn_core.exceptions import PluginError, WeightSyncError
+from chatlearn_core.protocols import Trainer, WeightLoader, WeightReceiver, WeightTakingTrainer
+from chatlearn_core.runtime.boundary import Origin
+from chatlearn_core.runtime.plan import RunPlan, WeightRoute
 from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, SyncRequest, WeightManifest
 from chatlearn_runtime_kit.sync_answers import checked_num_bytes
 
@@ -120,3 +123,37 @@ async def take_weights(
     seconds = time.perf_counter() - start
     weight_bytes = request.manifest.num_bytes
     return SyncReceipt(replica, version, "serving", num_bytes, seconds, weight_bytes=weight_bytes)
+
+
+def sync_workspace(plan: RunPlan, route: WeightRoute) -> Path:
+    """The directory that both ends of a route share: a refresh has one of its own beside the generators' syncs."""
+    directory = plan.run_dir / "weight_sync"
+    return directory / "refresh" / route.generator if route.generator in plan.refreshes else directory
+
+
+def loader_of(trainer: Trainer, decay: float, origin: Origin) -> WeightLoader | None:
+    """See ``WeightTakingTrainer.weight_loader``.
+
+    Raises:
+        PluginError: the record declares channels, and the trainer has no loader.
+    """
+    if not isinstance(trainer, WeightTakingTrainer):
+        raise PluginError(
+            f"{origin}: its record declares channels by which it takes weights, but {type(trainer).__name__} has no "
+            "weight_loader(decay). Add it, or leave channels empty"
+        )
+    return trainer.weight_loader(decay)
+
+
+def require_taken(receipts: Sequence[SyncReceipt], route: WeightRoute) -> None:
+    """Every rank of a trainer that follows holds what was sent.
+
+    Raises:
+        WeightSyncError: one does not; names it.
+    """
+    for receipt in receipts:
+        if receipt.state != "serving":
+            raise WeightSyncError(
+                f"refresh of role {route.generator!r} from role {route.trainer!r} after step {receipt.policy_version}: "
+                f"rank {receipt.replica} did not take the weights: {receipt.error}"
+            )

@@ -22,6 +22,7 @@ from chatlearn_runtime_kit.environments import EnvironmentRole
 from chatlearn_runtime_kit.restart_budget import RestartBudget
 from chatlearn_runtime_kit.rewards import part_name
 from chatlearn_runtime_kit.role_handles import RoleCalls
+from chatlearn_runtime_kit.weight_ends import require_taken, sync_workspace
 from chatlearn_runtime_kit.weight_transfer import WeightTransfer
 from chatlearn_workers.blocks import BlockStore, Traffic
 from chatlearn_workers.environment_group import RemoteEnvironments
@@ -32,7 +33,7 @@ from chatlearn_workers.remote import RemoteWorker, all_or_first_error
 from chatlearn_workers.reward_group import RemoteRewardGroup
 from chatlearn_workers.rpc import ObjectStore, WorkerHandle
 from chatlearn_workers.trainer_group import RemoteTrainerGroup
-from chatlearn_workers.weight_ends import RemoteReceivers, RemoteSenders, SharedRequest
+from chatlearn_workers.weight_ends import RemoteFollower, RemoteReceivers, RemoteSenders, SharedRequest
 from chatlearn_workers.worker_spec import PluginChoice, RewardShare, WorkerSpec
 
 _CLOSE_S = 20.0
@@ -122,6 +123,9 @@ class WorkersRuntime(ABC):
             await all_or_first_error([self._start_chain(chain, role_is_up) for chain in chains], grace_s=0.0)
             for route in self.plan.weight_syncs:
                 await self.connect(route)
+            for role in self.plan.roles.values():
+                if role.refresh is not None and role.refresh.route is not None:
+                    await self._connect_follower(role.refresh.route, role.refresh.decay)
         except BaseException:
             await self.close()
             raise
@@ -134,8 +138,21 @@ class WorkersRuntime(ABC):
         receivers = RemoteReceivers(key, plugin, shared, self._fleets[route.generator])
         await senders.open()
         self._senders[route.trainer, route.generator] = senders
-        workspace = self.plan.run_dir / "weight_sync"
+        workspace = sync_workspace(self.plan, route)
         self._transfers[route.trainer, route.generator] = WeightTransfer(route, workspace, senders, receivers)
+
+    async def _connect_follower(self, route: WeightRoute, decay: float) -> None:
+        """Open the transport between two trainers, unless the follower's model cannot take tensors one at a time."""
+        key, shared = f"{route.trainer}->{route.generator}", SharedRequest(self.store)
+        plugin = PluginChoice.of(self.plan.registry, route.record, route.options, "weight_sync")
+        follower = RemoteFollower(key, plugin, shared, self._trainers[route.generator], decay)
+        if not await follower.open():
+            return
+        senders = RemoteSenders(key, plugin, shared, self._trainers[route.trainer])
+        await senders.open()
+        self._senders[route.trainer, route.generator] = senders
+        workspace = sync_workspace(self.plan, route)
+        self._transfers[route.trainer, route.generator] = WeightTransfer(route, workspace, senders, follower)
 
     def trainer(self, role: str) -> RemoteTrainerGroup:
         """The trainer group of a role."""
@@ -165,6 +182,17 @@ class WorkersRuntime(ABC):
         return await fleet.sync(
             policy_version, lambda: transfer.sync(range(fleet.num_replicas), policy_version), transfer_to
         )
+
+    async def refresh_weights(self, trainer: str, follower: str, step: int) -> bool:
+        """See ``RefreshingRuntime``."""
+        transfer, group = self._transfers.get((trainer, follower)), self._trainers[follower]
+        if transfer is None:
+            return False
+        group.require_whole("take weights")
+        receipts = await transfer.sync(range(len(group.workers)), step)
+        group.require_whole("go on after a refresh")
+        require_taken(receipts, transfer.route)
+        return True
 
     async def recover(self, lost: TrainerLostError) -> None:
         """End the remaining ranks of every broken trainer and rebuild it in the same places; then also rebuild replicas

@@ -96,6 +96,16 @@ class RemoteTrainerGroup:
         """Call a method on every rank concurrently; results by rank."""
         return await self._collective([(worker, args) for worker in self.workers], method, timeout_s)
 
+    async def one_rank(self, rank: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method that is not collective on one rank."""
+        [answer] = await self._collective([(self.workers[rank], args)], method, timeout_s)
+        return answer
+
+    def require_whole(self, method: str) -> None:
+        """Raises: TrainerLostError, BackendError: the group is broken."""
+        if self._broken is not None:
+            raise self._broken_by(f"role {self.name!r} cannot {method}: {self._broken}")
+
     async def _collective(
         self,
         calls: Sequence[tuple[RemoteWorker, tuple[Any, ...]]],
@@ -104,8 +114,7 @@ class RemoteTrainerGroup:
         *,
         for_block: bool = False,
     ) -> list[Any]:
-        if self._broken is not None:
-            raise self._broken_by(f"role {self.name!r} cannot {method}: {self._broken}")
+        self.require_whole(method)
         answered: list[RemoteWorker] = []
 
         async def call(worker: RemoteWorker, args: tuple[Any, ...]) -> Any:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chatlearn_core.plugins.records import WeightSyncSpec
-from chatlearn_core.protocols import Derive, Loss, MemoryAction, MemoryEvent, MemoryPart, Trainer, WeightSender
+from chatlearn_core.protocols import (
+    Derive,
+    Loss,
+    MemoryAction,
+    MemoryEvent,
+    MemoryPart,
+    Trainer,
+    WeightLoader,
+    WeightReceiver,
+    WeightSender,
+)
 from chatlearn_core.runtime.outputs import check_outputs
 from chatlearn_core.types import (
     Derived,
@@ -18,6 +28,7 @@ from chatlearn_core.types import (
     Outputs,
     Payload,
     SyncOffer,
+    SyncReceipt,
     SyncRequest,
     WeightManifest,
 )
@@ -26,10 +37,21 @@ from chatlearn_hosting.engine_side.private_store import LOOPBACK
 from chatlearn_hosting.reserved_port import ReservedPort
 from chatlearn_runtime_kit.offload import move
 from chatlearn_runtime_kit.sync_answers import checked_offer
+from chatlearn_runtime_kit.weight_ends import loader_of, take_weights, unfit_tensors
 from chatlearn_workers.arrays import BatchArrays
 from chatlearn_workers.outputs import ComputedFacts, DerivedFacts, pack_derived, pack_outputs
 from chatlearn_workers.worker import GRACE_S, NodeAddress, Worker, WorkerFacts
 from chatlearn_workers.worker_spec import PluginChoice, WorkerSpec
+
+
+@dataclass(slots=True, frozen=True)
+class _Receiving:
+    """What a rank has that follows another trainer."""
+
+    receiver: WeightReceiver
+    loader: WeightLoader
+    transport: str
+    """Names the plugin, for messages."""
 
 
 class TrainerWorker(Worker):
@@ -41,6 +63,7 @@ class TrainerWorker(Worker):
         self._senders: dict[str, WeightSender] = {}
         self._transports: dict[str, str] = {}
         """Name of each sender's plugin, for messages."""
+        self._receiving: dict[str, _Receiving] = {}
         self._port: ReservedPort | None = None
 
     @property
@@ -148,14 +171,50 @@ class TrainerWorker(Worker):
     async def release(self, key: str, request: SyncRequest) -> None:
         self._senders[key].release(request)
 
+    async def open_receiver(self, key: str, plugin: PluginChoice, decay: float) -> Endpoint | None:
+        """Build this rank's receiver, in place of the one that it has; None where the model cannot take tensors one
+        at a time. Each rank receives for itself: as an endpoint it is the replica of its number.
+        """
+        loader = loader_of(self.trainer, decay, self.origin)
+        if loader is None:
+            return None
+        record, options = plugin.find(self.registry, self.spec.driver_host)
+        assert isinstance(record, WeightSyncSpec)
+        if (former := self._receiving.pop(key, None)) is not None:
+            former.receiver.close()
+        endpoint = replace(self.endpoint(), replica=self.context.rank, rank=0)
+        receiver = self.registry.load_factory(record, "receiver")(options, endpoint)
+        transport = f"weight sync {record.name!r} ({self.registry.origin(record)})"
+        self._receiving[key] = _Receiving(receiver, loader, transport)
+        return endpoint
+
+    async def unfit(self, key: str, request: SyncRequest) -> list[str]:
+        """See ``unfit_tensors``."""
+        return unfit_tensors(self._receiving[key].loader, request)
+
+    async def begin_taking(self, key: str, request: SyncRequest) -> None:
+        """Check the manifest and make ready for new weights."""
+        await self._receiving[key].loader.begin(request.policy_version, request.manifest)
+
+    async def take(self, key: str, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        """See ``take_weights``."""
+        own = self._receiving[key]
+        return await take_weights(own.receiver, own.loader, request, offers, self.context.rank, own.transport)
+
+    async def fail_taking(self, key: str, reason: str) -> None:
+        """Give up what ``begin_taking`` began."""
+        await self._receiving[key].loader.fail(reason)
+
     def _release_port(self) -> None:
         port, self._port = self._port, None
         if port is not None:
             port.close()
 
     async def close(self) -> None:
-        """Close senders and trainer."""
+        """Close senders, receivers and trainer."""
         self._release_port()
         trainer, self._trainer = self._trainer, None
         senders, self._senders = self._senders, {}
-        await self.close_all([*(sender.close for sender in senders.values()), *([trainer.close] if trainer else [])])
+        receiving, self._receiving = self._receiving, {}
+        closers = [*(sender.close for sender in senders.values()), *(own.receiver.close for own in receiving.values())]
+        await self.close_all([*closers, *([trainer.close] if trainer else [])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from chatlearn_core.exceptions import BackendTimeoutError, ChatLearnError
@@ -12,6 +12,7 @@ from chatlearn_core.types import Endpoint, Payload, SyncOffer, SyncReceipt, Sync
 from chatlearn_runtime_kit.weight_ends import GRACE_S
 from chatlearn_workers.errors import WorkerDiedError
 from chatlearn_workers.generator_fleet import RemoteGeneratorFleet, Replica
+from chatlearn_workers.remote import RemoteWorker
 from chatlearn_workers.rpc import ObjectStore
 from chatlearn_workers.trainer_group import RemoteTrainerGroup
 from chatlearn_workers.worker_spec import PluginChoice
@@ -147,3 +148,77 @@ class RemoteReceivers:
         except (WorkerDiedError, BackendTimeoutError):
             replica.state = "dead"
             raise
+
+
+class RemoteFollower:
+    """Implements ``ReceiverGroup``: a receiver in every rank of a trainer that follows another. Ranks are its replicas.
+
+    A rank that dies or hangs breaks the whole trainer, as in any other call.
+
+    Args:
+        key: names the route in the workers.
+        plugin: the transport.
+        decay: see ``WeightTakingTrainer.weight_loader``.
+    """
+
+    def __init__(
+        self, key: str, plugin: PluginChoice, shared: SharedRequest, trainer: RemoteTrainerGroup, decay: float
+    ) -> None:
+        self._key = key
+        self._plugin = plugin
+        self._shared = shared
+        self._trainer = trainer
+        self._decay = decay
+        self._opened: dict[int, tuple[RemoteWorker, Endpoint]] = {}
+
+    async def open(self) -> bool:
+        """Build the receiver of every rank. False where the model cannot take tensors one at a time."""
+        endpoints = await self._trainer.every_rank("open_receiver", self._key, self._plugin, self._decay)
+        if None in endpoints:
+            return False
+        self._opened = dict(enumerate(zip(self._trainer.workers, endpoints, strict=True)))
+        return True
+
+    async def endpoint(self, replica: int) -> Endpoint:
+        worker, opened = self._trainer.workers[replica], self._opened.get(replica)
+        if opened is None or opened[0] is not worker:  # it was rebuilt
+            endpoint: Endpoint = await self._call(replica, "open_receiver", self._plugin, self._decay)
+            self._opened[replica] = worker, endpoint
+            return endpoint
+        return opened[1]
+
+    async def unfit(self, replica: int, request: SyncRequest) -> list[str]:
+        shared = self._shared.reference(request)
+        found: list[str] = await self._call(replica, "unfit", shared, timeout_s=request.timeout_s)
+        return found
+
+    async def begin(self, replica: int, request: SyncRequest) -> None:
+        await self._call(replica, "begin_taking", self._shared.reference(request), timeout_s=request.timeout_s)
+
+    async def receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
+        limit = request.timeout_s + GRACE_S
+        try:
+            receipt: SyncReceipt = await self._call(
+                replica, "take", self._shared.reference(request), offers, timeout_s=limit
+            )
+        except ChatLearnError as error:
+            return SyncReceipt(replica, request.policy_version, "dead", error=str(error))
+        return receipt
+
+    async def fail(self, replicas: Collection[int], reason: str) -> None:
+        """See ``ReceiverGroup``; a rank that does not answer breaks the trainer, which the next call says."""
+        calls = (self._call(replica, "fail_taking", reason, timeout_s=_FAIL_S) for replica in replicas)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def lives(self, replica: int) -> bool:
+        return not self._trainer.is_broken
+
+    def loading(self, replicas: Collection[int]) -> AbstractContextManager[None]:
+        """See ``ReceiverGroup``: trainers get no requests meanwhile."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """See ``ReceiverGroup``: the workers close their receivers."""
+
+    async def _call(self, replica: int, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        return await self._trainer.one_rank(replica, method, self._key, *arguments, timeout_s=timeout_s)

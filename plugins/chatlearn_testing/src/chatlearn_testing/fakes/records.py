@@ -22,6 +22,7 @@ FAKE_TRAINER = TrainerSpec(
     options=f"{_FAKES}.options:FakeTrainerOptions",
     outputs=frozenset({"logprobs", "entropy"}),
     exports=frozenset({"full_tensors", "boxes"}),
+    channels=frozenset({"tensors", "boxes"}),
 )
 
 FAKE_PIPELINE_TRAINER = TrainerSpec(

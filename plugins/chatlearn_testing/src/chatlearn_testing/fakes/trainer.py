@@ -17,7 +17,7 @@ from chatlearn_core.batching import micro_batches
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError, ModelError
 from chatlearn_core.metrics.durable_files import file_facts
 from chatlearn_core.plugins.records import Export
-from chatlearn_core.protocols import Loss, LossOutput, MemoryPart, RoleContext
+from chatlearn_core.protocols import Loss, LossOutput, MemoryPart, RoleContext, WeightLoader
 from chatlearn_core.types import (
     FileFacts,
     Metric,
@@ -41,6 +41,7 @@ from chatlearn_testing.fakes.bigram import (
     write_bigram_model,
 )
 from chatlearn_testing.fakes.options import FakeTrainerOptions
+from chatlearn_testing.fakes.trainer_loader import FakeTrainerLoader
 from chatlearn_testing.recorded_batches import record_batch
 
 CHECKPOINT_FILE, STATE_FILE = "weights.safetensors", "state.json"
@@ -197,10 +198,24 @@ class FakeTrainer:
         lines = self._manifest.differences(bigram_manifest(found))
         if lines:
             raise ModelError(f"{directory} holds another model: {'; '.join(lines)}")
-        for name, rows in self._own_rows(found).items():
-            self._weights[name].mul_(decay).add_(rows, alpha=1 - decay)
+        self._blend(found, decay)
         if fresh_optimizer:
             self._momentum = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
+
+    def weight_loader(self, decay: float) -> WeightLoader:
+        """See ``WeightTakingTrainer``."""
+
+        def finish(tensors: Mapping[str, Tensor]) -> None:
+            self._require("weights", "optimizer")
+            self._blend(tensors, decay)
+            self._momentum = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
+
+        name = f"trainer role {self.context.role!r} rank {self.context.rank}"
+        return FakeTrainerLoader(self._manifest, finish, name)
+
+    def _blend(self, tensors: Mapping[str, Tensor], decay: float) -> None:
+        for name, rows in self._own_rows(tensors).items():
+            self._weights[name].mul_(decay).add_(rows, alpha=1 - decay)
 
     def export_model(self, directory: Path) -> None:
         self._require("weights")

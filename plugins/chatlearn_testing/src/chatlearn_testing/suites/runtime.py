@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from chatlearn_core.exceptions import (
     BackendError,
@@ -20,17 +21,19 @@ from chatlearn_core.exceptions import (
     ReplicaLostError,
     TrainerLostError,
     UnfetchedError,
+    WeightSyncError,
 )
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.types import TrainBatch, pack_samples, per_sequence
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import LENGTHS, MaskedPolicyLoss
-from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, read_bigram_tensors
+from chatlearn_testing.fakes.bigram import TRANSITION, UNIGRAM, build_bigram_model, read_bigram_tensors
 from chatlearn_testing.leftovers import Leftovers
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.runtime_fixtures import (
     LOGPROBS,
+    VOCAB_SIZE,
     RuntimeFixtures,
     Stand,
     WaitingLoss,
@@ -108,6 +111,54 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
             for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 for name, value in theirs.items():
                     assert ours[name] == value, f"{name} of step {step} differs"
+
+        self.run(stand, test)
+
+    @pytest.mark.parametrize("decay", [0.0, 0.75])
+    def test_a_trainer_follows_another(self, stand: Stand, tmp_path: Path, decay: float) -> None:
+        """``refresh_weights``, twice: decay 0 is the policy bit for bit; d is d^2 own + d (1 - d) first + (1 - d)
+        second, on every rank, whatever the ranks of the two.
+
+        Half of the policy that is missing: a rank sends its own rows only, or a rank of the follower took none.
+        """
+        if not self.record().refreshes:
+            not_applicable("the record does not declare 'refreshes'")
+
+        async def test() -> None:
+            sending, taking = (2, 3) if self.hosts_processes() else (1, 1)
+            policy = stand.role("policy", "trainer", ranks=sending)
+            own = build_bigram_model(tmp_path / "own", vocab_size=VOCAB_SIZE, seed=7)
+            follower = stand.following(stand.role("reference", "trainer", ranks=taking, model=own), "policy", decay)
+            runtime = await stand.start(policy, follower)
+            expected = {name: tensor.double() for name, tensor in read_bigram_tensors(own).items()}
+            for step in (1, 2):
+                await runtime.trainer("policy").update(prepared((5, 8, 6), seed=step), MaskedPolicyLoss())
+                assert await runtime.refresh_weights("policy", "reference", step), "nothing was moved"
+                for role in ("policy", "reference"):
+                    await runtime.trainer(role).export_model(tmp_path / f"{role}{step}")
+                sent = read_bigram_tensors(tmp_path / f"policy{step}")
+                found = read_bigram_tensors(tmp_path / f"reference{step}")
+                for name, tensor in sent.items():
+                    expected[name] = decay * expected[name] + (1 - decay) * tensor.double()
+                    torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-6, atol=1e-6, msg=name)
+                    assert decay or torch.equal(found[name], tensor), name
+
+        self.run(stand, test)
+
+    def test_a_follower_of_another_model_takes_nothing(self, stand: Stand, tmp_path: Path) -> None:
+        """A ``WeightSyncError`` that names both roles; the follower goes on with its own weights."""
+        if not self.record().refreshes:
+            not_applicable("the record does not declare 'refreshes'")
+
+        async def test() -> None:
+            other = build_bigram_model(tmp_path / "other", vocab_size=VOCAB_SIZE + 1)
+            follower = stand.following(stand.role("reference", "trainer", model=other), "policy", 0.0)
+            runtime = await stand.start(stand.role("policy", "trainer"), follower)
+            with pytest.raises(WeightSyncError, match=r"'policy'.*'reference'"):
+                await runtime.refresh_weights("policy", "reference", 1)
+            await runtime.trainer("reference").export_model(tmp_path / "after")
+            found, own = read_bigram_tensors(tmp_path / "after"), read_bigram_tensors(other)
+            assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
 
         self.run(stand, test)
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.records import Kind
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import LossOutput, ModelSource, Runtime, RuntimeEvent
-from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
+from chatlearn_core.runtime.plan import BackendPlan, Refresh, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import (
     Completion,
     Derived,
@@ -129,6 +129,13 @@ class Stand:
             for generator in generators
         )
         return RunPlan(self.registry, {role.name: role for role in roles}, routes, self.run_dir, seed=0)
+
+    def following(self, role: RolePlan, source: str, decay: float) -> RolePlan:
+        """A trainer role that takes another's weights, over the suite's transport."""
+        record: Any = self.registry.select("weight_sync", "fake_boxes")
+        options = self.registry.load_options(record)()
+        route = WeightRoute(source, role.name, record, options, "the suite's", "barrier", 1 << 20, SYNC_TIMEOUT_S)
+        return replace(role, trainable=False, refresh=Refresh(source, 1, decay, route))
 
     def build(self, plan: RunPlan, **options: object) -> Any:
         """The runtime under test, not started. Options that it does not know are left out."""

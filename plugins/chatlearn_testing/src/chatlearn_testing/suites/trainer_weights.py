@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from chatlearn_core.exceptions import CheckpointError, ModelError
+from chatlearn_core.exceptions import CheckpointError, ModelError, WeightSyncError
 from chatlearn_core.metrics.durable_files import file_facts
-from chatlearn_core.types import BoxCover, TrainBatch
-from chatlearn_core.types.boxes import slices
+from chatlearn_core.plugins.records import Channel
+from chatlearn_core.protocols import WeightLoader, WeightTakingTrainer
+from chatlearn_core.types import BoxCover, TrainBatch, WeightManifest, WeightShard
+from chatlearn_core.types.boxes import full_box, slices
 from chatlearn_testing.applicability import not_applicable
 from chatlearn_testing.batches import MaskedPolicyLoss, make_batch, reference_logprobs, sequences
 from chatlearn_testing.model_directory import copy_with_weights, manifest_of, read_checkpoint
@@ -97,6 +101,38 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             follower.load_model(tmp_path / f"{number}", decay=decay)
         for name, tensor in stream(follower).items():
             assert_close(tensor, expected[name].to(tensor.dtype), name)
+
+    @pytest.mark.parametrize("channel", ["tensors", "boxes"])
+    @pytest.mark.parametrize("decay", [0.0, 0.75])
+    def test_weights_of_another_trainer_are_taken(
+        self, make_trainer: MakeTrainer, batch: TrainBatch, channel: Channel, decay: float
+    ) -> None:
+        """``weight_loader``, twice: decay 0 is the sender's weights bit for bit; d is d^2 own + d (1 - d) first +
+        (1 - d) second. A sync of which a tensor is missing is refused.
+
+        Other values: a box lies elsewhere, is blended twice, or ``decay`` means the other share.
+        """
+        if channel not in self.record().channels:
+            not_applicable(f"the record does not declare the channel {channel!r}")
+        teacher, follower, loss = make_trainer(), make_trainer(trainable=False), MaskedPolicyLoss()
+        assert isinstance(follower, WeightTakingTrainer), "the record declares channels; weight_loader is missing"
+        loader = follower.weight_loader(decay)
+        assert loader is not None, "weight_loader is None for a model of this suite, but the record declares channels"
+        manifest = whole_manifest(teacher)
+        expected = {name: tensor.double() for name, tensor in stream(follower).items()}
+        for version in (1, 2):
+            teacher.update(loss.prepare(batch), loss)
+            asyncio.run(_take(loader, version, manifest, stream(teacher), channel))
+            for name, tensor in stream(teacher).items():
+                expected[name] = decay * expected[name] + (1 - decay) * tensor.double()
+        for name, tensor in stream(follower).items():
+            if decay:
+                torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-6, msg=name)
+            else:
+                assert torch.equal(tensor, stream(teacher)[name]), name
+        some = dict(list(stream(teacher).items())[:-1])
+        with pytest.raises(WeightSyncError):
+            asyncio.run(_take(loader, 3, manifest, some, channel))
 
     def test_another_model_is_not_loaded(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
         """``load_model`` of what is no such model is a ``ModelError``, and the weights are what they were."""
@@ -212,3 +248,22 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             batch = make_batch(reference(torch.zeros(1, dtype=torch.int64)).shape[-1], seed=1)
         again = logprobs_of(make_trainer(path=tmp_path / "export"), batch)
         assert_close(again, logprobs_of(make_trainer(), batch), "logprobs")
+
+
+async def _take(
+    loader: WeightLoader, version: int, manifest: WeightManifest, tensors: Mapping[str, Tensor], channel: Channel
+) -> None:
+    """One sync: each tensor whole, or as two boxes along its first dimension that come apart."""
+    await loader.begin(version, manifest)
+    if channel == "tensors":
+        await loader.load_tensors(tensors.items())
+    else:
+        for half in (1, 0):
+            shards = []
+            for name, tensor in tensors.items():
+                whole = full_box(tensor.shape)
+                middle = tensor.shape[0] // 2
+                box = ((middle, tensor.shape[0]) if half else (0, middle), *whole[1:])
+                shards.append(WeightShard(name, tuple(tensor.shape), box, 0, tensor[slices(box)]))
+            await loader.load_boxes(shards)
+    assert await loader.finish() == version, "finish returns the version that begin announced"
