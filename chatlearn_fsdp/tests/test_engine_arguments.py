@@ -16,7 +16,7 @@ def test_owned_arguments_are_refused_before_a_model_is_read() -> None:
         trainer("nowhere", device_map="auto")
     assert engine_problems({"torch_dtype": "float32", "hidden_size": 3, "use_safetensors": "no"}) == {
         "torch_dtype": "owned by the backend; set options.master_dtype and options.param_dtype",
-        "use_safetensors": "must be of type bool, and is 'no'",
+        "use_safetensors": "must be of type bool, but is 'no'",
     }
 
 

@@ -175,7 +175,7 @@ def test_a_model_without_views_of_its_checkpoint_is_loaded_whole_with_a_warning(
 
     monkeypatch.setattr("chatlearn_fsdp.model_start.checkpoint_layout", layout_without_views)
     trainer = make_trainer(cpu_offload=True)
-    assert "keeps model.embed_tokens.weight in another form" in caplog.text
+    assert "stores model.embed_tokens.weight in another form" in caplog.text
     ours = weights_of(trainer)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
     assert {shard.name for shard in trainer.weights("boxes")} == expected.keys()
@@ -196,7 +196,7 @@ def test_sizes_are_filled_in(options, world_size, sizes) -> None:
 
 @pytest.mark.parametrize("options", [{"ulysses": 3}, {"dp_shard": 2}, {"dp_replicate": 16}])
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(options) -> None:
-    with pytest.raises(ConfigError, match=r"roles\.trainer\.options: dp_replicate .* and the role has ranks: 8"):
+    with pytest.raises(ConfigError, match=r"roles\.trainer\.options: dp_replicate .* but the role has ranks: 8"):
         mesh_sizes(FSDPOptions(**options), RoleContext("trainer", world_size=8))
 
 
