@@ -116,7 +116,8 @@ def assert_same_outputs(ranks, reference, slices, batch: TrainBatch, *, sharing:
                 bounds = batch.cu_seqlens.tolist()
                 parts = [whole[s : s + 1] if name == "scores" else whole[bounds[s] : bounds[s + 1]] for s in members]
                 expected = torch.cat(parts) if parts else whole[:0]
-                torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+                # Ranks add up float32 numbers in another order; processors differ in the last digits.
+                torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
