@@ -1,4 +1,4 @@
-"""Every benchmark runs alone and prints one JSON line last. What it measures is not judged here."""
+"""Every benchmark runs alone and prints one JSON line last. This test does not judge the measured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A promise that no code reads is no promise: every record field and protocol method has a production reader.
+"""Every record field and protocol method has a reader in production code.
 
 A reader is an attribute access on something other than ``self``, or ``getattr`` with the name, in the source of a
 distribution other than the testing kit. What a plugin passes when it makes a record is no reader of it.

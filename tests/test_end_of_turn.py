@@ -1,4 +1,4 @@
-"""What a model has learned to end its turns with ends its completions."""
+"""The tokens with which a model has learned to end its turns also end its completions."""
 
 from __future__ import annotations
 

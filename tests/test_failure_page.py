@@ -1,4 +1,4 @@
-"""A run that fails leaves one page that says what happened, and how to go on: what a user has in hand."""
+"""A failed run leaves one page for the user that says what happened and how to continue."""
 
 from __future__ import annotations
 

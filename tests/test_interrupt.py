@@ -1,4 +1,4 @@
-"""Ctrl-C: stops cleanly at once, says how to go on, leaves no process behind; the resumed run ends the same."""
+"""Ctrl-C stops a run cleanly at once, says how to continue and leaves no process; the resumed run ends the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who imports whom: the contracts hold, and what has to be light is light."""
+"""The import contracts hold, and modules that must be cheap to import are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only watches changes nothing, whatever it does to what it is shown."""
+"""Observers change no results, whatever they do to the objects they receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles beside one another: neither names nor order decide which is the policy, and all mean the same by a token id."""
+"""Roles beside one another: neither names nor order decide which is the policy, and all use the same token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First-party backends, each wrapped so that it breaks one rule, and the contract test that must notice.
+"""First-party backends, each wrapped so that it breaks one rule, with the contract test that must fail.
 
 Loaded under this module's own name (see conftest.py), so that records can name the mutants by import string.
 """

@@ -1,4 +1,4 @@
-"""The kit fails on each deliberate mutant, in the contract test that is meant for it, and passes the originals."""
+"""The kit fails on each deliberate mutant, in the contract test meant for it, and passes the original backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that end in every way: what ``test_bounds.py`` runs."""
+"""Functions for ``test_bounds.py``, which end in every possible way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a case tells how it ended, and the numbers of a case are its own."""
+"""A case's process reports how it ended, and each case has its own random numbers."""
 
 from __future__ import annotations
 

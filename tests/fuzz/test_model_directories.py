@@ -1,4 +1,4 @@
-"""Model directories that are damaged, or meant badly: a run is refused with a sentence, or it runs."""
+"""Damaged or malicious model directories: a run either refuses them with a clear message or works."""
 
 from __future__ import annotations
 

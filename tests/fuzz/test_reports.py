@@ -1,4 +1,4 @@
-"""A report over damaged files: it is written, and says what it left out."""
+"""A report over damaged files is still written, and states what it left out."""
 
 from __future__ import annotations
 

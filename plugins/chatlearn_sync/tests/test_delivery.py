@@ -1,4 +1,4 @@
-"""Boxes on their way into a loader that takes whole tensors."""
+"""Delivery of boxes to a loader that accepts only whole tensors."""
 
 from __future__ import annotations
 

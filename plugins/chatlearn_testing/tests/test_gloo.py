@@ -1,4 +1,4 @@
-"""The protocols are no one-process toys: ranks that shard and export, and a loss that only the last stage sees."""
+"""The protocols work over several processes: ranks that shard and export, and a loss on the last stage only."""
 
 from __future__ import annotations
 

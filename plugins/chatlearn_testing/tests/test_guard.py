@@ -1,4 +1,4 @@
-"""A subclass that would let a backend pass without conforming is named."""
+"""The guard names a subclass that would let a backend pass without conforming."""
 
 from __future__ import annotations
 

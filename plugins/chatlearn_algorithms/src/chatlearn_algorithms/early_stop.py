@@ -1,4 +1,4 @@
-"""A step policy: ends a run that has reached its goal, or does not improve any more."""
+"""A step policy: ends a run that has reached its goal, or no longer improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): GRPO whose importance ratio, and so its clip, is the whole sequence's."""
+"""GSPO (arXiv 2507.18071): GRPO with one importance ratio, and so one clip, for the whole sequence."""
 
 from __future__ import annotations
 

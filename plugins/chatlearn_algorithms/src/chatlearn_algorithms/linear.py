@@ -1,4 +1,4 @@
-"""A schedule: a straight line between two values."""
+"""A schedule that interpolates linearly between two values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaxRL (arXiv 2602.02710): rewards relative to the group's mean, which weighs hard prompts up.
+"""MaxRL (arXiv 2602.02710): rewards relative to the group's mean, which gives hard prompts more weight.
 
 With binary rewards and success rate p, the gradient of log p, the likelihood of success, is that of p divided by p.
 """
@@ -19,7 +19,7 @@ def mean_normalised(rewards: Floats) -> Floats:
 
 
 class MaxRL(GroupRelative[MaxRLOptions], ClippedPolicyGradient[MaxRLOptions]):
-    """The group's mean stands for the probability of success."""
+    """The group's mean estimates the probability of success."""
 
     def group_advantages(self, rewards: Floats) -> Floats:
         return mean_normalised(rewards)

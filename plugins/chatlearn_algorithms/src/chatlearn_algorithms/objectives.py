@@ -1,4 +1,4 @@
-"""What a policy loss maximises: an objective makes one number of each token, before aggregation."""
+"""Objectives of policy losses: an objective computes one number per token, before aggregation."""
 
 from __future__ import annotations
 

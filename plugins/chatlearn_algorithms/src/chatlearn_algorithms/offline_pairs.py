@@ -1,4 +1,4 @@
-"""What algorithms share that learn from ranked completions of a dataset: flow, exclusions, evaluation."""
+"""Shared by algorithms that learn from a dataset of ranked completions: flow, exclusions, evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses on pairs of completions share: who is compared, weights, and what is measured."""
+"""Shared by losses on pairs of completions: which completions are compared, weights, and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policy-gradient algorithms share: sample, score, compute logprobs; then update the policy by advantages."""
+"""Shared by policy-gradient algorithms: sample, score, compute logprobs; then update the policy by advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of all policy-gradient algorithms have in common."""
+"""Options that all policy-gradient algorithms have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preference algorithms take from the data: completions that are ranked, or ones that are labelled.
+"""The two kinds of preference data that algorithms learn from: ranked completions and labelled completions.
 
 Rows without what the algorithm needs are bad rows (``data.on_bad_row``): an error that names file and line, or counted.
 """

@@ -1,4 +1,4 @@
-"""Options of the algorithms in REINFORCE's succession: RLOO, REINFORCE++ and its baseline form, and MaxRL."""
+"""Options of the algorithms based on REINFORCE: RLOO, REINFORCE++ and its baseline form, and MaxRL."""
 
 from __future__ import annotations
 

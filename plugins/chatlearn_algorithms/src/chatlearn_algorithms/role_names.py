@@ -1,4 +1,4 @@
-"""What the roles of an algorithm are called in a configuration."""
+"""The names that a configuration gives to the roles of an algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the samples of a step have earned: their rewards, what shaping adds, and a KL that is taken from them."""
+"""The rewards of a step's samples: as scored, with shaping added and a KL subtracted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A filter: completions that the length limit cut off are not trained on."""
+"""A filter that excludes completions cut off by the length limit."""
 
 from __future__ import annotations
 

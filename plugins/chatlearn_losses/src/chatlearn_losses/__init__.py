@@ -1,4 +1,4 @@
-"""What losses are made of: pure functions on packed per-token tensors."""
+"""Building blocks of losses: pure functions on packed per-token tensors."""
 
 from chatlearn_losses.aggregation import AggregationMode, aggregation_weights
 from chatlearn_losses.clip import ClippedLoss, clipped_policy_loss, clipped_weight_loss

@@ -1,4 +1,4 @@
-"""Importance weights that correct for the gap between the trainer's policy and the one that sampled.
+"""Importance weights that correct for the mismatch between the trainer's policy and the sampling policy.
 
 The engine that samples and the trainer that learns compute slightly different distributions, and asynchronous samples
 come from an older policy. w = exp(old − generator) re-weights each token's loss (truncated importance sampling, Yao et

@@ -1,4 +1,4 @@
-"""Soft punishment of completions that come near the length limit."""
+"""Soft penalty for completions that come near the length limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of preferences, on one number a completion. The papers' formulas, with σ the logistic function.
+"""Preference losses, on one number per completion. The papers' formulas, with σ the logistic function.
 
 Differences d are the score of the chosen completion minus that of the rejected one, of the same prompt.
 """

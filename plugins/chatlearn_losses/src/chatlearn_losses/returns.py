@@ -1,4 +1,4 @@
-"""Returns and advantages from rewards of single tokens: discounted sums, GAE, and their normalisation.
+"""Returns and advantages from per-token rewards: discounted sums, GAE, and their normalisation.
 
 Only tokens of the loss mask are actions. What stands between them (a tool's answer, a hint) takes no part: the value
 and the advantage of the next action are carried over it.

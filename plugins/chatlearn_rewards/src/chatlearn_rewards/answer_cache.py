@@ -1,4 +1,4 @@
-"""Answers of a judge, kept by the content of the question."""
+"""A cache of a judge's answers, keyed by the content of the question."""
 
 from __future__ import annotations
 

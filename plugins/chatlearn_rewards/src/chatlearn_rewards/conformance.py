@@ -1,4 +1,4 @@
-"""What ``chatlearn plugins check chatlearn-rewards`` needs to know; never imported by a run."""
+"""Settings of ``chatlearn plugins check chatlearn-rewards``; no run imports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the final answer of a completion stands. One pass over the text, whatever it holds."""
+"""Finds the final answer of a completion, in one pass over any text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of reward ``format`` do: a regular expression that backtracks for ever can only be killed."""
+"""The work of reward ``format``'s processes: only killing one ends a regular expression that backtracks forever."""
 
 from __future__ import annotations
 

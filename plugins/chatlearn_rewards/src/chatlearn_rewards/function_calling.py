@@ -1,4 +1,4 @@
-"""What the workers of reward ``function`` do: find a user's function, call it in its own signature, check the score."""
+"""The work of reward ``function``'s processes: import a function, call it by its signature, check the score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward ``function``: a plain Python function of the user's, in one of the two common signatures."""
+"""Reward ``function``: a user's plain Python function, in one of the two common signatures."""
 
 from __future__ import annotations
 

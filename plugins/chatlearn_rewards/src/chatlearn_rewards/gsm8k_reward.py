@@ -1,4 +1,4 @@
-"""Reward ``gsm8k``: the completion's number against the ground truth's, exactly, as fractions."""
+"""Reward ``gsm8k``: compares the completion's number with the ground truth's, exactly, as fractions."""
 
 from __future__ import annotations
 

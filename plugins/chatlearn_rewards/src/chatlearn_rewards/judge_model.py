@@ -1,4 +1,4 @@
-"""Who judges: a generator role, or whatever else answers a conversation."""
+"""The model that judges: a generator role, or anything else that answers a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward ``judge``: a model is shown question and answer, and says what the answer is worth."""
+"""Reward ``judge``: a model reads question and answer and grades the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward ``model``: what a reward model makes of each sample."""
+"""Reward ``model``: the score that a reward model gives each sample."""
 
 from __future__ import annotations
 

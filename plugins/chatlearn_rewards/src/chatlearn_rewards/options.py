@@ -1,4 +1,4 @@
-"""What a configuration may set under the options of each reward."""
+"""Options of each reward, as a configuration sets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rewards that run in worker processes share: the life of their pool, and outcomes made into results."""
+"""Shared by rewards that run in worker processes: the lifetime of their pool, and turning outcomes into results."""
 
 from __future__ import annotations
 

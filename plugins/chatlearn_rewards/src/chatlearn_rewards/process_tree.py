@@ -1,4 +1,4 @@
-"""A process's descendants, found in ``/proc`` and ended; Linux only. Imports the standard library alone."""
+"""A process's descendants, found in ``/proc`` and ended; Linux only. Imports only the standard library."""
 
 from __future__ import annotations
 

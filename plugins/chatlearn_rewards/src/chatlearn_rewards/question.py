@@ -1,4 +1,4 @@
-"""The text that a model is asked about a sample."""
+"""The text of the question that a model is asked about a sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a judge's answer to a number."""
+"""Reads the number out of a judge's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be decided in a run: what is drawn, left out and scheduled, and when the run ends."""
+"""Decisions in a run: which samples are drawn and excluded, what is scheduled, and when the run ends."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

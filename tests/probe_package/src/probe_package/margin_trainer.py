@@ -1,4 +1,4 @@
-"""The trainer fsdp with an output more: what it computes for the two likeliest tokens gives their margin."""
+"""The trainer fsdp with one more output: the margin between the two most likely tokens."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GRPO that has more prompts drawn until a step has as many as it wants."""
+"""GRPO that draws more prompts until a step has enough."""
 
 from collections.abc import Sequence
 

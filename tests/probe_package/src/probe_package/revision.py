@@ -1,4 +1,4 @@
-"""What is said to the policy between its answers."""
+"""Remarks to the policy between its answers."""
 
 from dataclasses import replace
 
