@@ -155,7 +155,7 @@ async def test_a_killed_replica_is_rebuilt_and_its_requests_start_again(roles: A
 
         fleet.resync = resync
         first = fleet.replicas[0].worker.facts.pid
-        waiting = asyncio.gather(*(fleet.generate(request(f"r{i}")) for i in range(5)))
+        waiting = asyncio.gather(*(answered(runtime, request(f"r{i}")) for i in range(5)))
         await asyncio.sleep(0.5)
         os.kill(first, signal.SIGKILL)
         slow.unlink()
