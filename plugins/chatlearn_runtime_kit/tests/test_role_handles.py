@@ -13,7 +13,7 @@ import torch
 
 from chatlearn_core.exceptions import BackendTimeoutError, ContractError, ReplicaLostError
 from chatlearn_core.plugins.builtin import chatlearn_outputs
-from chatlearn_core.protocols import ModelSource
+from chatlearn_core.protocols import ModelSource, PlainData
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.plan import UsedRole
 from chatlearn_core.types import (
@@ -130,6 +130,7 @@ class FakeRuntime:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
+        self.data = PlainData()
 
     def generator(self, role: str) -> Any:
         return SimpleNamespace(generate=self._answer)
