@@ -102,8 +102,8 @@ def test_an_empty_row_has_empty_tables_of_tokens(tiny) -> None:
     [
         ("topk_ids", {}, "k is 0, but must be"),
         ("topk_logprobs", {"k": 10**6}, "k is 1000000, but must be"),
-        ("logprobs_at", {}, "reads the token data 'None', which the batch does not have; it has chosen"),
-        ("logprobs_at", {"ids": "teacher_ids"}, "reads the token data 'teacher_ids', which the batch does not have"),
+        ("logprobs_at", {}, "reads the token data 'None', which the batch lacks; it has chosen"),
+        ("logprobs_at", {"ids": "teacher_ids"}, "reads the token data 'teacher_ids', which the batch lacks"),
         (
             "logprobs_at",
             {"ids": "chosen"},
