@@ -41,7 +41,7 @@ def test_decoding_and_prefill_equal_the_definition(num_kv_heads):
 
 def test_other_kinds_of_attention_are_refused():
     tensor = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(NotImplementedError, match="Module asks for position_bias=30"):
+    with pytest.raises(NotImplementedError, match="Module requests unsupported position_bias=30"):
         slot_attention(torch.nn.Module(), tensor, tensor, tensor, None, position_bias=30)
 
 

@@ -14,7 +14,7 @@ def test_known_arguments_pass():
 
 def test_a_value_of_another_type_is_refused():
     # transformers takes a text for true.
-    with pytest.raises(ConfigError, match="local_files_only: must be of type bool, and is 'no'"):
+    with pytest.raises(ConfigError, match="local_files_only: must be of type bool, but is 'no'"):
         check_engine_arguments("generator", {"local_files_only": "no"})
 
 
