@@ -194,7 +194,8 @@ async def test_a_dead_child_fails_every_open_call_with_its_last_output(hosted, h
 
 
 def test_a_child_that_hangs_up_is_ended(hosted) -> None:
-    with pytest.raises(HostedProcessLostError, match="SIGKILL"):
+    # It is killed, unless another of its threads finds the connection closed first and ends it.
+    with pytest.raises(HostedProcessLostError, match=r"SIGKILL|exited with code"):
         hosted.call("hang_up", timeout_s=60)
 
 
