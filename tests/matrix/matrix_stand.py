@@ -226,6 +226,8 @@ class Stand:
             asyncio.gather(*(replica.generate(_request(f"{where}-g{i}", p, 0.0)) for i, p in enumerate(expected))),
             asyncio.gather(*(replica.generate(_request(f"{where}-s{i}", p, 1.0)) for i, p in enumerate(expected))),
         )
+        greedily = await self.runtime.data.aget_completions(greedily)
+        sampled = await self.runtime.data.aget_completions(sampled)
         for prompt, completion in zip(expected, greedily, strict=True):
             assert completion.token_ids.tolist() == expected[prompt], where
         for prompt, completion in zip(expected, sampled, strict=True):

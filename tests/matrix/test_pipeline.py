@@ -128,9 +128,8 @@ def check(built: Built, transports: Sequence[str], folder: Path) -> list[Mapping
         built.do(group.export_model(exported))
         plain = load_plain_model(exported)
         expected = torch.cat([_logprobs(plain, ids) for ids in batch.token_ids.split(batch.lengths)]) * batch.loss_mask
-        found = built.do(group.compute(batch, LOGPROBS))["logprobs"]
-        values = torch.as_tensor(found) if isinstance(found, torch.Tensor) else _fetched(found)
-        torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0)
+        found = built.runtime.data.get_tensors(built.do(group.compute(batch, LOGPROBS)))
+        torch.testing.assert_close(found["logprobs"], expected, atol=TOLERANCE, rtol=0)
         built.do(built.runtime.connect(built.route(transport, "process" if group_is_local(built) else "host")))
         receipts = built.do(built.runtime.sync_weights("policy", "sampler", version))
         assert [receipt.state for receipt in receipts] == ["serving", "serving"], receipts
@@ -140,17 +139,14 @@ def check(built: Built, transports: Sequence[str], folder: Path) -> list[Mapping
         for replica in range(2):
             for number, (prompt, tokens) in enumerate(answers.items()):
                 request = _request(f"{transport}-{replica}-{number}", prompt, 0.0)
-                completion = built.do(built.runtime.generator("sampler").generate(request, replica))
+                made = built.do(built.runtime.generator("sampler").generate(request, replica))
+                [completion] = built.runtime.data.get_completions([made])
                 assert list(completion.token_ids) == tokens, (transport, replica, prompt)
     return steps
 
 
 def group_is_local(built: Built) -> bool:
     return not hasattr(built.runtime.trainer("policy"), "workers")
-
-
-def _fetched(stored: Any) -> torch.Tensor:
-    return torch.from_numpy(stored.numpy()) if hasattr(stored, "numpy") else torch.as_tensor(list(stored))
 
 
 @torch.no_grad()

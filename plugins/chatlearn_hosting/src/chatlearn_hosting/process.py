@@ -376,9 +376,10 @@ class HostedProcess:
             self._lost = f"its process {process.pid} {how}"
         self._fail_calls()
         end_group(process.pid, TERM_GRACE_S, self._shared_files)
-        process.wait()
         assert self._stacks is not None
+        # Before the process id can be reused: the file's reader signals the process.
         self._stacks.close()
+        process.wait()
 
     def _fail_calls(self) -> None:
         reason, was_killed = self._lost, self._was_killed
