@@ -58,7 +58,7 @@ def test_an_unknown_name_names_choices_failures_and_the_nearest() -> None:
         PluginRegistry((REWARD, TRANSFORMERS, VLLM, BROKEN)).select("generator", "vlm", WHERE)
     assert str(caught.value) == (
         "No generator backend named 'vlm' (configs/run.yaml, roles.generator.backend).\n"
-        "  installed:      transformers (chatlearn-transformers 0.1.0), vllm (chatlearn-vllm 0.1.0)\n"
+        "  installed:      transformers (chatlearn-transformers 0.1.0); vllm (chatlearn-vllm 0.1.0)\n"
         "  failed to load: acme (acme-generator 0.3.0): ModuleNotFoundError: No module named 'acme_engine'\n"
         "  Did you mean 'vllm'?\n"
         "  'vlm' is the name of a reward."

@@ -110,12 +110,12 @@ def select_entry(
 
 def choices(entries: Sequence[PluginEntry], kind: Kind, name: str, *, suggest: bool = False) -> str:
     """Final lines of a message: available choices, unusable ones with reasons, and the nearest name."""
-    groups: dict[str, list[str]] = {}
+    by_origin: dict[str, list[str]] = {}
     for entry in entries:
         if entry.kind == kind and entry.status == "ok":
-            groups.setdefault("installed", []).append(entry.title)
-    working = ", ".join(groups.get("installed", [])) or "none"
-    lines = [("installed", working)]
+            by_origin.setdefault(entry.origin, []).append(entry.name)
+    working = [f"{', '.join(sorted(names))} ({origin})" for origin, names in sorted(by_origin.items())]
+    lines = [("installed", "; ".join(working) or "none")]
     labels = {
         "failed": "failed to load",
         "incompatible": "incompatible",
