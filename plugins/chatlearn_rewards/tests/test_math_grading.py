@@ -74,8 +74,11 @@ EQUAL = [
     (r"\boxed{x=1,x=2}", "1,2"),
     (r"\boxed{1\text{ and }2}", "1,2"),
     (r"6!=\boxed{720}", "720"),
+    (r"\boxed{\frac{1}{5} i + \frac{7}{5}}", r"\frac{7}{5} + \frac{1}{5} i."),
 ]
 DIFFERENT = [
+    (r"\boxed{\frac{2}{5} + \frac{1}{5} i.}", r"\frac{7}{5} + \frac{1}{5} i."),  # the parser sees 1/5 in both
+    (r"\boxed{\frac{2}{5} + \frac{1}{5} i.}", r"\frac{1}{5}"),
     (rf"\boxed{{0.\overline{{{'1' * 5000}}}}}", r"\frac19"),  # more digits than Python makes an integer of
     (rf"\boxed{{{'1' * 5000}.\overline{{3}}}}", "1"),
     (rf"\boxed{{0.{'1' * 5000}\overline{{3}}}}", "1"),

@@ -35,6 +35,8 @@ REPEATING = re.compile(
 """Longer ones are no answers, and Python makes no integer of more than 4,300 digits."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
+FULL_STOP = re.compile(r"(?<=[^\s.])(?<!\\right)\s*\.\s*$")
+"""Of a sentence; after a letter it makes the parser read a part of the expression only."""
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 RELATION = r"(\\leq?(?:slant)?(?![A-Za-z])|\\geq?(?:slant)?(?![A-Za-z])|<|>)"
 BOUND = r"([^<>=,]+?)"
@@ -57,7 +59,7 @@ def in_plain_latex(answer: str) -> str:
     text = REPEATING.sub(_repeating, text)
     text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
-    return EMPTY_SET.sub(r"\\emptyset ", text).strip()
+    return FULL_STOP.sub("", EMPTY_SET.sub(r"\\emptyset ", text)).strip()
 
 
 def in_plain_prose(text: str) -> str:
