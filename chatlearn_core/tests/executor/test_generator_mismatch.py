@@ -18,6 +18,7 @@ from chatlearn_core.types import (
     Sample,
     SamplingParams,
     VersionSpan,
+    pack_samples,
     sample_from_completion,
 )
 
@@ -38,7 +39,7 @@ def finished(name: str, length: int, *, reason: Any = "stop", exclusion: str | N
 
 
 def mismatch(samples: list[Sample], sampling: SamplingParams) -> Metrics:
-    batch = both_logprobs(samples, sampling.temperature, "trainer_logprobs", policy_version=7)
+    batch = pack_samples(both_logprobs(samples, sampling.temperature, "trainer_logprobs", policy_version=7))
     return compare_logprobs(batch).metrics if batch.num_sequences else {}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatlearn_core.batching import sample_packer
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.data import Dataset, DatasetReport, Prompts
 from chatlearn_core.exceptions import BackendError
@@ -36,6 +37,7 @@ from chatlearn_core.types import (
     SyncReceipt,
     TrainBatch,
     VersionSpan,
+    end_to_end,
 )
 
 ROLES = {"learner": "trainer", "sampler": "generator", "judge": "reward"}
@@ -285,6 +287,24 @@ async def test_a_step_takes_the_prompts_of_a_step(loop: Loop) -> None:
     assert not any("rollout/refills" in line or "rollout/buffered" in line for line in looped.lines)
     assert looped.engines.computed == [ids for ids in looped.engines.computed if len(ids) == 4]
     assert [line.get("rollout/staleness_max", 0) for line in looped.lines] == [0] * 4
+
+
+async def test_a_step_packs_each_array_of_its_samples_once(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: Counter[int] = Counter()
+
+    def counted(arrays: Sequence[Any]) -> Any:
+        joined.update(id(array) for array in arrays)
+        kept.extend(arrays)
+        return end_to_end(arrays)
+
+    kept: list[Any] = []  # so that no two arrays have one id
+    monkeypatch.setattr(sample_packer, "end_to_end", counted)
+    looped = loop(WantsSpread(), steps=2)
+    await looped.run.train()
+    assert [line["samples/excluded"] for line in looped.lines] == [2, 2], "advantages and updates take fewer samples"
+    assert set(joined.values()) == {1}
+    fields = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
+    assert len(joined) == 2 * 4 * len(fields), "steps, samples; the learner returns its logprobs packed"
 
 
 async def test_a_step_is_refilled_until_the_algorithm_has_enough(loop: Loop) -> None:

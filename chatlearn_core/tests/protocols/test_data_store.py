@@ -25,6 +25,7 @@ from chatlearn_core.types import (
     SamplingParams,
     TensorRef,
     TextRef,
+    pack_samples,
     sample_from_completion,
 )
 
@@ -131,6 +132,22 @@ def test_completions_and_tensors() -> None:
     joined: Any = TensorRef([ref, np.array([9])])
     tensors = store.get_tensors({"a": joined, "b": torch.ones(2)})
     assert (tensors["a"].tolist(), tensors["b"].tolist()) == ([4, 5, 9], [1.0, 1.0])
+
+
+async def test_a_batch_gets_the_fields_that_are_asked_for() -> None:
+    store, block = CountingStore(), FarBlock()
+    batch = pack_samples(samples(block, block))
+    assert await store.aget_batch(batch, ()) is batch
+    got = await store.aget_batch(batch, {"token_ids", "loss_mask", "experts"})
+    assert store.calls == [[block]]
+    assert store.threads != [threading.current_thread().name]
+    assert got.token_ids.tolist() == [1, 2, 4, 5, 6] * 2
+    assert got.token_data["experts"].tolist() == [0, 0, 1, 0, 1] * 2
+    assert isinstance(got.token_data["generator_logprobs"], TensorRef)
+    assert isinstance(batch.token_ids, TensorRef), "what was given is as it was"
+    with pytest.raises(BackendError, match=r"2 samples .*'s0'.* has the requested field 'valeus'"):
+        await store.aget_batch(batch, {"valeus"})
+    assert (await store.aget_batch(pack_samples([]), {"anything"})).num_sequences == 0
 
 
 async def test_an_event_loop_is_not_blocked() -> None:

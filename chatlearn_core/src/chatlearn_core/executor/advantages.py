@@ -8,10 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
+from chatlearn_core.batching import SamplePacker
 from chatlearn_core.exceptions import FlowError
 from chatlearn_core.executor.decisions import Decisions
 from chatlearn_core.protocols import Algorithm, DataStore, PlainData, TrainerGroup
-from chatlearn_core.types import Metrics, Sample, per_sequence, scored_batch
+from chatlearn_core.types import Metrics, Sample, scored_batch
 
 EMPTY = "empty_completion"
 """Exclusion of a sample without a token to train on."""
@@ -34,9 +35,13 @@ class AdvantageComputer:
     decisions: Decisions = field(default_factory=Decisions)
     data: DataStore = field(default_factory=PlainData)
 
-    async def add(self, samples: Sequence[Sample], step: int) -> Metrics:
+    async def add(self, samples: Sequence[Sample], step: int, packer: SamplePacker | None = None) -> Metrics:
         """Write the algorithm's data into the samples, exclude those that the algorithm names or that have no token to
         train on, and return its metrics.
+
+        Args:
+            samples: samples of a step.
+            packer: packs them; given if they are packed elsewhere, too.
 
         Raises:
             FlowError: the returned data do not fit the samples; names the data and the rule.
@@ -46,7 +51,8 @@ class AdvantageComputer:
                 sample.exclusion = EMPTY
         self.decisions.exclude(samples, await self.data.aget(samples, self.decisions.reads))
         admitted = [sample for sample in samples if sample.exclusion is None]
-        batch = scored_batch(admitted)
+        packer = packer or SamplePacker()
+        batch = scored_batch(admitted, packer.pack(admitted))
         compute = partial(self.algorithm.advantages, step=step)
         derived = await self.group().derive(batch, compute, self.algorithm.advantage_split)
         by_id = {sample.id: sample for sample in admitted}
@@ -58,8 +64,7 @@ class AdvantageComputer:
         for name, values in derived.token_data.items():
             if values.shape[:1] != (batch.num_tokens,):
                 raise _misfit(f"token_data[{name!r}]", values, f"one row for each of {batch.num_tokens} tokens")
-            arrays = per_sequence(values, batch.lengths, batch.sample_ids, name)
-            for sample, array in zip(admitted, arrays, strict=True):
+            for sample, array in zip(admitted, packer.unpack(values, batch, name), strict=True):
                 sample.token_data[name] = array
         for sample_id, reason in derived.exclusions.items():
             if sample_id not in by_id:

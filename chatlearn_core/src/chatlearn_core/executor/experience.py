@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from chatlearn_core.batching import SamplePacker
 from chatlearn_core.types import UNGRADED, Metric, Metrics, Sample
 
 
@@ -16,6 +17,8 @@ class Experience:
     step: int
     samples: list[Sample]
     metrics: Metrics
+    packer: SamplePacker = field(default_factory=SamplePacker)
+    """Packs the samples, and knows what of them is packed already."""
 
     @property
     def admitted(self) -> list[Sample]:

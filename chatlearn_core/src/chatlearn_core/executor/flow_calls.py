@@ -22,8 +22,6 @@ from chatlearn_core.types import (
     RewardResult,
     Sample,
     SamplingParams,
-    pack_samples,
-    per_sequence,
     sample_from_completion,
     sample_with_turn,
 )
@@ -174,9 +172,9 @@ async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
         others = [sample for sample in present if sample.prompt.data_source not in sources]
     asked = output_request(node, call.sampling)
     if not chosen:
-        _fill_with_zeros(node, others, asked)
+        _fill_with_zeros(call, others, asked)
         return
-    batch = pack_samples(chosen)
+    batch = call.packer.pack(chosen)
     outputs = await call.runtime.trainer(node.role).compute(batch, asked)
     check_outputs(outputs, batch, asked, call.origin, {spec.name: spec for spec in node.outputs})
     for spec in node.outputs:
@@ -185,22 +183,21 @@ async def compute(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
             for sample, number in zip(chosen, values.tolist(), strict=True):
                 sample.sequence_data[field] = number
         else:
-            rows = per_sequence(values, batch.lengths, batch.sample_ids, field)
-            for sample, array in zip(chosen, rows, strict=True):
+            for sample, array in zip(chosen, call.packer.unpack(values, batch, field), strict=True):
                 sample.token_data[field] = array
-    _fill_with_zeros(node, others, asked)  # together with the others: a call beside this one packs all samples
+    _fill_with_zeros(call, others, asked)  # together with the others: a call beside this one packs all samples
 
 
-def _fill_with_zeros(node: Node, samples: Sequence[Sample], asked: OutputRequest) -> None:
+def _fill_with_zeros(call: FlowCall, samples: Sequence[Sample], asked: OutputRequest) -> None:
     """What samples have of a call that leaves them out: a batch needs the same data of all."""
     if not samples:
         return
-    batch = pack_samples(samples)
-    for spec in node.outputs:
+    batch = call.packer.pack(samples)
+    for spec in call.node.outputs:
         row = [size or 0 for size in row_shape(spec, batch, asked)]
         for sample in samples:
             dtype = np.float32 if spec.dtype == "float" else np.int64
-            sample.token_data[node.output_fields[spec.name]] = np.zeros((len(sample.token_ids), *row), dtype)
+            sample.token_data[call.node.output_fields[spec.name]] = np.zeros((len(sample.token_ids), *row), dtype)
 
 
 def output_request(node: Node, sampling: SamplingParams) -> OutputRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from chatlearn_core.batching import SamplePacker
 from chatlearn_core.executor.rollouts.staleness import fresh_mask
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics.mismatch import mismatch_metrics
@@ -17,7 +18,6 @@ from chatlearn_core.types import (
     Metrics,
     Sample,
     TrainBatch,
-    pack_samples,
 )
 
 
@@ -35,15 +35,19 @@ class GeneratorMismatch:
     temperature: float
     group: Callable[[], TrainerGroup]
 
-    async def metrics(self, samples: Sequence[Sample], policy_version: int) -> Metrics:
+    async def metrics(
+        self, samples: Sequence[Sample], policy_version: int, packer: SamplePacker | None = None
+    ) -> Metrics:
         """``mismatch/...``; empty if no sample has both logprobs.
 
         Args:
             samples: samples of a step, with the policy's logprobs.
             policy_version: version of the weights that computed these.
+            packer: packs the samples; given if they are packed elsewhere, too.
         """
         temperature = self.node.arguments.get("temperature", self.temperature)
-        batch = both_logprobs(samples, temperature, self.node.output_fields["logprobs"], policy_version)
+        both = both_logprobs(samples, temperature, self.node.output_fields["logprobs"], policy_version)
+        batch = (packer or SamplePacker()).pack(both)
         if not batch.num_sequences:
             return {}
         return (await self.group().derive(batch, compare_logprobs)).metrics
@@ -54,7 +58,7 @@ def policy_logprobs(graph: Graph, policy: str | None) -> Node | None:
     return next((node for node in graph.nodes if node.role == policy and "logprobs" in node.output_fields), None)
 
 
-def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, policy_version: int) -> TrainBatch:
+def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, policy_version: int) -> list[Sample]:
     """The samples whose policy and generator logprobs exist and have the same basis, with both in ``token_data`` as
     ``trainer_logprobs`` and ``generator_logprobs``.
 
@@ -69,11 +73,11 @@ def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, p
             arrays = {"trainer_logprobs": sample.token_data[trained], "generator_logprobs": logprobs}
             mask = fresh_mask(sample, policy_version)
             both.append(replace(sample, loss_mask=mask, token_data=arrays, sequence_data={}))
-    return pack_samples(both)
+    return both
 
 
 def compare_logprobs(batch: TrainBatch) -> Derived:
-    """Differences of the generator's and the trainer's logprobs in a batch from ``both_logprobs``."""
+    """Differences of the generator's and the trainer's logprobs in a batch of samples from ``both_logprobs``."""
     data = batch.token_data
     metrics = mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], batch.loss_mask)
     return Derived(metrics=metrics)

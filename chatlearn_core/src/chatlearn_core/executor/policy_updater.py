@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from chatlearn_core.batching import mini_batches
+from chatlearn_core.batching import SamplePacker, mini_batches
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.device_sharing import DeviceUse
@@ -21,7 +21,7 @@ from chatlearn_core.protocols import Algorithm, Loss, RoleUpdate, Runtime
 from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.runtime.boundary import check_update
 from chatlearn_core.runtime.plan import RolePlan, origin_of
-from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics, pack_samples
+from chatlearn_core.types import Metric, Metrics, Sample, TrainBatch, merge_metrics
 from chatlearn_core.types.keyed_seed import keyed_seed
 
 
@@ -86,12 +86,13 @@ class PolicyUpdater:
             FlowError: the algorithm's data do not fit the samples.
         """
         requests = [request for group in groups for request in group.requests]
-        samples = await self.consumption.run(requests, timers)
+        packer = SamplePacker()
+        samples = await self.consumption.run(requests, timers, packer=packer)
         with timers.measure("advantages"):
-            metrics = await self.advantages.add(samples, step)
-        compared = {} if self.mismatch is None else await self.mismatch.metrics(samples, policy_version)
+            metrics = await self.advantages.add(samples, step, packer)
+        compared = {} if self.mismatch is None else await self.mismatch.metrics(samples, policy_version, packer)
         stale = staleness_metrics(samples, policy_version, self.serving)
-        return Experience(step, samples, merge_metrics(metrics, sample_metrics(samples), stale, compared))
+        return Experience(step, samples, merge_metrics(metrics, sample_metrics(samples), stale, compared), packer)
 
     async def train(self, experience: Experience, timers: Timers) -> Metrics:
         """Make the step's updates; returns their merged metrics."""
@@ -106,32 +107,26 @@ class PolicyUpdater:
         for update in self.algorithm.updates(experience.step):
             epochs = self.epochs if update.epochs is None else update.epochs
             parts.append({"perf/trained_tokens": Metric(epochs * num_tokens, reducer="sum")})
-            units = unit_index(samples, update.loss)
-            prepared = await self.runtime.data.aget(samples, fields_read_by(update.loss))
+            batch = experience.packer.pack(samples, unit_index(samples, update.loss))
+            batch = await self.runtime.data.aget_batch(batch, fields_read_by(update.loss))
             for epoch in range(epochs):
-                parts += await self._epoch(prepared, units, update, experience.step, epoch, timers)
+                parts += await self._epoch(batch, update, experience.step, epoch, timers)
         return merge_metrics(*parts)
 
     async def _epoch(
-        self,
-        samples: Sequence[Sample],
-        units: Sequence[int],
-        update: RoleUpdate,
-        step: int,
-        epoch: int,
-        timers: Timers,
+        self, batch: TrainBatch, update: RoleUpdate, step: int, epoch: int, timers: Timers
     ) -> list[Metrics]:
-        """Make one pass over the samples; returns the metrics of its optimizer steps."""
+        """Make one pass over the batch; returns the metrics of its optimizer steps."""
         role, loss = update.role, update.loss
         count = self.num_mini_batches if update.mini_batches is None else update.mini_batches
         rng = np.random.Generator(np.random.Philox(keyed_seed(self.seed, "mini-batches", step, epoch)))
-        divided = mini_batches(units, count, generator=rng)
+        divided = mini_batches(batch.unit_index.tolist(), count, generator=rng)
         parts: list[Metrics] = [{"training/updates": Metric(len(divided), reducer="sum")}]
         for indices in divided:
-            batch = loss.prepare(_batch(samples, units, indices))
+            mini_batch = loss.prepare(batch.select(indices))
             async with self.colocation.lease(DeviceUse(role, "update"), timers=timers):
                 with timers.measure("update", role=role):
-                    metrics = await self.runtime.trainer(role).update(batch, loss)
+                    metrics = await self.runtime.trainer(role).update(mini_batch, loss)
             check_update(metrics, origin_of(self.roles, role, "trainer"))
             parts.append(_of_one_update(metrics, role, is_policy=role == self.policy))
         return parts
@@ -166,7 +161,3 @@ def _of_one_update(metrics: Metrics, role: str, *, is_policy: bool) -> Metrics:
 
 _AMOUNTS = ("timing_s/", "perf/")
 """Prefixes of metrics that are amounts: a step's value is the sum over its updates."""
-
-
-def _batch(samples: Sequence[Sample], units: Sequence[int], indices: Sequence[int]) -> TrainBatch:
-    return pack_samples([samples[i] for i in indices], [units[i] for i in indices])

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from chatlearn_core.batching import SamplePacker
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.colocation import ColocationManager, DeviceLease
 from chatlearn_core.executor.device_sharing import uses_of
@@ -142,6 +143,8 @@ class FlowCall:
     """Longest sequence of the run, tokens."""
     cached: CachedCalls | None = None
     """What calls that are kept on disk read; None in a flow that makes all its calls."""
+    packer: SamplePacker = field(default_factory=SamplePacker)
+    """Packs the samples for all calls of this run of the flow."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -205,7 +208,11 @@ class FlowScheduler:
         self._levels = {index: level for index, level in levels.items() if index in self._actions}
 
     async def run(
-        self, requests: Sequence[RolloutRequest], timers: Timers, source: CompletionSource | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        timers: Timers,
+        source: CompletionSource | None = None,
+        packer: SamplePacker | None = None,
     ) -> list[Sample]:
         """Fill every request and return the samples in request order.
 
@@ -213,6 +220,7 @@ class FlowScheduler:
 
         Args:
             source: answers calls on generators in place of the front.
+            packer: packs the samples; given if they are needed packed after this run, too.
 
         Raises:
             ReplicaLostError: a generator died more often than its restart limit allows.
@@ -221,12 +229,13 @@ class FlowScheduler:
         done = {node.index: [asyncio.Event() for _ in requests] for node in self.stage}
         if any(node.kind == "generator" for node in self.stage):
             self.front.begin()
-        source = source or self.front
+        source, packer = source or self.front, packer or SamplePacker()
         leases = self._leases(timers)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for node in self.stage:
-                    tasks.create_task(self._run_node(node, requests, done, timers, source, leases.get(node.index)))
+                    call = self._call(node, source, packer)
+                    tasks.create_task(self._run_node(call, requests, done, timers, leases.get(node.index)))
         except ExceptionGroup as group:
             raise _first(group) from group
         finally:
@@ -255,14 +264,14 @@ class FlowScheduler:
 
     async def _run_node(
         self,
-        node: Node,
+        call: FlowCall,
         requests: Sequence[RolloutRequest],
         done: dict[int, list[asyncio.Event]],
         timers: Timers,
-        source: CompletionSource,
         lease: DeviceLease | None,
     ) -> None:
         """Execute one call for all its samples, and signal each sample when it is done."""
+        node = call.node
         finished = done[node.index]
         own: list[int] = []
         for index, request in enumerate(requests):
@@ -273,7 +282,7 @@ class FlowScheduler:
         needs = [done[number] for number in node.inputs if number in done]
         ready: asyncio.Queue[int] = asyncio.Queue()
         with contextlib.ExitStack() as phase:  # lasts from the first call to the last
-            work = _Work(self._call(node, source), self._actions[node.index], requests, finished, timers, phase)
+            work = _Work(call, self._actions[node.index], requests, finished, timers, phase)
             if node.granularity == "batch":
                 for events in needs:
                     for index in own:
@@ -331,7 +340,7 @@ class FlowScheduler:
         for index in unit:
             work.finished[index].set()
 
-    def _call(self, node: Node, source: CompletionSource) -> FlowCall:
+    def _call(self, node: Node, source: CompletionSource, packer: SamplePacker) -> FlowCall:
         return FlowCall(
             node,
             self.graph,
@@ -345,6 +354,7 @@ class FlowScheduler:
             self.roles.get(node.role),
             self.max_length,
             self.cached,
+            packer,
         )
 
     def _generation(self, node: Node, timers: Timers) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types import ArrayRef, Block, Completion, Sample, TensorRef, TextRef, Turn, values_of
+from chatlearn_core.types import ArrayRef, Block, Completion, Sample, TensorRef, TextRef, TrainBatch, Turn, values_of
 
 T = TypeVar("T")
 _SEQUENCE = ("token_ids", "loss_mask")
@@ -107,6 +107,31 @@ class DataStore(ABC):
         parts = (part for sample in samples for part in _parts_of_sample(sample, fields))
         return await _apart(parts, lambda: self.get(samples, fields))
 
+    async def aget_batch(self, batch: TrainBatch, fields: Collection[str]) -> TrainBatch:
+        """The batch with plain tensors in some fields, fetched together; does not block the event loop.
+
+        Args:
+            batch: holds references, plain tensors, or both; it is not changed.
+            fields: of ``token_ids`` and the names of token data; other fields of a batch are always plain.
+
+        Raises:
+            BackendError: the batch does not have one of the fields; names it.
+            TrainerLostError: see ``bring``.
+        """
+        held = {"token_ids": batch.token_ids, "loss_mask": batch.loss_mask} | batch.token_data
+        if batch.num_sequences and (unknown := sorted(set(fields) - held.keys() - {TEXT})):
+            raise _no_field(batch.num_sequences, batch.sample_ids[0], unknown[0], {*held, TEXT})
+        wanted = {name: tensor for name, tensor in held.items() if name in fields and isinstance(tensor, TensorRef)}
+        if not wanted:
+            return batch
+        found = await asyncio.to_thread(self.get_tensors, wanted)
+        return replace(
+            batch,
+            token_ids=found.pop("token_ids", batch.token_ids),
+            loss_mask=found.pop("loss_mask", batch.loss_mask),
+            token_data=batch.token_data | found,
+        )
+
     async def aget_completions(
         self, completions: Sequence[Completion], fields: Collection[str] | None = None
     ) -> list[Completion]:
@@ -160,10 +185,14 @@ def _check_fields(samples: Sequence[Sample], fields: Collection[str] | None) -> 
         return
     known = {*_SEQUENCE, TEXT}.union(*(sample.token_data for sample in samples))
     if unknown := sorted(set(fields) - known):
-        raise BackendError(
-            f"none of {len(samples)} samples (first: {samples[0].id!r}) has the requested field {unknown[0]!r}; "
-            f"available: {', '.join(sorted(known))}"
-        )
+        raise _no_field(len(samples), samples[0].id, unknown[0], known)
+
+
+def _no_field(count: int, first: str, field: str, known: Collection[str]) -> BackendError:
+    return BackendError(
+        f"none of {count} samples (first: {first!r}) has the requested field {field!r}; "
+        f"available: {', '.join(sorted(known))}"
+    )
 
 
 def _parts_of_sample(sample: Sample, fields: Collection[str] | None) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from chatlearn_core.types.array_ref import (
     per_sequence,
     values_of,
 )
-from chatlearn_core.types.batch import TrainBatch, cumulative_lengths, pack_samples
+from chatlearn_core.types.batch import TrainBatch, cumulative_lengths, end_to_end, pack_samples
 from chatlearn_core.types.boxes import Box, BoxCover, full_box
 from chatlearn_core.types.completion import (
     RAW_BASIS,
@@ -119,6 +119,7 @@ __all__ = [
     "WeightShard",
     "continued_spans",
     "cumulative_lengths",
+    "end_to_end",
     "evaluation_draw",
     "full_box",
     "generator_logprobs_name",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types.array_ref import ArrayRef, TensorRef
+from chatlearn_core.types.array_ref import Array, ArrayRef, TensorRef
 from chatlearn_core.types.sample import Sample
 
 
@@ -125,7 +125,21 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
     return torch.as_tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
 
 
-def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = None) -> TrainBatch:
+def end_to_end(arrays: Sequence[Array]) -> Tensor:
+    """[T, ...] the rows of one or more arrays, one array after another; a ``TensorRef`` if any of them is a reference,
+    otherwise a copy.
+    """
+    if any(isinstance(array, ArrayRef) for array in arrays):
+        return cast(Tensor, TensorRef(arrays))
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def pack_samples(
+    samples: Sequence[Sample],
+    units: Sequence[Hashable] | None = None,
+    *,
+    join: Callable[[Sequence[Array]], Tensor] = end_to_end,
+) -> TrainBatch:
     """Pack samples end to end.
 
     All samples must carry the same ``token_data`` and ``sequence_data``. References are not fetched: they become a
@@ -135,6 +149,7 @@ def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = N
         samples: in the order the batch is to have.
         units: one name or number per sample; samples with the same unit are never split. By default each sample's
             ``unit_id``.
+        join: joins the arrays of one field, given one array per sample.
 
     Raises:
         BackendError: a sample lacks data that another has, or its array has a different length than its tokens, or
@@ -151,10 +166,8 @@ def pack_samples(samples: Sequence[Sample], units: Sequence[Hashable] | None = N
                     "token of prompt and completion, of one shape and type in all samples"
                 )
 
-    def joined(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        if any(isinstance(array, ArrayRef) for array in arrays):
-            return cast(Tensor, TensorRef(arrays))
-        return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0, dtype=dtype)
+    def joined(arrays: list[Array], dtype: torch.dtype) -> Tensor:
+        return join(arrays) if arrays else torch.zeros(0, dtype=dtype)
 
     return TrainBatch(
         sample_ids=tuple(sample.id for sample in samples),

@@ -16,14 +16,17 @@ TOKEN_REWARDS = "token_rewards"
 """Name of the per-token rewards in ``token_data``."""
 
 
-def scored_batch(samples: Sequence[Sample]) -> TrainBatch:
+def scored_batch(samples: Sequence[Sample], packed: TrainBatch | None = None) -> TrainBatch:
     """The samples as a batch that includes their rewards.
 
     ``sequence_data["reward"]``, [S] float64, is set if every sample has a reward; ``sequence_data["reward/<name>"]``,
     [S] float64, for each component that all these rewards have; ``token_data["token_rewards"]``, [T] float32, if at
     least one sample has per-token rewards.
+
+    Args:
+        packed: these samples packed, to which the rewards are added; packed here by default.
     """
-    batch = pack_samples(samples)
+    batch = pack_samples(samples) if packed is None else packed
     verdicts = [sample.reward for sample in samples]
     values = [None if verdict is None else verdict.value for verdict in verdicts]
     if samples and all(value is not None for value in values):

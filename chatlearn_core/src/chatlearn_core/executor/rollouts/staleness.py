@@ -11,11 +11,14 @@ from chatlearn_core.types import Metric, Metrics, Sample, Turn
 
 
 def fresh_mask(sample: Sample, version: int) -> npt.NDArray[np.bool_]:
-    """[T] the loss mask without tokens sampled by a version other than ``version``."""
-    mask = sample.loss_mask.copy()
+    """[T] the loss mask without tokens sampled by a version other than ``version``; the sample's own array if it has
+    none.
+    """
+    mask = sample.loss_mask
     for turn in sample.turns:
         for span in turn.version_spans:
             if span.version != version:
+                mask = mask.copy() if mask is sample.loss_mask else mask
                 mask[turn.start + span.start : turn.start + span.stop] = False
     return mask
 
