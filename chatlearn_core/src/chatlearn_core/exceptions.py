@@ -112,6 +112,10 @@ class BackendTimeoutError(BackendError):
     """A wait ended without an answer: names the waiting side, the missing side, the expected event and the time."""
 
 
+class TurnLimitError(BackendError):
+    """A rollout asked for one turn more than its limit allows: names the rollout, the limit and its setting."""
+
+
 class ContractError(BackendError):
     """A plugin's return value breaks its contract: names role, plugin, sample and rule. The value is not used."""
 

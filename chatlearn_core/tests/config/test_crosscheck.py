@@ -72,6 +72,12 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    remove it; a value or reward head is a role of kind trainer",
         ),
         (
+            ["roles.generator.max_turns=4"],
+            "roles.generator.max_turns: a generator role does not take max_turns: only an environment makes rollouts "
+            "of several turns (got 4)\n    roles.generator.kind = 'generator' (<text>:13)\n"
+            "    remove it, or set it for the environment",
+        ),
+        (
             ["roles.generator.trainable=true"],
             "roles.generator.trainable: a generator role does not take trainable: only a trainer learns (got True)\n"
             "    roles.generator.kind = 'generator' (<text>:13)\n    remove it",

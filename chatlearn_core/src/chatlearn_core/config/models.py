@@ -125,6 +125,9 @@ class RoleConfig(Section):
     uses: dict[str, str] = Field(
         default_factory=dict, description="For an environment or reward: handle -> the role that it calls by it."
     )
+    max_turns: Positive | None = Field(
+        None, description="For an environment: maximum number of turns of one rollout; by default no limit."
+    )
     timeout_s: Seconds = Field(1800.0, description="Maximum time of one call to this role.")
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError
+from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError, TurnLimitError
 from chatlearn_core.executor.rollout_producer import sampled_as
 from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
 from chatlearn_core.protocols import RolloutOrder
@@ -90,6 +90,7 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
         seed=asked.sampling.seed,
         max_tokens=call.max_length,
         timeout_s=role.timeout_s,
+        max_turns=role.max_turns,
     )
 
     async def generate(handle: str, wanted: GenerateRequest) -> Completion:
@@ -105,6 +106,8 @@ async def _one(call: FlowCall, request: RolloutRequest, turn: Callable[[], Await
         raise
     except BackendTimeoutError as error:
         request.sample = without_completion(request, f"environment timed out: {error}")
+    except TurnLimitError as error:
+        request.sample = without_completion(request, f"turn limit exceeded: {error}")
     except BackendError as error:
         request.sample = without_completion(request, f"environment failed: {error}")
     else:

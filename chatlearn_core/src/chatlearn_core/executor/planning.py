@@ -118,6 +118,7 @@ def _role_plan(loaded: LoadedConfig, name: str, learning: LearningPlan) -> RoleP
         timeout_s=role.timeout_s,
         refresh=_refresh(name, role, learning),
         total_updates=learning.num_updates.get(name),
+        max_turns=role.max_turns,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from chatlearn_core.exceptions import BackendError, ContractError
+from chatlearn_core.exceptions import BackendError, ContractError, TurnLimitError
 from chatlearn_core.types import (
     Completion,
     Example,
@@ -48,6 +48,8 @@ class RolloutOrder:
     max_tokens: int
     """Maximum length of the rollout's sequences, prompt included."""
     timeout_s: float
+    max_turns: int | None = None
+    """Maximum number of turns that the policy may sample in the rollout; None: no limit."""
 
 
 class SequenceBuilder:
@@ -114,6 +116,7 @@ class RolloutContext:
     policy: str = "policy"
     """Handle of the generator whose tokens are trained on."""
     _num_calls: int = field(default=0, init=False)
+    _num_turns: int = field(default=0, init=False)
 
     @property
     def id(self) -> str:
@@ -129,6 +132,15 @@ class RolloutContext:
     def max_tokens(self) -> int:
         """Maximum length of a sequence, prompt included."""
         return self.order.max_tokens
+
+    @property
+    def turns_left(self) -> int | None:
+        """Number of turns that the policy may still sample in this rollout; None: no limit.
+
+        An environment that has more to ask ends its rollout at 0:
+        ``return context.finished([sequence], status="truncated")``.
+        """
+        return None if self.order.max_turns is None else self.order.max_turns - self._num_turns
 
     async def generate(
         self,
@@ -147,8 +159,16 @@ class RolloutContext:
             media: the media that the tokens refer to.
 
         Raises:
+            TurnLimitError: the policy has sampled all the turns that the rollout may have.
             BackendError: the sequence has reached its maximum length, or the request failed.
         """
+        handle = role or self.policy
+        if handle == self.policy and self.turns_left == 0:
+            raise TurnLimitError(
+                f"rollout {self.id} asked for turn {self._num_turns + 1}, but may have {self.order.max_turns} "
+                "(max_turns of its environment role). Raise the limit, or let the environment end the rollout with "
+                'status="truncated" when context.turns_left is 0'
+            )
         room = self.max_tokens - len(token_ids)
         if room < 1:
             raise BackendError(
@@ -156,10 +176,11 @@ class RolloutContext:
                 f"{self.max_tokens} (model.max_length): there is no room for a turn"
             )
         number, self._num_calls = self._num_calls, self._num_calls + 1
+        self._num_turns += handle == self.policy
         wanted = sampling or self.sampling
         own = replace(wanted, seed=keyed_seed(self.order.seed, "turn", number), max_tokens=min(wanted.max_tokens, room))
         request = GenerateRequest(f"{self.id}/{number}", token_ids, own, self.order.group_id, media=media)
-        return await self.generate_for(role or self.policy, request)
+        return await self.generate_for(handle, request)
 
     def sequence(self, suffix: str = "") -> SequenceBuilder:
         """A builder for a sample that begins with the prompt.

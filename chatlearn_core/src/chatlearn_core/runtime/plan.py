@@ -96,6 +96,8 @@ class RolePlan:
     refresh: Refresh | None = None
     total_updates: int | None = None
     """Number of optimizer steps in the whole run; None: the role is not trained."""
+    max_turns: int | None = None
+    """Maximum number of turns of an environment's rollout; None: no limit."""
 
     @property
     def holds_a_model(self) -> bool:

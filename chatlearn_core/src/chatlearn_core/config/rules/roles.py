@@ -60,6 +60,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "refresh": ("trainer",),
         "replicas": ("generator", "reward", "environment"),
         "uses": ("environment", "reward"),
+        "max_turns": ("environment",),
         "ranks": ("trainer", "generator"),
         "device": ("trainer", "generator"),
         "engine": ("trainer", "generator"),
@@ -73,6 +74,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "device": "it is not placed on one",
         "engine": "only trainers and generators have engines",
         "uses": "only environments and rewards call other roles",
+        "max_turns": "only an environment makes rollouts of several turns",
     }
     fix = {
         "head": "remove it; a value or reward head is a role of kind trainer",
@@ -81,6 +83,7 @@ def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
         "replicas": "use ranks to spread a trainer over devices",
         "ranks": "remove it; for more reward workers use replicas, on a runtime that hosts several",
         "uses": "remove it",
+        "max_turns": "remove it, or set it for the environment",
         "device": "remove it; a reward model is a role of kind trainer with head: reward",
         "engine": "remove it, or set what the reward itself takes under options",
     }

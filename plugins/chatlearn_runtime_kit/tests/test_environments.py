@@ -1,0 +1,119 @@
+"""An environment's rollouts have at most as many turns as their order allows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatlearn_core.exceptions import TurnLimitError
+from chatlearn_core.executor.environment_calls import rollout
+from chatlearn_core.executor.experience import exclusion_metrics
+from chatlearn_core.executor.rollout_producer import make_requests
+from chatlearn_core.protocols import PlainData, RolloutContext, RolloutOrder
+from chatlearn_core.types import (
+    Completion,
+    ExampleDraw,
+    GenerateRequest,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    VersionSpan,
+)
+from chatlearn_runtime_kit.environments import EnvironmentRole, LocalEnvironments
+
+PROMPT = Prompt("p", np.array([1, 2]), "?")
+ROLE = EnvironmentRole("game", "games", ("policy", "user"), "policy", timeout_s=30.0)
+
+
+class Talk:
+    """Plays three turns, each after a question of a simulated user."""
+
+    def __init__(self, *, looks: bool) -> None:
+        self.looks = looks
+
+    def setup(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
+        sequence = context.sequence()
+        for _ in range(3):
+            if self.looks and context.turns_left == 0:
+                return context.finished([sequence], status="truncated")
+            sequence.sampled(await context.generate(sequence.token_ids))
+            question = await context.generate(sequence.token_ids, role="user")
+            sequence.observed(question.token_ids)
+        return context.finished([sequence])
+
+
+async def generate(handle: str, request: GenerateRequest) -> Completion:
+    """One token for each request."""
+    spans = (VersionSpan(0, 1, 0),)
+    zeros = np.zeros(1, np.float32)
+    return Completion(request.id, np.array([7]), zeros, request.sampling.basis, "stop", request.sampling, spans)
+
+
+@pytest.fixture
+async def play() -> AsyncIterator[Any]:
+    """``await play(max_turns, looks=...)``: one rollout."""
+    made: list[LocalEnvironments] = []
+
+    async def played(max_turns: int | None, *, looks: bool) -> Rollout:
+        made.append(LocalEnvironments(ROLE, Talk(looks=looks), tokenizer=None))
+        await made[-1].start()
+        order = RolloutOrder("p@0#0", "p@0", PROMPT, SamplingParams(4), 0, 64, 30.0, max_turns)
+        return await made[-1].rollout(order, generate)
+
+    yield played
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("max_turns", [None, 3])
+async def test_a_rollout_within_its_limit_is_not_cut(play: Any, max_turns: int | None) -> None:
+    found = await play(max_turns, looks=True)
+    assert (found.status, len(found.samples[0].turns)) == ("finished", 3)
+
+
+async def test_an_environment_sees_the_limit_and_ends_the_rollout_there(play: Any) -> None:
+    found = await play(2, looks=True)
+    assert (found.status, len(found.samples[0].turns)) == ("truncated", 2), "what the user says is no turn"
+    assert found.samples[0].loss_mask.tolist() == [False, False, True, False, True, False]
+
+
+async def test_a_turn_too_many_is_refused_by_rollout_and_limit(play: Any) -> None:
+    with pytest.raises(TurnLimitError, match=r"rollout p@0#0 asked for turn 3, but may have 2 \(max_turns"):
+        await play(2, looks=False)
+
+
+async def test_a_rollout_with_too_many_turns_is_excluded_and_counted_by_that_reason() -> None:
+    environments = LocalEnvironments(ROLE, Talk(looks=False), tokenizer=None)
+    await environments.start()
+    requests = make_requests([ExampleDraw(PROMPT, 0, "p@0")], 2, SamplingParams(4), seed=0)
+    call: Any = _call(environments)
+    await rollout(call, requests)
+    environments.close()
+    samples = [request.filled for request in requests]
+    assert not any(sample.turns for sample in samples)
+    assert exclusion_metrics(samples)["samples/excluded/turn_limit_exceeded"].value == 2
+
+
+def _call(environments: LocalEnvironments) -> Any:
+    """A flow's call on an environment whose role may have two turns."""
+
+    class Source:
+        async def completion(self, role: str, request: Any) -> Completion:
+            return await generate(role, request.generate_request)
+
+    uses = {"policy": "generator", "user": "speaker"}
+    return SimpleNamespace(
+        role=SimpleNamespace(uses=uses, timeout_s=30.0, max_turns=2),
+        node=SimpleNamespace(arguments={}, role="game"),
+        max_length=64,
+        source=Source(),
+        runtime=SimpleNamespace(data=PlainData(), environment=lambda name: environments),
+    )
