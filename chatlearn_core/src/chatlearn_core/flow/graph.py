@@ -97,6 +97,8 @@ class Graph:
     nodes: tuple[Node, ...]
     roles: Mapping[str, str]
     """Every role in the flow, and its kind."""
+    used_roles: Mapping[str, str] = field(default_factory=dict)
+    """Every role that a role in the flow calls in turn (``Node.uses``), and its kind."""
 
     @property
     def levels(self) -> tuple[tuple[Node, ...], ...]:

@@ -34,7 +34,7 @@ def trace(
 
     Args:
         flow: an ordinary function over roles, such as an algorithm's ``flow``.
-        roles: configured role name -> kind (``trainer``, ``generator``, ``reward``).
+        roles: configured role name -> kind (``trainer``, ``generator``, ``reward``), including those of ``uses``.
         name: the graph's name; by default the function's name.
         given: kind of the examples that bring the flow's first samples, such as ``demonstrations``; None: the flow
             begins with prompts, and a generator makes the samples.
@@ -60,7 +60,8 @@ def trace(
     recorder.check_all_used(result)
     recorder.check_order()
     kinds = {node.role: node.kind for node in recorder.nodes if node.function is None}
-    return Graph(name or str(getattr(flow, "__name__", "flow")), tuple(recorder.nodes), kinds)
+    used = {name: roles[name] for node in recorder.nodes for name in node.uses}
+    return Graph(name or str(getattr(flow, "__name__", "flow")), tuple(recorder.nodes), kinds, used)
 
 
 class _Recorder:
