@@ -128,5 +128,5 @@ def test_flows_on_vllm(tmp_path: Path) -> None:
 
 
 def test_a_flow_that_scores_with_a_generator_that_does_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"m\.generator\.score.*generator 'vllm' \(role 'generator'\) does not give"):
+    with pytest.raises(ConfigError, match=r"generator\.score .*generator 'vllm' \(role 'generator'\) does not give"):
         trained(tmp_path, "rescored_players", {"backend": "vllm"})
