@@ -98,6 +98,18 @@ def test_packing() -> None:
 
 
 @pytest.mark.slow
+def test_loss_memory() -> None:
+    """The program itself refuses ways that differ in loss or gradients."""
+    result = run_benchmark("loss_memory", "--quick")
+    [row] = result["rows"]
+    assert row["ways"].keys() == {"chatlearn", "naive", "trl", "trl_logits"}
+    measured = {name: way for name, way in row["ways"].items() if "left_out" not in way}
+    assert {"chatlearn", "naive"} <= measured.keys()
+    assert all(way["seconds"] > 0.0 for way in measured.values())
+    assert all(advantage["chatlearn_s"] > 0.0 for advantage in result["advantages"])
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 def test_trainer_steps() -> None:
     result = run_benchmark("trainer_steps", "--quick")

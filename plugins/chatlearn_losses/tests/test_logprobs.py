@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -107,6 +112,77 @@ def test_logits_are_never_whole():
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
     # One chunk of logits is 8 x 50; all of them would be 2000 elements.
     assert largest.elements == 400
+
+
+def test_hidden_states_pass_gradcheck_in_all_outputs():
+    """Chunks recomputed in the backward pass, against finite differences: states and weight, every output."""
+    hidden, weight, labels = tensors()
+    ids = torch.tensor([[0, 3], [1, 1], [10, 2], [4, 5], [9, 0], [7, 8], [6, 6]])
+
+    def outputs(rows: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scored = token_logprobs_from_hidden(
+            rows, matrix, labels, temperature=0.8, chunk_tokens=3, with_entropy=True, top_k=3, selected_ids=ids
+        )
+        assert scored.topk_ids is not None
+        return tuple(part for name, part in scored._asdict().items() if name != "topk_ids")
+
+    assert torch.autograd.gradcheck(outputs, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_backward_pass_recomputes_the_head_but_no_softmax():
+    hidden, weight, labels = tensors()
+    hidden.requires_grad_()
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
+    head.weight.data.copy_(weight)
+    with Calls() as forward:
+        scored = token_logprobs_from_hidden(hidden, head, labels, chunk_tokens=3, with_entropy=True)
+    with Calls() as backward:
+        scored.logprobs.sum().backward()
+    assert forward.counts["logsumexp"] == forward.counts["special_entr"] == 3
+    assert backward.counts["logsumexp"] == 0
+    assert backward.counts["special_entr"] == 0, "nothing asked for the gradient of the entropy"
+    assert backward.counts["mm"] == 3 * 3, "the head again, and the gradients of states and weight, a chunk each"
+
+
+def peak_bytes(step: Callable[[], object], file: Path) -> int:
+    """How far the memory of tensors rose over what was held before, by torch's own profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(file))
+    events = [event["args"] for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    held = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - held
+
+
+def test_peak_memory_is_a_few_chunks(tmp_path):
+    tokens, vocabulary = 512, 4096
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,))
+
+    def chunked() -> None:
+        scored = token_logprobs_from_hidden(hidden, weight, labels, chunk_tokens=32, with_entropy=True)
+        (scored.logprobs.sum() + scored.entropy.sum()).backward()
+
+    def whole() -> None:
+        (hidden @ weight.T).log_softmax(-1).gather(-1, labels[:, None]).sum().backward()
+
+    logits = tokens * vocabulary * 4
+    chunk = logits / 16
+    assert peak_bytes(whole, tmp_path / "whole.json") > 2 * logits
+    assert peak_bytes(chunked, tmp_path / "chunked.json") < 6 * chunk
 
 
 def test_half_precision_logits_are_scored_in_float32():

@@ -74,9 +74,14 @@ EQUAL = [
     (r"\boxed{x=1,x=2}", "1,2"),
     (r"\boxed{1\text{ and }2}", "1,2"),
     (r"6!=\boxed{720}", "720"),
+    (r"\boxed{2 + \frac{\pi}{4}}", r"\frac \pi4 + 2"),
+    (r"\boxed{\frac\sqrt{3}2 + \frac1\pi}", r"\frac{1}{\pi} + \frac{\sqrt{3}}{2}"),
+    (r"\boxed{\sqrt[3]2 + \sqrt\pi + 5^\frac12}", r"\sqrt{5} + \sqrt{\pi} + \sqrt[3]{2}"),
     (r"\boxed{\frac{1}{5} i + \frac{7}{5}}", r"\frac{7}{5} + \frac{1}{5} i."),
 ]
 DIFFERENT = [
+    (r"\boxed{7 + \frac \pi4 + 2}", r"\frac \pi4 + 2"),  # the parser sees 2 in the second
+    (r"\boxed{\frac{\pi}{7} + 2 - \sqrt2}", r"\frac \pi4 + 2 - \sqrt2"),
     (r"\boxed{\frac{2}{5} + \frac{1}{5} i.}", r"\frac{7}{5} + \frac{1}{5} i."),  # the parser sees 1/5 in both
     (r"\boxed{\frac{2}{5} + \frac{1}{5} i.}", r"\frac{1}{5}"),
     (rf"\boxed{{0.\overline{{{'1' * 5000}}}}}", r"\frac19"),  # more digits than Python makes an integer of

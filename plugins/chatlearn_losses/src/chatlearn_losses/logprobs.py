@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 DEFAULT_CHUNK_TOKENS = 1024
 """1024 rows of a 150k vocabulary are 0.6 GB in float32."""
+MAX_TEMPORARY_ELEMENTS = 1 << 23
+"""Elements of the tensors that the softmax of a chunk of logits works with at once, 32 MiB in float32: so a chunk costs
+little more memory than its logits and their gradient."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -53,8 +56,19 @@ def token_logprobs(
         with_entropy: also the entropy of every row's distribution, with gradient.
     """
     assert temperature > 0.0, f"temperature is {temperature}; greedy logprobs are of the raw distribution: pass 1"
+    return _scored(logits, labels, temperature, chunk_tokens, with_entropy, [])
+
+
+def _scored(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+    known: list[_RowValues],
+) -> TokenLogprobs:
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch does not annotate it
-        logits, labels, temperature, chunk_tokens, with_entropy
+        logits, labels, temperature, chunk_tokens, with_entropy, known
     )
     return TokenLogprobs(logprobs, entropy if with_entropy else None)
 
@@ -85,17 +99,13 @@ def token_logprobs_from_hidden(
         top_k: also the most likely so many tokens of every row.
         selected_ids: [T, k] int64; also the logprobs of these tokens.
     """
+    assert temperature > 0.0, f"temperature is {temperature}; greedy logprobs are of the raw distribution: pass 1"
     project = partial(_linear, head) if isinstance(head, Tensor) else head
 
-    def of_chunk(rows: Tensor, row_labels: Tensor, row_ids: Tensor | None) -> TokenLogprobs:
+    def of_chunk(rows: Tensor, row_labels: Tensor, row_ids: Tensor | None, known: list[_RowValues]) -> TokenLogprobs:
         logits = project(rows)
-        scored = token_logprobs(
-            logits,
-            row_labels,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            with_entropy=with_entropy,
-        )
+        part_tokens = min(chunk_tokens, max(1, MAX_TEMPORARY_ELEMENTS // logits.shape[-1]))
+        scored = _scored(logits, row_labels, temperature, part_tokens, with_entropy, known)
         topk_ids = logits.detach().topk(top_k, dim=-1).indices if top_k else None
         return scored._replace(
             topk_ids=topk_ids,
@@ -107,7 +117,8 @@ def token_logprobs_from_hidden(
     # At least one chunk: with no rows the result must still hang on the graph of the head's parameters.
     for start in range(0, max(len(hidden), 1), chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        rows = (hidden[part], labels[part], None if selected_ids is None else selected_ids[part])
+        known: list[_RowValues] = []
+        rows = (hidden[part], labels[part], None if selected_ids is None else selected_ids[part], known)
         if recompute and torch.is_grad_enabled():
             # The head has no dropout, so there is no random state to keep.
             chunks.append(checkpoint(of_chunk, *rows, use_reentrant=False, preserve_rng_state=False))
@@ -160,50 +171,89 @@ def prediction_rows(cu_seqlens: Tensor, token_mask: Tensor | None = None) -> tup
     return targets - 1, targets
 
 
+class _RowValues(NamedTuple):
+    """What the softmax of every row comes to, [T] each; the entropy is empty if not asked for."""
+
+    logprobs: Tensor
+    normaliser: Tensor
+    entropy: Tensor
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Logprob and entropy with hand-written gradients.
 
     With z = logits / temperature, p = softmax(z), y the label and H the entropy: d logprob / dz_i = 1[i = y] − p_i, and
     dH / dz_i = −p_i (log p_i + H).
+
+    ``known`` is empty at the first call and then holds its values, so that a second call with the same logits, in the
+    backward pass of a checkpoint, has no softmax to compute.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+        known: list[_RowValues],
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        num_tokens = logits.shape[0]
-        logprobs = torch.empty(num_tokens, dtype=dtype, device=logits.device)
-        normaliser = torch.empty_like(logprobs)
-        entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-        for start in range(0, num_tokens, chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            scaled = logits[rows].to(dtype) / temperature
-            normaliser[rows] = scaled.logsumexp(-1)
-            logprobs[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - normaliser[rows]
-            if with_entropy:
-                entropy[rows] = _entropy_terms((scaled - normaliser[rows, None]).exp_()).sum(-1)
+        if not known:
+            known.append(_row_values(logits, labels, temperature, chunk_tokens, with_entropy))
+        logprobs, normaliser, entropy = known[0]
         ctx.save_for_backward(logits, labels, normaliser, entropy)
-        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
-        return logprobs, entropy
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        # Clones: a result leads to its graph, and the graph of a checkpoint to ``known``.
+        return logprobs.clone(), entropy.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None, None]:
         logits, labels, normaliser, entropy = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            outer = grad_logprobs[rows, None]
-            probabilities = (logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]).exp_()
-            if ctx.with_entropy:
-                slope = _entropy_terms(probabilities) - probabilities * entropy[rows, None]
-                grad = slope.mul_(grad_entropy[rows, None]).sub_(probabilities * outer)
+            probabilities = _probabilities(logits[rows], normaliser[rows], ctx.temperature)
+            if grad_entropy is not None and entropy.numel():
+                grad = _entropy_terms(probabilities).sub_(probabilities * entropy[rows, None])
+                grad.mul_(grad_entropy[rows, None])
+                if grad_logprobs is not None:
+                    grad.sub_(probabilities.mul_(grad_logprobs[rows, None]))
+            elif grad_logprobs is not None:
+                grad = probabilities.mul_(-grad_logprobs[rows, None])
             else:
-                grad = probabilities.mul_(-outer)
-            grad.scatter_add_(-1, labels[rows, None], outer)
+                grad = probabilities.zero_()
+            if grad_logprobs is not None:
+                grad.scatter_add_(-1, labels[rows, None], grad_logprobs[rows, None])
             grad_logits[rows] = grad.div_(ctx.temperature)
-        return grad_logits, None, None, None, None
+        return grad_logits, None, None, None, None, None
+
+
+def _row_values(
+    logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+) -> _RowValues:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    normaliser = torch.empty_like(logprobs)
+    entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+    for start in range(0, logits.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        scaled = logits[rows].to(dtype) / temperature
+        normaliser[rows] = scaled.logsumexp(-1)
+        logprobs[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - normaliser[rows]
+        if with_entropy:
+            entropy[rows] = _entropy_terms(scaled.sub_(normaliser[rows, None]).exp_()).sum(-1)
+    return _RowValues(logprobs, normaliser, entropy)
+
+
+def _probabilities(logits: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
+    """[C, V] softmax of logits / temperature, a new tensor."""
+    scaled = logits.to(normaliser.dtype) / temperature
+    return scaled.sub_(normaliser[:, None]).exp_()
 
 
 def _entropy_terms(probabilities: Tensor) -> Tensor:

@@ -35,6 +35,12 @@ REPEATING = re.compile(
 """Longer ones are no answers, and Python makes no integer of more than 4,300 digits."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
+CONSTANT = r"\\(?:pi|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega)(?![A-Za-z])|\\sqrt\s*\{[^{}]*\}"
+GROUP = r"(?:\{[^{}]*\}|[0-9A-Za-z])"
+BARE_ARGUMENT = re.compile(rf"(\\(?:[dt]?frac|sqrt)(?:\s*{GROUP})?)\s*({CONSTANT})")
+"""A command as an argument without braces, such as ``\\frac\\pi4``: the parser would take its backslash alone."""
+BARE_ROOT = re.compile(r"(\\sqrt\s*\[[^\[\]]*\])\s*([0-9A-Za-z])")
+BARE_POWER = re.compile(rf"\^\s*(\\[dt]?frac\s*{GROUP}\s*{GROUP})")
 FULL_STOP = re.compile(r"(?<=[^\s.])(?<!\\right)\s*\.\s*$")
 """Of a sentence; after a letter it makes the parser read a part of the expression only."""
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
@@ -57,6 +63,8 @@ def in_plain_latex(answer: str) -> str:
     text = GROUPED_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = WIDE_SPACE.sub(" ", text)
     text = REPEATING.sub(_repeating, text)
+    text = BARE_ARGUMENT.sub(r"\1{\2}", BARE_ARGUMENT.sub(r"\1{\2}", text))
+    text = BARE_POWER.sub(r"^{\1}", BARE_ROOT.sub(r"\1{\2}", text))
     text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     return FULL_STOP.sub("", EMPTY_SET.sub(r"\\emptyset ", text)).strip()
