@@ -246,7 +246,7 @@ class Stand:
         assert way is not None
         return WeightRoute(
             trainer=trainer,
-            generator="generator",
+            target="generator",
             record=transport,
             options=self.registry.load_options(transport)(),
             why="the test names it",

@@ -28,7 +28,7 @@ ROLES: Any = {
     for name, kind in KINDS.items()
 }
 PLAN: Any = SimpleNamespace(
-    weight_syncs=(SimpleNamespace(trainer="trainer", generator="generator"),), refreshes={}, roles=ROLES
+    weight_syncs=(SimpleNamespace(trainer="trainer", target="generator"),), refreshes={}, roles=ROLES
 )
 
 

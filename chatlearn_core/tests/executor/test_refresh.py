@@ -150,7 +150,7 @@ def test_a_refresh_takes_the_named_transport_if_it_suits_and_else_the_fastest(ch
     refresh = planned(**changes)
     assert refresh.route is not None
     assert refresh.route.record.name == transport
-    assert (refresh.route.trainer, refresh.route.generator) == ("policy", "reference")
+    assert (refresh.route.trainer, refresh.route.target) == ("policy", "reference")
     assert (refresh.route.bucket_bytes, refresh.route.timeout_s) == (3 << 20, 7.0)
     assert refresh.route.options == TransportOptions(depth=4)
     assert (refresh.every, refresh.decay) == (2, 0.5)

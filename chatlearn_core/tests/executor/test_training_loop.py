@@ -204,7 +204,7 @@ class Looped:
         dataset = Dataset("numbers", 1.0, prompts, report)
         spec = RuntimeSpec(name="fake", factory="none:none", options="none:none")
         plugin = {("runtime",): SimpleNamespace(record=spec, options=None)}
-        routes = (SimpleNamespace(trainer="learner", generator="sampler", record=spec, why="", channel=""),)
+        routes = (SimpleNamespace(trainer="learner", target="sampler", record=spec, why="", channel=""),)
         assembly = SimpleNamespace(
             max_length=64,
             config=config,

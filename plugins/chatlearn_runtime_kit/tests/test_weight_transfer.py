@@ -152,7 +152,7 @@ class Scene:
         )
         plan = WeightRoute(
             trainer="trainer",
-            generator="generator",
+            target="generator",
             record=WeightSyncSpec(name="fake", sender="f:S", receiver="f:R", options="f:O", replayable=replayable),
             options=Options(),
             why="test",

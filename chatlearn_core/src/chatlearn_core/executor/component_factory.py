@@ -45,7 +45,7 @@ def build_colocation(assembly: Assembly, runtime: Runtime) -> ColocationManager:
     """
     colocation = ColocationManager(runtime, assembly.plan.roles, assembly.config.memory.offload)
     if assembly.config.rollout.partial == "keep":
-        colocation.sharing.check_kept("rollout.partial: keep", [sync.generator for sync in assembly.plan.weight_syncs])
+        colocation.sharing.check_kept("rollout.partial: keep", [sync.target for sync in assembly.plan.weight_syncs])
     return colocation
 
 
@@ -172,4 +172,4 @@ def _own_evaluation(assembly: Assembly, runtime: Runtime) -> OwnMetrics | None:
 
 def _serving(assembly: Assembly) -> frozenset[str]:
     """The generators that serve the weights of trained roles."""
-    return frozenset(route.generator for route in assembly.plan.weight_syncs)
+    return frozenset(route.target for route in assembly.plan.weight_syncs)

@@ -159,7 +159,7 @@ def schedule(sharing: Sharing, plan: RunPlan, graph: Graph, learners: Sequence[s
     calls = [(node, level, uses_of(node, plan.roles)) for stage in stages for node, level in by_level if node in stage]
     uses += [(node.name, level, of_node) for node, level, of_node in calls if of_node]
     uses += [(f"{role}.update", None, [DeviceUse(role, "update")]) for role in learners]
-    uses += [(f"sync {s.trainer} -> {s.generator}", None, sync_uses(s.trainer, s.generator)) for s in plan.weight_syncs]
+    uses += [(f"sync {s.trainer} -> {s.target}", None, sync_uses(s.trainer, s.target)) for s in plan.weight_syncs]
     held: dict[str, dict[MemoryPart, bool | None]] = {
         role: dict.fromkeys(parts, False) for role, parts in sharing.parts.items()
     }

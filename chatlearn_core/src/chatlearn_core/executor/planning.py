@@ -196,7 +196,7 @@ def _weight_syncs(
         syncs.append(
             WeightRoute(
                 trainer=policy.name,
-                generator=generator.name,
+                target=generator.name,
                 record=record,
                 options=options,
                 why=why,
@@ -253,7 +253,7 @@ def _with_route(
     assert way is not None, "a transport that does not suit both ends is not taken"
     route = WeightRoute(
         trainer=source.name,
-        generator=follower.name,
+        target=follower.name,
         record=record,
         options=options,
         why=why,

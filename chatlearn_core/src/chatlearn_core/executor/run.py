@@ -134,7 +134,7 @@ class Run:
                         self.journal.say(said, "output_cache", note=said)
                     await self.colocation.start(timers)
                 for sync in self.assembly.plan.weight_syncs:
-                    flow = {"trainer": sync.trainer, "generator": sync.generator, "channel": sync.channel}
+                    flow = {"trainer": sync.trainer, "generator": sync.target, "channel": sync.channel}
                     self.journal.record("weight_sync", backend=sync.record.name, why=sync.why, **flow)
                 self.listener.started(self.directory.path, self.config.train.steps, self.state.step + 1)
                 return await self._train_through_losses(point.checkpoint, timers)

@@ -59,10 +59,10 @@ class WeightSyncManager:
     async def _sync(self, routes: Sequence[WeightRoute], version: int, timers: Timers) -> Metrics:
         metrics: Metrics = {}
         for route in routes:
-            async with self.colocation.lease(*sync_uses(route.trainer, route.generator), timers=timers):
+            async with self.colocation.lease(*sync_uses(route.trainer, route.target), timers=timers):
                 with timers.measure("sync", role=route.trainer) as facts:
-                    facts["to"] = route.generator
-                    receipts = await self.runtime.sync_weights(route.trainer, route.generator, version)
+                    facts["to"] = route.target
+                    receipts = await self.runtime.sync_weights(route.trainer, route.target, version)
             self.observers.weights_synced(version, receipts)
             metrics = merge_metrics(metrics, sync_metrics(receipts))
         return metrics

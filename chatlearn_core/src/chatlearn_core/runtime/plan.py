@@ -159,8 +159,8 @@ class WeightRoute:
     """
 
     trainer: str
-    generator: str
-    """The role that takes them."""
+    target: str
+    """The role that takes the weights."""
     record: WeightSyncSpec
     options: BaseModel
     why: str
@@ -171,7 +171,7 @@ class WeightRoute:
     export: Export = "full_tensors"
     """The form in which the trainer streams its weights."""
     channel: Channel = "tensors"
-    """The transport's first choice among the channels that the generator declares."""
+    """The transport's first choice among the channels that the target declares."""
     payload: Payload = "full"
     """``full`` or ``adapter``. A ``delta``, the changes since the last sync, replaces ``full`` if the transport
     supports it and every replica confirmed the last sync (``runtime.sync_planner``)."""
@@ -180,12 +180,14 @@ class WeightRoute:
 
     @property
     def form(self) -> str:
-        """A sentence on the form in which weights leave the trainer and reach the generator."""
+        """A sentence on the form in which weights leave the trainer and reach the target."""
         if self.export == "full_tensors":
             return "ranks that hold parts gather whole tensors before they send"
         if self.channel == "boxes":
-            return "each rank sends the boxes that it holds, and the generator puts them in their places"
-        return "each rank sends the boxes that it holds, and the receiver makes whole tensors of them for the generator"
+            return f"each rank sends the boxes that it holds, and {self.target} puts them in their places"
+        return (
+            f"each rank sends the boxes that it holds, and the receiver makes whole tensors of them for {self.target}"
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -206,7 +208,7 @@ class RunPlan:
 
     def used_by(self, backend: BackendPlan) -> dict[str, UsedRole]:
         """The roles that a backend calls, by its handles."""
-        synced = {route.generator for route in self.weight_syncs}
+        synced = {route.target for route in self.weight_syncs}
         found: dict[str, UsedRole] = {}
         for handle, name in backend.uses.items():
             role = self.roles[name]

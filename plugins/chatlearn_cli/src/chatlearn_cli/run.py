@@ -128,7 +128,7 @@ def describe(assembly: Assembly) -> str:
     turns = schedule(sharing, plan, assembly.graph, assembly.learning.learners)
     lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
     lines += ["", "weight sync"]
-    lines += [f"  {s.trainer} -> {s.generator} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
+    lines += [f"  {s.trainer} -> {s.target} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
         "  none"
     ]
     if plan.refreshes:

@@ -98,14 +98,14 @@ class LocalRuntime:
 
     async def connect(self, sync: WeightRoute) -> None:
         """Open the transport between a trainer and a generator role, replacing an existing one."""
-        self._connect(sync, self._fleets[sync.generator])
+        self._connect(sync, self._fleets[sync.target])
 
     def _connect(self, sync: WeightRoute, receiving: ReceivingFleet) -> None:
-        former = self._transfers.pop((sync.trainer, sync.generator), None)
+        former = self._transfers.pop((sync.trainer, sync.target), None)
         if former is not None:
             former.close()
         registry = self.plan.registry
-        self._transfers[sync.trainer, sync.generator] = WeightTransfer(
+        self._transfers[sync.trainer, sync.target] = WeightTransfer(
             sync,
             sync_workspace(self.plan, sync),
             LocalSenders(sync, registry, self._trainers[sync.trainer]),

@@ -112,7 +112,7 @@ class LocalReceivers:
         self._fleet = fleet
         self._transport = f"weight sync {route.record.name!r} ({registry.origin(route.record)})"
         self._make_receiver = registry.load_factory(route.record, "receiver")
-        self._endpoints = [_endpoint(route.generator, replica) for replica in range(fleet.num_replicas)]
+        self._endpoints = [_endpoint(route.target, replica) for replica in range(fleet.num_replicas)]
         self._generators = list(fleet.replicas)
         """The generators that the receivers belong to."""
         self.receivers: list[WeightReceiver] = [
@@ -138,7 +138,7 @@ class LocalReceivers:
                 await loader.begin(request.policy_version, request.manifest)
         except SystemExit as error:  # it would end the event loop
             raise PluginError(
-                f"role {self._route.generator!r}, replica {replica}: begin() tried to end the process: {error!r}"
+                f"role {self._route.target!r}, replica {replica}: begin() tried to end the process: {error!r}"
             ) from error
         except TimeoutError as error:
             if not limit.expired():
@@ -146,9 +146,9 @@ class LocalReceivers:
             reason = f"it did not stop serving within {request.timeout_s:g} s (weight_sync.timeout_s)"
             await loader.fail(reason)
             raise BackendTimeoutError(
-                f"weight sync of policy version {request.policy_version}: role {self._route.generator!r}, replica "
+                f"weight sync of policy version {request.policy_version}: role {self._route.target!r}, replica "
                 f"{replica}: {reason}"
-            ).at(WorkerPlace(self._route.generator, f"replica {replica}", "begin")) from error
+            ).at(WorkerPlace(self._route.target, f"replica {replica}", "begin")) from error
 
     async def receive(self, replica: int, request: SyncRequest, offers: Sequence[SyncOffer]) -> SyncReceipt:
         loader = self._fleet.replicas[replica].loader

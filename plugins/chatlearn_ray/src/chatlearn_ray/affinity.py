@@ -103,7 +103,7 @@ def next_to(role: RolePlan, plan: RunPlan, options: RayRuntimeOptions) -> tuple[
     if options.cluster_address is None:
         return None, ""
     for sync in plan.weight_syncs:
-        if sync.generator == role.name and "checkpoint" not in sync.record.channels:
+        if sync.target == role.name and "checkpoint" not in sync.record.channels:
             return sync.trainer, f"{sync.record.name!r} moves weights between them, faster within a node"
     return None, ""
 
@@ -112,14 +112,14 @@ def check_reach(sync: WeightRoute, placement_plan: PlacementPlan, options: RayRu
     """Raise a ConfigError for a transport that reaches only one host, between roles that may be on several."""
     if sync.record.reach != "host" or options.cluster_address is None:
         return
-    if placement_plan.on_one_node(sync.trainer, sync.generator):
+    if placement_plan.on_one_node(sync.trainer, sync.target):
         return
-    if sync.record.within_hosts and placement_plan.beside(sync.generator, sync.trainer):
+    if sync.record.within_hosts and placement_plan.beside(sync.target, sync.trainer):
         return
     beside = ", or let every replica of the generator sit in a slot with ranks of the trainer"
     raise ConfigError(
         f"the transport {sync.record.name!r} works within one host, but the places of {sync.trainer!r} and "
-        f"{sync.generator!r} may be on several. Put both in one pool with strategy: one_node, "
+        f"{sync.target!r} may be on several. Put both in one pool with strategy: one_node, "
         f"or one slot (runtime.options.pools){beside if sync.record.within_hosts else ''}, or choose another "
         "weight_sync.backend"
     )

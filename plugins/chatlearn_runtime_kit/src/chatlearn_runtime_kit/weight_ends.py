@@ -128,7 +128,7 @@ async def take_weights(
 def sync_workspace(plan: RunPlan, route: WeightRoute) -> Path:
     """The directory that both ends of a route share: a refresh has one of its own beside the generators' syncs."""
     directory = plan.run_dir / "weight_sync"
-    return directory / "refresh" / route.generator if route.generator in plan.refreshes else directory
+    return directory / "refresh" / route.target if route.target in plan.refreshes else directory
 
 
 def loader_of(trainer: Trainer, decay: float, origin: Origin) -> WeightLoader | None:
@@ -154,6 +154,6 @@ def require_taken(receipts: Sequence[SyncReceipt], route: WeightRoute) -> None:
     for receipt in receipts:
         if receipt.state != "serving":
             raise WeightSyncError(
-                f"refresh of role {route.generator!r} from role {route.trainer!r} after step {receipt.policy_version}: "
+                f"refresh of role {route.target!r} from role {route.trainer!r} after step {receipt.policy_version}: "
                 f"rank {receipt.replica} did not take the weights: {receipt.error}"
             )

@@ -145,7 +145,7 @@ class WeightTransfer:
                 shown = "\n".join(f"  {line}" for line in lines[:_MAX_LINES])
                 raise WeightSyncError(
                     f"weight sync of policy version {request.policy_version}: role {self.route.trainer!r} and role "
-                    f"{self.route.generator!r}, replica {replica}, hold different models: {len(lines)} tensors differ. "
+                    f"{self.route.target!r}, replica {replica}, hold different models: {len(lines)} tensors differ. "
                     f"Nothing was moved. Give both roles models of one architecture and size\n{shown}{more}"
                 )
             self._fits[ends[replica]] = request.manifest

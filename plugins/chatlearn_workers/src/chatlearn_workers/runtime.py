@@ -132,27 +132,27 @@ class WorkersRuntime(ABC):
 
     async def connect(self, route: WeightRoute) -> None:
         """Open the transport between a trainer and a generator role, replacing an existing one."""
-        key, shared = f"{route.trainer}->{route.generator}", SharedRequest(self.store)
+        key, shared = f"{route.trainer}->{route.target}", SharedRequest(self.store)
         plugin = PluginChoice.of(self.plan.registry, route.record, route.options, "weight_sync")
         senders = RemoteSenders(key, plugin, shared, self._trainers[route.trainer])
-        receivers = RemoteReceivers(key, plugin, shared, self._fleets[route.generator])
+        receivers = RemoteReceivers(key, plugin, shared, self._fleets[route.target])
         await senders.open()
-        self._senders[route.trainer, route.generator] = senders
+        self._senders[route.trainer, route.target] = senders
         workspace = sync_workspace(self.plan, route)
-        self._transfers[route.trainer, route.generator] = WeightTransfer(route, workspace, senders, receivers)
+        self._transfers[route.trainer, route.target] = WeightTransfer(route, workspace, senders, receivers)
 
     async def _connect_follower(self, route: WeightRoute, decay: float) -> None:
         """Open the transport between two trainers, unless the follower's model cannot take tensors one at a time."""
-        key, shared = f"{route.trainer}->{route.generator}", SharedRequest(self.store)
+        key, shared = f"{route.trainer}->{route.target}", SharedRequest(self.store)
         plugin = PluginChoice.of(self.plan.registry, route.record, route.options, "weight_sync")
-        follower = RemoteFollower(key, plugin, shared, self._trainers[route.generator], decay)
+        follower = RemoteFollower(key, plugin, shared, self._trainers[route.target], decay)
         if not await follower.open():
             return
         senders = RemoteSenders(key, plugin, shared, self._trainers[route.trainer])
         await senders.open()
-        self._senders[route.trainer, route.generator] = senders
+        self._senders[route.trainer, route.target] = senders
         workspace = sync_workspace(self.plan, route)
-        self._transfers[route.trainer, route.generator] = WeightTransfer(route, workspace, senders, follower)
+        self._transfers[route.trainer, route.target] = WeightTransfer(route, workspace, senders, follower)
 
     def trainer(self, role: str) -> RemoteTrainerGroup:
         """The trainer group of a role."""
