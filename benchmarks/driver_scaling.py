@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from machine import machine_facts
 
-from chatlearn_core.executor.garbage import garbage_collected_seldom
+from chatlearn_cli.garbage import garbage_collected_seldom
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import trace

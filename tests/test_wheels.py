@@ -48,7 +48,8 @@ PROVIDERS = metadata.packages_distributions()
 REPORT = (
     "-c",
     "import json; from chatlearn_core.plugins.loader import discover_plugins; "
-    "from chatlearn_core.plugins.report import plugins_json; print(json.dumps(plugins_json(discover_plugins())))",
+    "print(json.dumps({'plugins': [{'name': e.name, 'distribution': e.distribution, 'version': e.version, "
+    "'status': e.status, 'reason': e.reason} for e in discover_plugins().entries]}))",
 )
 """Lists plugins where there is no command line."""
 COMMAND = ("-m", "chatlearn_cli", "plugins", "list", "--json")

@@ -408,7 +408,12 @@ async def test_an_observer_that_cannot_write_its_page_hides_no_error(
     with pytest.raises(BackendError, match="out of memory"):
         await trained.run.train()
     assert "chatlearn_error of pages 1 raised OSError: [Errno 28] No space left on device" in caplog.text
-    assert json.loads((trained.run_dir / "summary.json").read_text())["error"] == "BackendError: out of memory"
+    summary = json.loads((trained.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert summary["error"] == "BackendError: out of memory"
+    assert summary["planned_steps"] == trained.run.assembly.config.train.steps
+    assert summary["totals"]["samples/total"] > 0
+    assert {"python", "torch"} <= set(summary["versions"])
 
 
 async def test_a_role_that_does_not_start_leaves_a_page(training: Training) -> None:

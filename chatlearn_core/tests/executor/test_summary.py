@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from chatlearn_core.executor.summary import before_and_after, summary, versions
+from chatlearn_core.executor.summary import before_and_after, versions
 from chatlearn_core.plugins.loader import discover_plugins
-from chatlearn_core.plugins.registry import PluginRegistry
 
 
 def test_before_and_after_hold_what_was_measured_twice() -> None:
@@ -23,25 +22,3 @@ def test_versions_of_what_took_part() -> None:
     assert found["torch"] == metadata.version("torch")
     assert found["chatlearn-core"] == metadata.version("chatlearn-core")
     assert list(found) == sorted(found)
-
-
-def test_the_summary_is_plain_data() -> None:
-    content = summary(
-        name="run",
-        status="completed",
-        steps=3,
-        planned_steps=3,
-        before={"eval/accuracy": 0.0},
-        after={"eval/accuracy": 1.0},
-        totals={"samples/total": 24.0},
-        best=None,
-        model="runs/run/model",
-        checkpoint=None,
-        wall_s=1.23456,
-        error=None,
-        registry=PluginRegistry(),
-    )
-    assert content["eval/accuracy"] == {"before": 0.0, "after": 1.0}
-    assert content["totals"] == {"samples/total": 24.0}
-    assert content["wall_s"] == 1.235
-    assert set(content["versions"]) == {"python", "torch"}

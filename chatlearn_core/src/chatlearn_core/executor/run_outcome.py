@@ -17,7 +17,7 @@ from chatlearn_core.executor.checkpointing import CheckpointWriter
 from chatlearn_core.executor.journal import Journal
 from chatlearn_core.executor.phases import Phase
 from chatlearn_core.executor.run_state import RunState
-from chatlearn_core.executor.summary import summary, versions
+from chatlearn_core.executor.summary import before_and_after, versions
 from chatlearn_core.metrics.run_directory import FAILURE_PAGE
 from chatlearn_core.plugins.hookspec import RunStatus
 from chatlearn_core.plugins.observers import Observers
@@ -128,21 +128,20 @@ class RunOutcome:
             key=lambda c: (c.metric, c.step),
             default=None,
         )
-        content = summary(
-            name=config.name,
-            status=status,
-            steps=state.step,
-            planned_steps=config.train.steps,
-            before=state.before,
-            after=state.after,
-            totals=state.totals,
-            best={"step": best.step, config.checkpoint.metric: best.metric} if best else None,
-            model=model,
-            checkpoint=str(state.saved_path) if state.saved_path is not None else None,
-            wall_s=time.monotonic() - self._started,
-            error=error,
-            registry=self.assembly.registry,
-        )
+        content = {
+            "name": config.name,
+            "status": status,
+            "steps": state.step,
+            "planned_steps": config.train.steps,
+            **before_and_after(state.before, state.after),
+            "totals": dict(state.totals),
+            "best": {"step": best.step, config.checkpoint.metric: best.metric} if best else None,
+            "model": model,
+            "checkpoint": str(state.saved_path) if state.saved_path is not None else None,
+            "wall_s": round(time.monotonic() - self._started, 3),
+            "error": error,
+            "versions": versions(self.assembly.registry),
+        }
         self.outcome = (status, content)
         self.directory.write_json("summary.json", content)
         return content

@@ -1,11 +1,10 @@
-"""``summary.json``: the results of a run for users and programs."""
+"""Parts of ``summary.json``: versions, and evaluations before and after training."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
 
 from chatlearn_core.plugins.registry import PluginRegistry
 
@@ -25,37 +24,4 @@ def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) ->
         name: {"before": before[name], "after": after[name]}
         for name in sorted(before.keys() & after.keys())
         if name.startswith("eval/")
-    }
-
-
-def summary(
-    *,
-    name: str,
-    status: str,
-    steps: int,
-    planned_steps: int,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    totals: Mapping[str, float],
-    best: Mapping[str, Any] | None,
-    model: str | None,
-    checkpoint: str | None,
-    wall_s: float,
-    error: str | None,
-    registry: PluginRegistry,
-) -> dict[str, Any]:
-    """The content of ``summary.json``."""
-    return {
-        "name": name,
-        "status": status,
-        "steps": steps,
-        "planned_steps": planned_steps,
-        **before_and_after(before, after),
-        "totals": dict(totals),
-        "best": best,
-        "model": model,
-        "checkpoint": checkpoint,
-        "wall_s": round(wall_s, 3),
-        "error": error,
-        "versions": versions(registry),
     }

@@ -57,7 +57,7 @@ def schema(
     ] = None,
 ) -> None:
     """Print a JSON schema for editors, with the options of every installed plugin."""
-    from chatlearn_core.config.json_schema import config_schema
+    from chatlearn_cli.config_schema import config_schema
     from chatlearn_core.plugins.loader import discover_plugins
 
     described, failures = config_schema(discover_plugins())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from chatlearn_core.plugins.report import table
+from chatlearn_core.plugins.table import table
 
 OPTIONS_HEADER = ("OPTION", "TYPE", "DEFAULT", "")
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}

@@ -8,17 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from chatlearn_cli.lazy import PluginsGroup
+from chatlearn_cli.plugin_report import entry_json, plugins_json, plugins_text, record_fields, record_text
 from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.report import (
-    entry_json,
-    plugins_json,
-    plugins_text,
-    record_fields,
-    record_text,
-)
 from chatlearn_core.plugins.sources import did_you_mean
 
 app = typer.Typer(cls=PluginsGroup, no_args_is_help=True)

@@ -57,8 +57,8 @@ def run(
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train a model as a configuration says."""
+    from chatlearn_cli.garbage import garbage_collected_seldom
     from chatlearn_cli.progress_bar import ProgressBar
-    from chatlearn_core.executor.garbage import garbage_collected_seldom
     from chatlearn_core.executor.run import Run
 
     assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)

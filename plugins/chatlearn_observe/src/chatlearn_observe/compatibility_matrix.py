@@ -13,7 +13,7 @@ from chatlearn_core.plugins.compatibility import mismatches
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import GeneratorSpec, Reach, TrainerSpec, WeightSyncSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.report import table
+from chatlearn_core.plugins.table import table
 
 MATRIX_HEADER = ("TRAINER", "GENERATOR", "WEIGHT SYNC", "DECLARED", "TESTED", "")
 Combination = tuple[str, str, str]

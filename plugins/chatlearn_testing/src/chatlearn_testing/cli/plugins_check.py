@@ -15,8 +15,8 @@ from chatlearn_core.exceptions import PluginNotFoundError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.report import table
 from chatlearn_core.plugins.sources import did_you_mean
+from chatlearn_core.plugins.table import table
 from chatlearn_testing.cli.check_entries import Check, entries_in
 
 EXIT_FAILED = 1

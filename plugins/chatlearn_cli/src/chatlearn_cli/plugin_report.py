@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from chatlearn_core import __version__
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import PLUGIN_API_VERSION
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_core.plugins.table import table
 
 LIST_HEADER = ("KIND", "NAME", "DISTRIBUTION", "VERSION", "STATUS", "")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a header, in aligned columns; the last column is free text."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in [header, *rows]
-    )
 
 
 def plugins_text(registry: PluginRegistry) -> str:

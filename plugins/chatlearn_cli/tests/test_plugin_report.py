@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 
+from chatlearn_cli.plugin_report import plugins_json, plugins_text, record_text
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import CliCommandSpec, TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.report import plugins_json, plugins_text, record_text, table
 
 TRAINER = PluginEntry(
     name="fsdp",
@@ -67,9 +67,3 @@ def test_a_record_field_by_field() -> None:
     assert lines["outputs"] == "logprobs, values"
     assert lines["max_ranks"] == "any"
     assert record_text(BROKEN).splitlines()[-1] == "status        failed: ImportError: no acme"
-
-
-def test_a_table_aligns_all_but_the_last_column() -> None:
-    assert (
-        table(("A", "B", ""), [("long", "x", "free text"), ("s", "yy", "")]) == "A     B\nlong  x   free text\ns     yy"
-    )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from chatlearn_core.executor.garbage import ALLOCATIONS, garbage_collected_seldom
+from chatlearn_cli.garbage import ALLOCATIONS, garbage_collected_seldom
 
 
 def test_the_collector_is_as_before_when_a_run_is_over() -> None:
