@@ -64,7 +64,7 @@ def test_parts_that_do_not_fit_are_refused():
     parts = {"w#indices": torch.tensor([0, 1], dtype=torch.int32), "w#values": as_bits(torch.ones(1))}
     with pytest.raises(WeightSyncError, match="'w': 1 values for 2 positions"):
         apply("w", parts, torch.ones(3))
-    with pytest.raises(WeightSyncError, match="its shape or dtype is not that"):
+    with pytest.raises(WeightSyncError, match="its shape or dtype differs from the previous version's"):
         apply("w", {"w": torch.ones(2)}, torch.ones(3))
 
 

@@ -66,7 +66,7 @@ def test_a_receiver_whose_loop_is_closed_is_left_out(channel):
     opened.put(BUCKET)
     opened.acknowledge(there)
     opened.put("end")
-    with pytest.raises(WeightSyncError, match=r"gave up on role 'generator' replica 0.*Event loop is closed"):
+    with pytest.raises(WeightSyncError, match=r"dropped role 'generator' replica 0.*Event loop is closed"):
         opened.poll(gone)
     assert opened.poll(there) == "end"
 
@@ -85,7 +85,7 @@ def test_a_slow_receiver_is_left_out_and_the_others_go_on(channel):
 
 def test_a_plan_without_receivers(channel):
     opened, _ = channel(0)
-    with pytest.raises(WeightSyncError, match=r"no receiver is left. The plan names no receivers."):
+    with pytest.raises(WeightSyncError, match=r"no receiver remains. The plan names no receivers."):
         opened.put(BUCKET)
 
 

@@ -174,7 +174,7 @@ async def test_a_version_that_was_removed_is_named(scene, weights, loader, endpo
     plan = here.plan(weights, 2, 1)
     shutil.rmtree(Path(plan.workspace) / "v1")
     late = DeltaReceiver(DeltaOptions(), endpoint("generator", replica=1))
-    with pytest.raises(WeightSyncError, match=r"version 2 in .*v2 builds on .*v1, which is not there"):
+    with pytest.raises(WeightSyncError, match=r"version 2 in .*v2 builds on .*v1, which is missing"):
         await late.receive(plan, [], loader())
     late.close()
 
@@ -186,7 +186,9 @@ async def test_a_delta_on_other_weights_is_noticed(scene, weights, loader):
     here.receiver._copy.tensors["embed.weight"][0, 0] += 1
     weights = stepped(weights)
     results, _ = await here.sync(weights)
-    assert "tensor 'embed.weight' of policy version 2 came out otherwise than the sender has it" in str(results[-1])
+    assert "'embed.weight' of policy version 2 differs from the sender's after its delta was applied" in str(
+        results[-1]
+    )
     assert here.receiver._copy.sync_id is None
     load = loader()
     await here.receiver.receive(here.plan(weights, 2, 1), [], load)

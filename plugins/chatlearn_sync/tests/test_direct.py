@@ -160,7 +160,7 @@ async def test_a_receiver_that_dies_midway_fails_the_sender_at_once(
     sent, received = await run_sync(plan, senders, [trainer(tensors)], receivers, [loader(before=die)])
     assert isinstance(received, RuntimeError)
     assert isinstance(sent, WeightSyncError)
-    assert "no receiver is left. role 'generator' replica 0" in str(sent)
+    assert "no receiver remains. role 'generator' replica 0" in str(sent)
     assert "RuntimeError: engine is gone" in str(sent)
 
 
@@ -230,7 +230,7 @@ async def test_a_cancelled_receiver_lets_the_sender_go(tensors, make_plan, train
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receiving
-    with pytest.raises(WeightSyncError, match=r"no receiver is left.*CancelledError"):
+    with pytest.raises(WeightSyncError, match=r"no receiver remains.*CancelledError"):
         await asyncio.to_thread(sender.send, plan, trainer(tensors))
 
 

@@ -79,7 +79,7 @@ class BroadcastSender:
         self._member: Membership | None = None
         self._buffers: FlatBuffers | None = None
         self._said: str | None = None
-        """Reason for not using NCCL, once it was logged."""
+        """Logged reason for not using NCCL."""
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
         """Listen for the receivers.

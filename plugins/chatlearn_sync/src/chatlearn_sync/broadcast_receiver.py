@@ -114,7 +114,7 @@ class _FlatIntake(Intake):
             return await super().run(offers)
         except WeightSyncError:
             if self._failure is not None:
-                raise self._failure from None  # why the sender has given up
+                raise self._failure from None  # the cause of the sender's failure
             raise
         finally:
             for task in self._loads.values():
@@ -185,10 +185,10 @@ class _FlatIntake(Intake):
         await load_and_verify(self._delivery.load(iter(shards), rank), named, message["checksums"], where)
 
     async def _arrived(self, source: Source, message: Message, arrival: Arrival, told: _Told) -> None:
-        """Wait off the event loop's back: a thread that blocks in a broadcast could not be given up.
+        """Wait for a broadcast without a thread, because a thread blocked in a broadcast cannot be cancelled.
 
         Raises:
-            WeightSyncError: it broke off. The sender hears of it, too: it may be waiting for other receivers.
+            WeightSyncError: the broadcast failed. The sender gets the error too, as it may wait for other receivers.
         """
         while not arrival.is_over:
             await told.wait(arrival.glance_s)

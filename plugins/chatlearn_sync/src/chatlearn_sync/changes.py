@@ -1,8 +1,8 @@
-"""What changed between two versions of a tensor, bit for bit, in the smallest of three forms.
+"""Bit-exact differences between two versions of a tensor, stored in the smallest of three forms.
 
-``whole``: all elements. ``indices``: positions and new values. ``mask``: a bit an element, and new values; smaller than
-indices once more than one element in 32 changed. Elements are compared and carried as bits, so that -0.0 is a change
-and a NaN is not lost.
+``whole``: all elements. ``indices``: positions of the changed elements and their new values. ``mask``: one bit per
+element, and the new values; smaller than ``indices`` once more than one element in 32 changed. Elements are compared
+and stored as raw bits: a change from 0.0 to -0.0 counts, and NaN payloads survive.
 """
 
 from __future__ import annotations
@@ -16,26 +16,32 @@ from torch import Tensor
 from chatlearn_core.exceptions import WeightSyncError
 
 INDICES, MASK, VALUES = "#indices", "#mask", "#values"
-"""Endings of the names under which parts of a tensor are stored. No checkpoint name has a '#'."""
+"""Suffixes of the names under which parts of a tensor are stored. No tensor name in a checkpoint contains '#'."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> a type that is compared bit by bit."""
+"""Element size, bytes -> integer dtype of that size, which compares bit by bit."""
 INDEX_BYTES = 4
 PIECE = 1 << 19
-"""Elements that are compared at a time: a multiple of 8, and few enough to stay in the cache."""
+"""Number of elements compared at a time: a multiple of 8, so that a piece's mask fills whole bytes, and few enough to
+stay in the cache.
+"""
 MOST_INDEXED = 2**31
-"""Elements that a four-byte index tells apart; larger tensors use a mask."""
+"""Maximum number of elements of a tensor stored as ``indices``, whose positions are int32; larger ones use a mask."""
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's elements as integers, in one dimension."""
+    """View a contiguous tensor's elements as integers, [num_elements]."""
     return tensor.reshape(-1).view(BITS[tensor.element_size()])
 
 
 def changes(name: str, old: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """The parts to store so that ``apply`` turns ``old`` into ``new``; none if they are equal.
+    """Return the parts to store so that ``apply`` turns ``old`` into ``new``; empty if they are equal.
 
     Args:
-        old, new: contiguous host tensors of one shape and dtype.
+        old, new: contiguous host tensors of equal shape and dtype.
+
+    Returns:
+        Stored name -> tensor: ``name`` (whole), or ``name#indices`` (int32) and ``name#values``, or ``name#mask``
+        (uint8) and ``name#values``. Values are integers of the element's size.
     """
     before, after = as_bits(old), as_bits(new)
     elements, size = after.numel(), new.element_size()
@@ -68,7 +74,7 @@ def changes(name: str, old: Tensor, new: Tensor) -> dict[str, Tensor]:
 
 
 def _differences(before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(start, which elements differ) of piece after piece, in memory that is used again."""
+    """Yield (start, bool mask of differing elements) piece by piece; the next piece overwrites the mask."""
     scratch = torch.empty(min(PIECE, after.numel()), dtype=torch.bool)
     for start in range(0, after.numel(), PIECE):
         stop = min(start + PIECE, after.numel())
@@ -76,14 +82,14 @@ def _differences(before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def apply(name: str, parts: dict[str, Tensor], target: Tensor) -> None:
-    """Write what changed into a contiguous tensor, in place.
+    """Apply the parts that ``changes`` returned to a contiguous tensor, in place.
 
     Raises:
-        WeightSyncError: the parts do not fit the tensor.
+        WeightSyncError: the parts do not match the tensor's shape, dtype or number of elements.
     """
     if name in parts:
         if parts[name].shape != target.shape or parts[name].dtype != target.dtype:
-            raise WeightSyncError(f"delta of tensor {name!r}: its shape or dtype is not that of the version before")
+            raise WeightSyncError(f"delta of tensor {name!r}: its shape or dtype differs from the previous version's")
         target.copy_(parts[name])
         return
     bits, values = as_bits(target), parts[name + VALUES]
@@ -98,5 +104,5 @@ def apply(name: str, parts: dict[str, Tensor], target: Tensor) -> None:
 
 
 def tensor_of(stored: str) -> str:
-    """The tensor that a stored part belongs to."""
+    """Return the name of the tensor that a stored part belongs to."""
     return stored.partition("#")[0]

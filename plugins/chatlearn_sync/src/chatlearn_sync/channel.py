@@ -17,26 +17,27 @@ End = Literal["end"]
 
 
 def receiver_key(endpoint: Endpoint) -> ReceiverKey:
-    """What tells receivers of one plan apart."""
+    """Return what identifies a receiver within a plan: (role, replica, rank)."""
     return (endpoint.role, endpoint.replica, endpoint.rank)
 
 
 @dataclass(slots=True, eq=False)
 class _Inbox:
-    """What one receiver has been given and not acknowledged: at most one item, which bounds the memory."""
+    """The item that one receiver has not yet acknowledged; at most one, which bounds the memory."""
 
     receiver: Endpoint
     item: Bucket | End | None = None
     lost: str | None = None
-    """Why this receiver takes no further part."""
+    """Reason why this receiver no longer takes part; None: it does."""
     wake: Callable[[], None] | None = None
 
 
 class Channel:
-    """Every receiver gets every bucket; the next one is put when all have acknowledged the last.
+    """Passes every bucket to every receiver; ``put`` waits until all have acknowledged the previous bucket.
 
-    A receiver that fails or does not answer in ``plan.timeout_s`` leaves and the others go on: a replica is atomic by
-    itself. The sender fails when none is left. A failing sender fails all receivers at once.
+    A receiver that fails, or does not answer within ``plan.timeout_s``, leaves the sync and the others continue,
+    because each replica updates independently. The sender fails when no receiver remains. If the sender fails, all
+    receivers fail at once.
     """
 
     def __init__(self, plan: SyncRequest, sender: Endpoint) -> None:
@@ -48,14 +49,14 @@ class Channel:
         self._inboxes = {receiver_key(endpoint): _Inbox(endpoint) for endpoint in plan.receivers}
         self._failure: BaseException | None = None
 
-    # The sender's side, called in its thread.
+    # Sender methods, called in the sending thread.
 
     def put(self, item: Bucket | End) -> None:
         """Hand ``item`` to every receiver once the previous one is acknowledged; blocks until then.
 
         Raises:
-            WeightSyncError: no receiver is left, or the sync was released.
-            BackendTimeoutError: the last receivers did not answer in time; names them.
+            WeightSyncError: no receiver remains, or the sync was released.
+            BackendTimeoutError: the remaining receivers did not answer in time; names them.
         """
         with self._condition:
             self._wait_acknowledged()
@@ -64,7 +65,7 @@ class Channel:
                 self._wake(inbox)
 
     def drain(self) -> None:
-        """Block until everything that was put is acknowledged. Raises as ``put`` does."""
+        """Block until every receiver has acknowledged every item. Raises as ``put`` does."""
         with self._condition:
             self._wait_acknowledged()
 
@@ -87,7 +88,7 @@ class Channel:
             if self._failure is not None:
                 raise WeightSyncError(f"{self._where}: ended on the sender's side: {self._failure}") from self._failure
             if not self._live():
-                raise WeightSyncError(f"{self._where}: no receiver is left. {self._losses()}")
+                raise WeightSyncError(f"{self._where}: no receiver remains. {self._losses()}")
             waiting = [inbox for inbox in self._live() if inbox.item is not None]
             if not waiting:
                 return
@@ -115,13 +116,13 @@ class Channel:
         try:
             inbox.wake()
         except RuntimeError as error:  # its event loop is closed: no acknowledgement will come
-            inbox.lost = inbox.lost or f"went away: {error}"
+            inbox.lost = inbox.lost or f"its event loop ended: {error}"
             inbox.item = None
 
-    # The receiver's side, called on its event loop; none of these waits.
+    # Receiver methods, called on the receiver's event loop; none of them blocks.
 
     def attach(self, endpoint: Endpoint, wake: Callable[[], None]) -> None:
-        """Register ``wake``, which is called from the sender's thread whenever ``poll`` may have something new.
+        """Register ``wake``, which the sender's thread calls whenever ``poll`` may return a new item.
 
         Raises:
             WeightSyncError: the plan does not name this receiver.
@@ -133,17 +134,15 @@ class Channel:
             inbox.wake = wake
 
     def poll(self, endpoint: Endpoint) -> Bucket | End | None:
-        """What waits to be acknowledged, if anything.
+        """Return the item that this receiver has yet to acknowledge; None if there is none.
 
         Raises:
-            WeightSyncError: the sender failed, or gave this receiver up.
+            WeightSyncError: the sender failed, or dropped this receiver because it did not answer.
         """
         with self._condition:
             inbox = self._inboxes[receiver_key(endpoint)]
             if inbox.lost is not None:
-                raise WeightSyncError(
-                    f"{self._where}: the sender gave up on {describe_endpoint(endpoint)}: {inbox.lost}"
-                )
+                raise WeightSyncError(f"{self._where}: the sender dropped {describe_endpoint(endpoint)}: {inbox.lost}")
             if self._failure is not None:
                 raise WeightSyncError(
                     f"{self._where}: sender {describe_endpoint(self.sender)} failed: "
@@ -152,13 +151,13 @@ class Channel:
             return inbox.item
 
     def acknowledge(self, endpoint: Endpoint) -> None:
-        """The item that ``poll`` returned has been loaded; its tensors are not needed any more."""
+        """Report that the item ``poll`` returned is loaded and its tensors may be freed."""
         with self._condition:
             self._inboxes[receiver_key(endpoint)].item = None
             self._condition.notify_all()
 
     def leave(self, endpoint: Endpoint, cause: BaseException) -> None:
-        """This receiver failed and takes nothing any more."""
+        """Withdraw this receiver after a failure; the other receivers continue."""
         with self._condition:
             inbox = self._inboxes.get(receiver_key(endpoint))
             if inbox is not None:
@@ -167,6 +166,6 @@ class Channel:
                 self._condition.notify_all()
 
     def detach(self, endpoint: Endpoint) -> None:
-        """This receiver has finished and is not to be woken any more."""
+        """Stop waking this receiver, which has finished."""
         with self._condition:
             self._inboxes[receiver_key(endpoint)].wake = None

@@ -1,4 +1,4 @@
-"""Transport ``checkpoint``: safetensors on a disk that both ends see, the slow path that always works."""
+"""Transport ``checkpoint``: safetensors files on a disk that both ends share; slow, but works between any two hosts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NAME = "checkpoint"
 
 
 class CheckpointSender:
-    """Writes this rank's tensors; the lead also completes the version and tidies old ones away."""
+    """Writes this rank's tensors; the lead rank also completes the version and deletes old ones."""
 
     def __init__(self, options: CheckpointOptions, endpoint: Endpoint) -> None:
         self._options = options
         self._endpoint = endpoint
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
-        """Say where the weights will be, and clear what an interrupted run left under the same names.
+        """Return the directory of the future version; delete files of an interrupted run with the same names.
 
         Raises:
             WeightSyncError: the workspace cannot be written.
@@ -53,7 +53,11 @@ class CheckpointSender:
         return VersionDirectory(plan, NAME, self._endpoint).open()
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Write and flush this rank's files; the lead returns when the version is whole."""
+        """Write and flush this rank's files; the lead rank returns when the version is complete.
+
+        Returns:
+            Number of bytes that this rank wrote.
+        """
         version = VersionDirectory(plan, NAME, self._endpoint)
 
         def finish(parts: Sequence[WeightIndex], index: WeightIndex) -> WeightIndex:
@@ -67,7 +71,7 @@ class CheckpointSender:
         return version.publish(lambda: self._write(plan, version, trainer), finish).num_bytes
 
     def release(self, plan: SyncRequest) -> None:
-        """Remove what is unfinished, and whole versions of this role beyond the newest ``keep_versions``.
+        """Delete unfinished files, and complete versions of this role beyond the newest ``keep_versions``.
 
         Raises:
             WeightSyncError: a directory cannot be removed.
@@ -76,7 +80,7 @@ class CheckpointSender:
         VersionDirectory(plan, NAME, self._endpoint).tidy(lambda versions: [path for path, _ in versions[:newest]])
 
     def close(self) -> None:
-        """Nothing is held between syncs; the newest versions stay for replicas that come back."""
+        """Hold nothing between syncs; the newest versions stay on disk for replicas that restart."""
 
     def _write(self, plan: SyncRequest, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
@@ -100,8 +104,9 @@ class CheckpointSender:
 
 
 class CheckpointReceiver:
-    """Waits for a whole version, verifies it and lets the generator read it; of boxes, which no engine reads, it reads
-    them itself.
+    """Waits for a complete version, verifies it and passes its directory to the generator.
+
+    No engine reads a version stored in boxes, so this receiver reads those itself.
     """
 
     def __init__(self, options: CheckpointOptions, endpoint: Endpoint) -> None:
@@ -109,14 +114,16 @@ class CheckpointReceiver:
         self._endpoint = endpoint
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load the version by the plan's channel. Without offers (a replay) the plan says where it is."""
+        """Load the version through the plan's channel; returns its size, bytes. Without offers (a replay), the plan
+        alone locates it.
+        """
         version = VersionDirectory(plan, NAME, self._endpoint)
         version.require_offers(offers)
         index = await version.arrival()
         differences = plan.manifest.differences(index.manifest())
         if differences:
             raise WeightSyncError(
-                f"{describe(plan, NAME)}: {version.final / INDEX_NAME} is not what the plan's manifest says: "
+                f"{describe(plan, NAME)}: {version.final / INDEX_NAME} differs from the plan's manifest: "
                 f"{name_list(differences)}"
             )
         await asyncio.to_thread(verify_files, version.final, index, checksums=self._options.verify_checksums)
@@ -131,14 +138,14 @@ class CheckpointReceiver:
         return index.num_bytes
 
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Do nothing: a receiver holds nothing between syncs."""
 
 
 def _require_covered(plan: SyncRequest, index: WeightIndex) -> None:
-    """The ranks' boxes are together all tensors of the manifest, no element twice.
+    """Check that the boxes of all ranks cover every element of every tensor in the manifest exactly once.
 
     Raises:
-        WeightSyncError: they are not; names the tensor and the elements.
+        WeightSyncError: they do not; names the tensor and the elements.
     """
     check = StreamCheck(plan.manifest, describe(plan, NAME))
     for stored, entry in index.tensors.items():

@@ -1,4 +1,4 @@
-"""Checksums of tensors while they are copied, and while they are loaded."""
+"""Checksums computed while tensors are copied, and compared while they load."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from chatlearn_core.exceptions import WeightSyncError
 from chatlearn_hosting.engine_side.checksums import CorruptedTensorError, checksum, require_intact
 
 PIECE_BYTES = 1 << 20
-"""Fits into the second-level cache of any processor that this is worth running on."""
+"""Size of the pieces that are summed and copied together, bytes; fits the L2 cache of current server CPUs."""
 
 
 def copy_with_checksum(source: Tensor, target: Tensor) -> int:
-    """Copy into a contiguous tensor of the same shape and dtype; returns the source's checksum.
+    """Copy into a contiguous tensor of equal shape and dtype; returns the source's checksum.
 
-    On the host piece by piece, so that a piece is summed and copied while it is in the cache.
+    On the host this works piece by piece, so that each piece is summed and copied while it is in the cache.
     """
     source = source.contiguous()
     if source.nbytes <= PIECE_BYTES or source.device.type != "cpu":
         target.copy_(source)
         return checksum(source)
     flat, into = source.reshape(-1), target.reshape(-1)
-    step = PIECE_BYTES // source.element_size()  # whole words, so that the sum is that of the whole
+    step = PIECE_BYTES // source.element_size()  # whole words, so that the pieces' sums add up to the tensor's
     total = 0
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
@@ -34,13 +34,14 @@ def copy_with_checksum(source: Tensor, target: Tensor) -> int:
 
 
 def verify(tensors: Iterable[tuple[str, Tensor]], checksums: Sequence[int], where: str) -> None:
-    """Compare tensors with what the sender had, in order.
+    """Compare the checksums of tensors with the sender's, in order.
 
     Args:
-        where: leads the message.
+        checksums: the sender's checksums, one per tensor.
+        where: prefix of the error message.
 
     Raises:
-        WeightSyncError: a tensor is not what was sent; names it.
+        WeightSyncError: a tensor differs from the one sent; names it.
     """
     try:
         require_intact(tensors, checksums)
@@ -51,9 +52,12 @@ def verify(tensors: Iterable[tuple[str, Tensor]], checksums: Sequence[int], wher
 async def load_and_verify(
     load: Awaitable[None], tensors: Iterable[tuple[str, Tensor]], checksums: Sequence[int] | None, where: str
 ) -> None:
-    """Verify tensors while they are being loaded, which costs no time where a core is free.
+    """Load and verify tensors concurrently; verification is free if a CPU core is idle.
 
-    A replica that loads serves nothing before its ``finish``: finding the damage meanwhile is early enough.
+    A loading replica serves no request before its ``finish``, so damage found while loading is found in time.
+
+    Args:
+        checksums: the sender's checksums; None skips verification.
 
     Raises:
         WeightSyncError: as ``verify``.
@@ -65,5 +69,5 @@ async def load_and_verify(
     try:
         await load
     finally:
-        await asyncio.wait([verifying])  # it reads the memory that is given back next
+        await asyncio.wait([verifying])  # it reads memory that the caller frees next
     verifying.result()

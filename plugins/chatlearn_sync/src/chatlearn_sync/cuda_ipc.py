@@ -1,9 +1,9 @@
-"""Transport ``cuda_ipc``: trainer ranks and engine ranks share GPUs, and an engine reads where its trainer rank wrote.
+"""Transport ``cuda_ipc``: an engine rank reads GPU memory that the trainer rank on the same GPU wrote.
 
-Every sender rank has every gathered tensor on its own GPU, so every rank packs all of them into blocks of its GPU, and
-an engine's rank opens the block of the GPU it runs on. The streams are packed alike on all ranks: bucket ``n`` of each
-holds the same tensors at the same offsets, and goes to the engine as one handle with a block for each GPU. Bytes never
-leave their GPU.
+After a gather, every sender rank has all tensors on its own GPU. Each packs them into blocks of its GPU's memory, and
+an engine rank opens the block on the GPU it runs on. All ranks pack their streams identically: bucket ``n`` holds the
+same tensors at the same offsets on every rank, and reaches the engine as one handle with one block per GPU. No tensor
+leaves its GPU.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from chatlearn_sync.within_hosts import offers_here, on_host_of
 
 NAME = "cuda_ipc"
 Export = Callable[[Tensor], tuple[str, Any]]
-"""A block -> (UUID of its GPU, what rebuilds it in another process)."""
+"""Function: block -> (UUID of its GPU, picklable description from which another process opens the block)."""
 
 
 def export_block(block: Tensor) -> tuple[str, Any]:
-    """What another process needs to open a block of GPU memory."""
+    """Return the UUID of the block's GPU and the CUDA IPC handle with which another process opens the block."""
     return str(torch.cuda.get_device_properties(block.device).uuid), reduce_tensor(block)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """GPU memory that is filled, sent, and filled again once everyone has read it.
+    """GPU memory that is filled, sent, and refilled once every receiver has read it.
 
-    It outlives a sync and is exported once: torch gives memory back whose handle went out only when every handle was
-    opened and closed, and an engine without a rank on this GPU opens none.
+    A block outlives a sync and is exported once: torch frees exported memory only after another process has opened
+    and closed every handle, and an engine without a rank on this GPU never opens one.
     """
 
     memory: Tensor
     exported: str | None = None
-    """What rebuilds it in another process, pickled."""
+    """Pickled handle, base64; None: not exported yet."""
     bucket: int = -1
-    """The bucket it was last sent with."""
+    """Number of the bucket that this block last carried; -1: none in this sync."""
     places: list[TensorPlace] = field(default_factory=list)
     used: int = 0
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Copy a tensor into the block; False if there is no room."""
+        """Copy a tensor into the block; False if it does not fit."""
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + tensor.nbytes > self.memory.numel():
             return False
@@ -71,12 +71,12 @@ class Block:
         return True
 
     def clear(self) -> None:
-        """Make room."""
+        """Empty the block."""
         self.places, self.used = [], 0
 
 
 class CudaIpcSender:
-    """Packs every tensor into blocks of this rank's GPU."""
+    """Packs every tensor into blocks of memory on this rank's GPU."""
 
     def __init__(self, options: CudaIpcOptions, endpoint: Endpoint, export: Export = export_block) -> None:
         self._options = options
@@ -94,10 +94,12 @@ class CudaIpcSender:
         return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Stream every tensor into this GPU's blocks; returns after every receiver loaded all of them.
+        """Stream every tensor into this GPU's blocks; returns the bytes sent, once every receiver loaded them all.
 
         Raises:
-            WeightSyncError: the trainer's tensors are not on a GPU, or as for every transport.
+            WeightSyncError: the trainer's tensors are not on a GPU, the stream differs from the manifest, or no
+                receiver remains.
+            BackendTimeoutError: no receiver answered in time.
         """
         hub = self._hubs.of(plan)
         where = f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}"
@@ -109,7 +111,7 @@ class CudaIpcSender:
             number = sent = 0
             for block in self._filled(plan, trainer, check, hub):
                 if block.memory.device.type == "cuda":
-                    torch.cuda.synchronize(block.memory.device)  # the other process does not know of this one's streams
+                    torch.cuda.synchronize(block.memory.device)  # CUDA streams do not order work between processes
                 hub.say(self._announcement(block, number, where))
                 block.bucket = number
                 number += 1
@@ -119,16 +121,16 @@ class CudaIpcSender:
         return sent
 
     def release(self, plan: SyncRequest) -> None:
-        """Close the control path; a receiver or a send that is still at it raises."""
+        """Close the control path; a receiver or a send still in progress raises."""
         self._hubs.release(plan)
 
     def close(self) -> None:
-        """Close every control path and let go of the blocks."""
+        """Close every control path and drop the blocks."""
         self._hubs.close()
         self._blocks = []
 
     def _filled(self, plan: SyncRequest, trainer: Trainer, check: StreamCheck, hub: Hub) -> Iterator[Block]:
-        """Blocks as they get full; which tensors share one depends on the plan alone, so that all ranks agree."""
+        """Yield blocks as they fill. The plan alone decides which tensors share a block, so all ranks agree."""
         turn, size = 0, self._block_bytes(plan)
         for block in self._blocks:
             block.bucket = -1
@@ -158,7 +160,7 @@ class CudaIpcSender:
         return self._blocks
 
     def _block_bytes(self, plan: SyncRequest) -> int:
-        """What ``bucket_bytes`` has room for, and the largest tensor at least."""
+        """Block size, bytes: ``block_mb`` within the share of ``bucket_bytes``, but at least the largest tensor."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
         return max(largest, min(self._options.block_mb << 20, plan.bucket_bytes // IN_FLIGHT), 1)
 
@@ -169,7 +171,7 @@ class CudaIpcSender:
         except (RuntimeError, ValueError, AssertionError) as error:
             raise WeightSyncError(
                 f"{where}: its block on {block.memory.device} cannot be shared by CUDA IPC: {error}. The trainer must "
-                "be on a GPU; elsewhere use 'shared_memory' or 'broadcast'"
+                "run on a GPU; otherwise set weight_sync.backend to 'shared_memory' or 'broadcast'"
             ) from error
         return {
             "bucket": number,
@@ -181,24 +183,24 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Puts the blocks of all sender ranks together, one handle a bucket, and hands them to the engine."""
+    """Combines the blocks of all sender ranks into one handle per bucket and passes it to the engine."""
 
     def __init__(self, options: CudaIpcOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load every bucket; the event loop stays free while waiting."""
+        """Load every bucket; returns the number of bytes. The event loop stays free while waiting."""
         assert isinstance(loader, MemoryHandleLoader), "the generator declares 'memory_handles'"
         contents = offers_here(offers_of(offers, plan, NAME), self._endpoint)
         return await _HandleIntake(plan, self._endpoint, loader, len(contents)).run(contents)
 
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Do nothing: a receiver holds nothing between syncs."""
 
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """One bucket, while the announcements of all sender ranks come in."""
+    """One bucket while the announcements of all sender ranks arrive."""
 
     blocks: dict[str, Any] = field(default_factory=dict)
     num_announced: int = 0
@@ -214,15 +216,15 @@ class _HandleIntake(Intake):
         self._meetings: dict[int, Meeting] = {}
 
     async def take(self, source: Source, message: Message) -> None:
-        """The rank that comes last loads the bucket for all; the others' blocks are acknowledged after that."""
+        """Collect the announcements of one bucket; the last one to arrive loads the bucket, then all return."""
         number = int(message["bucket"])
         meeting = self._meetings.setdefault(number, Meeting())
-        # A pickle, from the very process whose address the offer gave.
+        # A pickle from the process that has proved to be the sender.
         uuid, rebuild = pickle.loads(base64.b64decode(message["block"]))
         if meeting.tensors and meeting.tensors != message["tensors"]:
             raise WeightSyncError(
-                f"{self.where}: bucket {number} of sender rank {source.sender.rank} holds other tensors than those of "
-                "the ranks before it; all ranks must stream alike"
+                f"{self.where}: bucket {number} of sender rank {source.sender.rank} holds other tensors than that "
+                "bucket of another rank; all ranks of a trainer must stream the same tensors in the same order"
             )
         meeting.tensors = message["tensors"]
         meeting.blocks[uuid] = rebuild

@@ -106,7 +106,7 @@ class Assembly:
         """Maximum number of bytes held at a time."""
 
     def has_room(self, shard: WeightShard) -> bool:
-        """Whether a shard can be placed within the limit; a tensor that is larger than that needs all room."""
+        """Whether a shard fits within the limit; a tensor above the limit fits only if no other is held."""
         return shard.name in self._tensors or not self._tensors or self.held_bytes + _size(shard) <= self._limit_bytes
 
     async def wait_for_room(self, shard: WeightShard, sender_rank: int) -> None:

@@ -1,8 +1,9 @@
-"""Transport ``delta``: a full version at intervals, and between them only the changes, exact to the bit.
+"""Transport ``delta``: a full version at intervals, and bit-exact changes in between.
 
-Versions form a chain in the workspace: a full one, and deltas that each apply to the one before. A sender rank compares
-what it streams with what it streamed last, of which it keeps a copy on the host. A receiver (``delta_receiver``) keeps
-one, too; a new one reads the chain from the full version on, without the trainer.
+Versions form a chain in the workspace: a full version followed by deltas, each of which applies to the version before
+it. A sender rank compares the tensors it streams with its host copy of those it streamed last. A receiver
+(``delta_receiver``) keeps such a copy too; a restarted receiver reads the chain from the full version on, without the
+trainer.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ NAME = "delta"
 
 @dataclass(slots=True)
 class Held:
-    """The tensors that this rank streamed last, byte for byte."""
+    """Host copy of the tensors that this rank streamed last."""
 
     version: int | None = None
-    """None: there is no version that a delta could build on."""
+    """Policy version of the copy; None: no complete version that a delta could build on."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     age: int = 0
     """Number of deltas since the last full version."""
@@ -54,7 +55,7 @@ class DeltaSender:
         self._held = Held()
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
-        """Say where the version will be, and clear what an interrupted run left under the same names.
+        """Return the directory of the future version; delete files of an interrupted run with the same names.
 
         Raises:
             WeightSyncError: the workspace cannot be written.
@@ -62,7 +63,11 @@ class DeltaSender:
         return VersionDirectory(plan, NAME, self._endpoint).open()
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Write and flush what changed; the lead returns when the version is whole. Counts the bytes written."""
+        """Write and flush the changes; the lead rank returns when the version is complete.
+
+        Returns:
+            Number of bytes that this rank wrote.
+        """
         version = VersionDirectory(plan, NAME, self._endpoint)
         held = self._held
         builds_on = plan.base_version if plan.payload == "delta" and held.age + 1 < self._options.full_every else None
@@ -81,7 +86,7 @@ class DeltaSender:
         return part.num_bytes
 
     def release(self, plan: SyncRequest) -> None:
-        """Remove what is unfinished, and versions that the newest one does not build on.
+        """Delete unfinished files, and versions that the newest one does not build on.
 
         Raises:
             WeightSyncError: a directory cannot be removed.
@@ -89,7 +94,7 @@ class DeltaSender:
         VersionDirectory(plan, NAME, self._endpoint).tidy(_chain)
 
     def close(self) -> None:
-        """Give the copy back; the newest chain stays on the disk for replicas that come back."""
+        """Free the host copy; the newest chain stays on disk for replicas that restart."""
         self._held = Held()
 
     def _write(self, plan: SyncRequest, version: VersionDirectory, trainer: Trainer) -> WeightIndex:
@@ -125,7 +130,7 @@ class DeltaSender:
         )
 
     def _changed(self, shards: Iterator[WeightShard]) -> Iterator[tuple[str, dict[str, Tensor], int]]:
-        """(name, what to store, checksum of all of it) of each tensor that changed; ``held`` follows."""
+        """Yield (name, parts to store, checksum of the whole new tensor) of each changed tensor; updates ``held``."""
         held = self._held.tensors
         for shard in shards:
             name, new = shard.name, shard.tensor.to("cpu").contiguous()
@@ -144,13 +149,13 @@ class DeltaSender:
             if index.policy_version == plan.base_version:
                 return directory.name
         raise WeightSyncError(
-            f"{describe(plan, NAME)}: policy version {plan.base_version}, which it builds on, is not in "
-            f"{plan.workspace}. Was it removed? The next sync will be a full one"
+            f"{describe(plan, NAME)}: this delta builds on policy version {plan.base_version}, which is missing from "
+            f"{plan.workspace}; it may have been deleted. The next sync writes a full version"
         )
 
 
 def _chain(versions: Sequence[tuple[Path, WeightIndex]]) -> Collection[Path]:
-    """The newest version and all versions that it builds on."""
+    """Return the directories of the newest version and of all versions it builds on."""
     by_name = {directory.name: (directory, index) for directory, index in versions}
     chain: list[Path] = []
     following = versions[0][0].name if versions else None

@@ -1,4 +1,4 @@
-"""The generator's end of ``delta``: keeps the last version, brings it up to date and hands it over whole."""
+"""The generator's end of ``delta``: updates a copy of the weights and passes all of it to the generator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Copy:
     def __init__(self, manifest: WeightManifest) -> None:
         self.manifest = manifest
         self.sync_id: str | None = None
-        """Which version this is; None while it is between two."""
+        """Sync whose version the tensors hold; None before the first version and during an update."""
         places: list[TensorPlace] = []
         used = 0
         for spec in manifest.tensors.values():
@@ -43,13 +43,13 @@ class Copy:
         self.handle = MemoryHandle("file", self._block.path, self._block.num_bytes, tuple(places))
 
     def close(self) -> None:
-        """Give the memory back, once nothing refers to the tensors any more."""
+        """Drop the tensors; the memory is freed once the engine has unmapped it."""
         self.tensors = {}
         self._block.close()
 
 
 class DeltaReceiver:
-    """Reads what its copy lacks: the new version, and the ones before it where it missed them."""
+    """Brings its copy up to date: applies the new version, after any earlier ones that it missed."""
 
     def __init__(self, options: DeltaOptions, endpoint: Endpoint) -> None:
         self._options = options
@@ -57,7 +57,7 @@ class DeltaReceiver:
         self._copy: Copy | None = None
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load the version. Without offers (a replay) the plan says where it is. Counts the bytes read."""
+        """Load the version; returns the bytes read from disk. Without offers (a replay), the plan alone locates it."""
         version = VersionDirectory(plan, NAME, self._endpoint)
         version.require_offers(offers)
         index = await version.arrival()
@@ -72,7 +72,7 @@ class DeltaReceiver:
         return sum(index.num_bytes for _, index in missing)
 
     def close(self) -> None:
-        """Give the copy back."""
+        """Free the copy."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.close()
@@ -86,10 +86,10 @@ class DeltaReceiver:
     def _missing(
         self, plan: SyncRequest, directory: Path, index: WeightIndex, copy: Copy
     ) -> list[tuple[Path, WeightIndex]]:
-        """The versions that lead from the copy to the plan's, oldest first; from a full one if none leads from here.
+        """List the versions to apply to the copy, oldest first; starts with a full one if the copy is not in the chain.
 
         Raises:
-            WeightSyncError: one of them is not there any more.
+            WeightSyncError: one of them is missing.
         """
         chain = [(directory, index)]
         while (base := chain[-1][1].base) is not None and base != copy.sync_id:
@@ -97,7 +97,7 @@ class DeltaReceiver:
             if not (before / INDEX_NAME).exists():
                 raise WeightSyncError(
                     f"{self._where(plan)}: version {chain[-1][1].policy_version} in {chain[-1][0]} builds on {before}, "
-                    "which is not there. The next full version (weight_sync.options.full_every) does not need it"
+                    "which is missing. The next full version (weight_sync.options.full_every) will not need it"
                 )
             chain.append((before, read_index(before)))
         return chain[::-1]
@@ -126,8 +126,9 @@ class DeltaReceiver:
                 apply(name, parts, target)
                 if self._options.verify_checksums and checksum(target) != index.results[name]:
                     raise WeightSyncError(
-                        f"{directory / file}: tensor {name!r} of policy version {index.policy_version} came out "
-                        "otherwise than the sender has it; the copy it was applied to is not the version before"
+                        f"{directory / file}: tensor {name!r} of policy version {index.policy_version} differs from "
+                        "the sender's after its delta was applied: the receiver's copy does not hold the version that "
+                        "the delta builds on. Restart this replica; it then reads the chain from the full version on"
                     )
 
     def _where(self, plan: SyncRequest) -> str:

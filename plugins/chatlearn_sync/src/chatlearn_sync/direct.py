@@ -1,4 +1,4 @@
-"""Transport ``direct``: trainer and generator share a process, and tensors change hands without a copy."""
+"""Transport ``direct``: trainer and generator share a process, and the generator reads the trainer's own tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMEDY = "set weight_sync.backend to a transport that reaches further, such as '
 
 @dataclass(slots=True, eq=False)
 class DirectOffer:
-    """The sender's end of the channel. In another process only the description arrives, and is refused there."""
+    """The sender's channel. Pickling drops the channel, so a receiver in another process gets None and raises."""
 
     sender: Endpoint
     channel: Channel | None
@@ -40,7 +40,7 @@ class DirectOffer:
 
 
 class DirectSender:
-    """Streams whole tensors into the channel, a bucket at a time, and holds each until it is acknowledged."""
+    """Streams whole tensors into the channel, bucket by bucket, and holds each bucket until it is acknowledged."""
 
     def __init__(self, options: DirectOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -50,7 +50,7 @@ class DirectSender:
         """Open the channel.
 
         Raises:
-            WeightSyncError: a receiver lives in another process.
+            WeightSyncError: a receiver is in another process.
         """
         for receiver in plan.receivers:
             if (receiver.host, receiver.process) != (self._endpoint.host, self._endpoint.process):
@@ -86,7 +86,7 @@ class DirectSender:
         return sent
 
     def release(self, plan: SyncRequest) -> None:
-        """Close the channel; a receiver or a send that is still at it raises."""
+        """Close the channel; a receiver or a send still in progress raises."""
         channel = self._channels.pop(plan.sync_id, None)
         if channel is not None:
             channel.fail(WeightSyncError("the sync was released"))
@@ -99,13 +99,13 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """Takes buckets from all sender ranks as they come, so that no rank's stream waits for another's."""
+    """Takes buckets from all sender ranks in order of arrival, so that no rank's stream waits for another's."""
 
     def __init__(self, options: DirectOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load every bucket with ``loader.load_tensors``; the event loop stays free while waiting."""
+        """Load every bucket with ``loader.load_tensors``; returns the number of bytes. The event loop stays free."""
         open_channels = [self._channel(plan, offer) for offer in offers]
         where = f"{describe(plan, 'direct')}, receiver {describe_endpoint(self._endpoint)}"
         check = StreamCheck(plan.manifest, where)
@@ -139,7 +139,7 @@ class DirectReceiver:
                     await self._wait(news, open_channels, plan, where)
             check.complete()
             for channel in finished:
-                channel.poll(self._endpoint)  # raises if its sender gave up while another rank's was read
+                channel.poll(self._endpoint)  # raises if its sender failed while another rank's stream was read
                 channel.acknowledge(self._endpoint)
                 channel.detach(self._endpoint)
         except BaseException as error:
@@ -149,14 +149,14 @@ class DirectReceiver:
         return received
 
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Do nothing: a receiver holds nothing between syncs."""
 
     def _channel(self, plan: SyncRequest, offer: SyncOffer) -> Channel:
         content = offer.content
         if not isinstance(content, DirectOffer):
             raise WeightSyncError(
                 f"{describe(plan, 'direct')}: sender rank {offer.sender_rank} offered a {type(content).__name__}, "
-                f"which is not an offer of 'direct'; both ends must be given the same transport"
+                f"which is not an offer of 'direct'; both ends must use the same transport"
             )
         if content.channel is None:
             raise WeightSyncError(
@@ -183,7 +183,7 @@ class DirectReceiver:
 
 
 async def _load(bucket: Bucket, check: StreamCheck, loader: WeightLoader) -> int:
-    """A function of its own, so that no local variable outlives the acknowledgement."""
+    """Load one bucket. As a separate function, it leaves no local reference to a tensor after the acknowledgement."""
     for shard in bucket:
         check.admit(shard)
     await loader.load_tensors((shard.name, shard.tensor) for shard in bucket)

@@ -38,7 +38,7 @@ class FlatBuffers:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def slot(self, number: int, num_bytes: int) -> int:
-        """The buffer that bucket ``number`` uses; both ends count alike."""
+        """Return the buffer that bucket ``number`` uses; both ends compute the same one."""
         return 2 if num_bytes > self._limit else number % 2
 
     def as_it_lies(self, bucket: list[WeightShard]) -> Tensor | None:
@@ -66,10 +66,10 @@ def wider_first(bucket: list[WeightShard]) -> list[WeightShard]:
 
 
 def pack(bucket: list[WeightShard], flat: Tensor, *, with_checksums: bool) -> list[int] | None:
-    """Copy tensors, ``wider_first``, one behind the other into ``flat``, from whatever device.
+    """Copy tensors, ordered by ``wider_first``, back to back into ``flat``; they may be on any device.
 
     Returns:
-        The tensors' checksums, if they are asked for.
+        The tensors' checksums; None without ``with_checksums``.
     """
     offset = 0
     checksums: list[int] = []

@@ -9,9 +9,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(device: str, count: int = 1) -> list[str]:
-    """The GPUs of ``count`` ranks of which the first is on ``device``, by the machine's names for them.
+    """Return the host's names of the GPUs that ``count`` ranks use, the first of which is on ``device``.
 
-    What is ``cuda:0`` in two processes is two GPUs if they see different ones. None for another kind of device.
+    ``cuda:0`` names different GPUs in two processes with different CUDA_VISIBLE_DEVICES. Empty for other devices.
     """
     kind, _, index = device.partition(":")
     if kind != "cuda":

@@ -1,9 +1,9 @@
-"""The control path of a sync between processes: small messages over sockets, while the bytes go another way.
+"""The control path of a sync between processes: small messages over sockets; the tensors travel separately.
 
-The sender listens (``Hub``), every receiver connects (``chatlearn_sync.intake``). A process that ends, however it ends,
-closes its socket, so the other end knows at once; what hangs instead is bounded by ``plan.timeout_s``. Of a connection
-only a greeting of fixed size is read until it has proved that it knows the offer's token; all else closes it, and does
-nothing to the sync.
+The sender listens (``Hub``) and every receiver connects (``chatlearn_sync.intake``). When a process ends, the kernel
+closes its socket, so the other end notices at once; ``plan.timeout_s`` bounds every wait for a process that hangs.
+From a new connection the hub reads only a greeting of fixed size until the peer has proved that it knows the offer's
+token. Anything else closes that connection and leaves the sync unaffected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from chatlearn_sync.messages import READ_BYTES, Address, Decoder, Message, encod
 from chatlearn_sync.stream import describe, describe_endpoint
 
 MOST_STRANGERS = 64
-"""Maximum number of connections without a greeting, beyond one per receiver; then the oldest is closed."""
+"""Maximum number of connections without a greeting, beyond one per receiver; one more closes the oldest."""
 TELL_S = 1.0
-"""Time that a receiver which does not read may delay the news of a failed sync, seconds."""
+"""Time limit for sending the error of a failed sync to a receiver that does not read, seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,21 +51,22 @@ class Peer:
     connection: socket.socket | None = None
     hello: Message = field(default_factory=dict)
     acknowledged: int = -1
-    """Number of the last bucket that it loaded; the end of the stream counts as a bucket."""
+    """Number of the last bucket that the receiver loaded; the end of the stream counts as a bucket."""
     lost: str | None = None
-    """Reason why it no longer takes part."""
+    """Reason why the receiver no longer takes part; None: it does."""
 
 
 class Hub:
-    """The sender's end: a connection for each receiver of the plan.
+    """The sender's end: one connection per receiver of the plan.
 
-    A receiver that fails or is silent for ``plan.timeout_s`` leaves and the others go on; without any left, the send
-    fails. All methods but ``release`` and ``nudge`` belong to the sending thread.
+    A receiver that fails, or stays silent for ``plan.timeout_s``, leaves the sync and the others continue; the send
+    fails when no receiver remains. Only the sending thread may call methods other than ``release`` and ``nudge``.
 
     Args:
-        host: where receivers reach this process over TCP; None: all are on this host, and a Unix socket does.
-        collective: the bytes move in a collective of all receivers: one that says it failed still gets every message,
-            for it takes part to the end; one that goes away ends the sync.
+        host: address under which receivers reach this process over TCP; None: all are on this host and use a Unix
+            socket.
+        collective: the tensors travel in a collective of all receivers. A receiver that reports a failure then still
+            gets every message, because it takes part to the end, and a closed connection ends the sync.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Hub:
         """Held by the sending thread."""
         self._closed = False
         self._end: int | None = None
-        """Number of the end of the stream, once it was said: who acknowledged it may go."""
+        """Number of the end of the stream, once sent; a receiver that has acknowledged it may disconnect."""
         token = secrets.token_hex(32)
         self._doorkeeper = Doorkeeper(token)
         self._strangers: list[_Visitor] = []
@@ -103,7 +104,7 @@ class Hub:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the plan has no receiver for this sender."""
+        """Whether this sender has no receiver."""
         return not self._peers
 
     @property
@@ -112,23 +113,23 @@ class Hub:
         return [peer for peer in self._peers.values() if peer.lost is None]
 
     def wait_connected(self) -> None:
-        """Block until every receiver said hello.
+        """Block until every receiver has connected and sent its hello.
 
         Raises: as ``wait_acknowledged``.
         """
         self._wait(lambda peer: peer.connection is not None, "connect")
 
     def wait_acknowledged(self, number: int) -> None:
-        """Block until every receiver that is left took bucket ``number``.
+        """Block until every remaining receiver has acknowledged bucket ``number``.
 
         Raises:
-            WeightSyncError: no receiver is left, or the sync was released.
-            BackendTimeoutError: the last receivers did not answer in time; names them.
+            WeightSyncError: no receiver remains, or the sync was released.
+            BackendTimeoutError: the remaining receivers did not answer in time; names them.
         """
         self._wait(lambda peer: peer.acknowledged >= number, "acknowledge a bucket")
 
     def end(self, number: int) -> None:
-        """Say that ``number`` buckets were all, and block until every receiver that is left took them.
+        """Announce the end of the stream after ``number`` buckets; block until every remaining receiver acknowledges.
 
         Raises: as ``wait_acknowledged``.
         """
@@ -137,42 +138,42 @@ class Hub:
         self.wait_acknowledged(number)
 
     def say(self, message: Message) -> None:
-        """Send a message to every receiver that is left."""
+        """Send a message to every remaining receiver."""
         for peer in self._peers.values():
             if peer.connection is not None and (peer.lost is None or self._collective):
                 self.say_to(peer, message)
 
     def say_to(self, peer: Peer, message: Message) -> None:
-        """Send a message to one receiver; one that cannot take it is lost."""
+        """Send a message to one receiver; a receiver whose connection fails is lost."""
         assert peer.connection is not None, "wait_connected comes first"
         try:
             peer.connection.sendall(encode(message))
         except OSError as error:
-            self._lose(peer, f"went away: {error}")
+            self._lose(peer, f"disconnected: {error}")
 
     def check(self, wait_s: float | None = 0.0) -> None:
-        """Take in what receivers say, waiting no longer than ``wait_s`` for it, or until a ``nudge``; None: for ever.
+        """Process messages from receivers; wait for one until ``nudge``, or for at most ``wait_s`` (None: no limit).
 
         Raises:
-            WeightSyncError: no receiver is left, or the sync was released.
+            WeightSyncError: no receiver remains, or the sync was released.
         """
         self._pump(wait_s)
         self._require_live()
 
     def nudge(self) -> None:
-        """End a ``check`` that waits, from any thread."""
+        """Wake a waiting ``check``; any thread may call this."""
         with self._lock:
             if not self._closed:
                 self._wake.send(b"x")
 
     def behind(self, number: int) -> str:
-        """The receivers that did not take bucket ``number``, for a message."""
+        """Return the receivers that have not acknowledged bucket ``number``, as text for a message."""
         waiting = [peer.endpoint for peer in self._peers.values() if peer.acknowledged < number]
-        return ", ".join(describe_endpoint(endpoint) for endpoint in waiting) or "nobody"
+        return ", ".join(describe_endpoint(endpoint) for endpoint in waiting) or "none"
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Around all that the sending thread does: an exception is sent to the receivers, then all is closed."""
+        """Wrap the work of the sending thread: send an exception to the receivers, and close every connection."""
         with self._busy:
             try:
                 yield
@@ -182,19 +183,17 @@ class Hub:
             self._close(None)
 
     def release(self, cause: BaseException, *, wait_s: float = 0.0) -> None:
-        """End the sync, from any thread: a send that is still at it raises, and receivers hear why. Twice is fine.
+        """End the sync: a send still in progress raises, and receivers get ``cause``. Idempotent; any thread may call.
 
         Args:
-            wait_s: how long to wait for that send, for a caller that takes away what it works with.
+            wait_s: time to wait for that send to return, for callers that then free memory the send uses, seconds.
         """
         with self._lock:
             if self._closed:
                 return
             self._failure = self._failure or cause
             self._wake.send(b"x")
-        if self._busy.acquire(
-            blocking=wait_s > 0.0, timeout=wait_s or -1
-        ):  # no thread is sending, so none other would close
+        if self._busy.acquire(blocking=wait_s > 0.0, timeout=wait_s or -1):  # no thread is sending, so close here
             try:
                 self._close(self._failure)
             finally:
@@ -219,14 +218,14 @@ class Hub:
         self._wake.close()
 
     def _tell(self, peer: Peer, reason: str) -> None:
-        """Why nothing more will come; an end that no longer listens learns it from the closed socket."""
+        """Send a receiver the reason for the end; one that cannot be reached notices the closed socket."""
         if peer.connection is not None:
             peer.connection.settimeout(TELL_S)
             with contextlib.suppress(OSError):
                 peer.connection.sendall(encode({"failed": reason}))
 
     def _hear_out(self) -> None:
-        """Let receivers close first: closing on what they just said would take back what they were told."""
+        """Let receivers close first: closing a socket with unread data resets it and discards the reason just sent."""
         deadline = time.monotonic() + TELL_S
         for peer in self._peers.values():
             if peer.connection is None:
@@ -252,7 +251,7 @@ class Hub:
             for peer in waiting:
                 reason = f"did not {what} within {self._timeout_s:g} s (weight_sync.timeout_s)"
                 self._lose(peer, reason)
-                self._tell(peer, f"the sender gave up on {describe_endpoint(peer.endpoint)}: it {reason}")
+                self._tell(peer, f"the sender dropped {describe_endpoint(peer.endpoint)}: it {reason}")
             if self._collective or not self.live:
                 raise BackendTimeoutError(f"{self._where} waited for receivers. {self._losses()}")
 
@@ -260,10 +259,10 @@ class Hub:
         if self._failure is not None:
             raise WeightSyncError(f"{self._where}: ended on the sender's side: {self._failure}") from self._failure
         if not self.live:
-            raise WeightSyncError(f"{self._where}: no receiver is left. {self._losses()}")
+            raise WeightSyncError(f"{self._where}: no receiver remains. {self._losses()}")
         gone = [peer for peer in self._peers.values() if peer.lost is not None and peer.connection is None]
         if self._collective and gone:
-            raise WeightSyncError(f"{self._where}: all receivers move together, and one went away. {self._losses()}")
+            raise WeightSyncError(f"{self._where}: a receiver of the collective disconnected. {self._losses()}")
 
     def _losses(self) -> str:
         lost = [f"{describe_endpoint(p.endpoint)}: {p.lost}" for p in self._peers.values() if p.lost is not None]
@@ -290,7 +289,7 @@ class Hub:
 
     def _read(self, visitor: _Visitor) -> None:
         """Read from a connection; any error closes this connection and no other."""
-        if visitor.connection.fileno() < 0:  # hung up on since it was seen to have something
+        if visitor.connection.fileno() < 0:  # closed after the selector reported it as readable
             return
         try:
             if not visitor.greeted:
@@ -321,10 +320,10 @@ class Hub:
                 visitor.greeted = True
 
     def _admit(self, visitor: _Visitor, message: Message) -> None:
-        """Raises ValueError or TypeError if it is no receiver that is still expected."""
+        """Bind a connection to its receiver; raises ValueError or TypeError if the hello names no expected one."""
         peer = self._peers.get(tuple(message.get("receiver", ())))
         if peer is None or peer.connection is not None:
-            raise ValueError("no receiver that is waited for")
+            raise ValueError("the hello names no receiver that is still expected")
         peer.connection, peer.hello, visitor.peer = visitor.connection, message, peer
         self._strangers.remove(visitor)
 
@@ -337,7 +336,7 @@ class Hub:
         if peer is not None and peer.connection is visitor.connection:
             peer.connection = None
             if self._end is None or peer.acknowledged < self._end:
-                self._lose(peer, "went away: its process ended, or it gave up")
+                self._lose(peer, "disconnected: its process ended, or its sync failed")
 
     def _hear(self, peer: Peer, message: Message) -> None:
         if "acknowledged" in message:

@@ -1,4 +1,4 @@
-"""The receiver's end of a sync between processes: follows every sender's control path and hands buckets on."""
+"""The receiver's end of a sync between processes: reads every sender's control path and takes its buckets."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from chatlearn_sync.messages import READ_BYTES, ControlOffer, Decoder, Message, 
 from chatlearn_sync.stream import StreamCheck, describe, describe_endpoint
 
 LAST_WORDS_S = 0.2
-"""How long to listen to a sender whose bucket broke off."""
+"""Time to wait for a sender's error after one of its buckets failed, seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One sender as a receiver sees it."""
+    """A receiver's view of one sender."""
 
     offer: ControlOffer
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     caller: Caller
     known: bool = False
-    """Whether the other end has proved that it is the sender; nothing that it says is read before."""
+    """Whether the other end has proved that it is the sender; no message is read before that."""
     decoder: Decoder = field(default_factory=Decoder)
     waiting: list[Message] = field(default_factory=list)
     ended: bool = False
@@ -38,23 +38,20 @@ class Source:
         return self.offer.sender
 
     def say(self, message: Message) -> None:
-        """Send a message; to a sender that is gone it is lost, which the next read shows."""
+        """Send a message; if the sender has ended, the message is lost and the next read raises."""
         self.writer.write(encode(message))
 
 
 class Intake(ABC):
-    """Takes one sync from all senders at the same time, so that no rank's stream waits for another's.
+    """Receives one sync from all senders concurrently, so that no rank's stream waits for another's.
 
-    A transport says what a bucket is (``take``). Bucket ``n`` is acknowledged when ``take`` returns, or later by the
-    transport (``acknowledges_later``); the end of the streams when every sender has ended, all that was taken is
-    settled and no tensor is missing.
-
-    Args:
-        where: leads every message.
+    A transport implements ``take`` for one bucket. Bucket ``n`` is acknowledged when ``take`` returns, or later by the
+    transport itself (``acknowledges_later``). The end of the streams is acknowledged once every sender has ended,
+    ``settle`` has returned and no tensor is missing.
     """
 
     acknowledges_later: ClassVar[bool] = False
-    """``take`` returns before the bucket is there; who waits for it acknowledges it."""
+    """Whether ``take`` returns before the bucket has arrived; the transport then acknowledges each bucket."""
 
     def __init__(self, plan: SyncRequest, transport: str, endpoint: Endpoint) -> None:
         self.plan = plan
@@ -66,24 +63,24 @@ class Intake(ABC):
 
     @abstractmethod
     async def take(self, source: Source, message: Message) -> None:
-        """One bucket, or another message of the transport's own that is answered like one."""
+        """Take one bucket, or another message that the transport defines."""
 
-    async def ended(self, source: Source) -> None:  # noqa: B027  # most transports need not know
-        """A sender has sent everything."""
+    async def ended(self, source: Source) -> None:  # noqa: B027  # most transports do not need it
+        """Called when a sender has sent everything."""
 
     async def settle(self) -> None:  # noqa: B027  # most transports leave nothing running
-        """All senders have ended: finish what ``take`` left running."""
+        """Finish tasks that ``take`` started; called when all senders have ended."""
 
     def hello(self) -> Message:
-        """What a sender has to know of this receiver."""
+        """Return the facts about this receiver that the transport's sender needs."""
         return {}
 
     async def run(self, offers: Sequence[ControlOffer]) -> int:
-        """Follow every sender to its end; returns the number of bytes taken.
+        """Receive from every sender until its end; returns the number of bytes.
 
         Raises:
-            WeightSyncError: a sender failed or went away, or a tensor did not arrive.
-            BackendTimeoutError: nothing came for ``plan.timeout_s``; names the ranks.
+            WeightSyncError: a sender failed or disconnected, or a tensor did not arrive.
+            BackendTimeoutError: no message arrived for ``plan.timeout_s``; names the ranks.
         """
         try:
             for offer in offers:
@@ -114,7 +111,8 @@ class Intake(ABC):
             place = address.host if address.family == "unix" else f"{address.host}:{address.port}"
             raise WeightSyncError(
                 f"{self.where}: sender {describe_endpoint(offer.sender)} cannot be reached at {place}: "
-                f"{str(error) or 'no answer in time'}. Its process has ended, or the hosts do not see each other"
+                f"{str(error) or 'no answer in time'}. Either its process has ended, or the network does not connect "
+                "the two hosts"
             ) from error
         source = Source(offer, reader, writer, Caller(address.token))
         writer.write(source.caller.greeting)
@@ -157,7 +155,7 @@ class Intake(ABC):
                 data = b""
             if not data:
                 raise WeightSyncError(
-                    f"{self.where}: sender {describe_endpoint(source.sender)} went away: its process has ended"
+                    f"{self.where}: sender {describe_endpoint(source.sender)} disconnected: its process has ended"
                 )
             source.waiting += source.decoder.feed(data)
         return source.waiting.pop(0)
@@ -165,13 +163,13 @@ class Intake(ABC):
     async def _require_sender(self, source: Source) -> None:
         if not source.known and not source.caller.accepts(await source.reader.readexactly(ANSWER_BYTES)):
             raise WeightSyncError(
-                f"{self.where}: what listens at {source.offer.address.host} is not sender"
+                f"{self.where}: the process listening at {source.offer.address.host} is not sender"
                 f" {describe_endpoint(source.sender)}: it does not know the secret of this sync"
             )
         source.known = True
 
     async def _require_alive(self, source: Source, error: Exception) -> None:
-        """A bucket that broke off is most often the doing of its sender, which may have said why."""
+        """Prefer the sender's own error: a failed bucket is most often the result of a failed sender."""
         message: Message = {}
         try:
             async with asyncio.timeout(LAST_WORDS_S):
@@ -184,12 +182,12 @@ class Intake(ABC):
         ) from error
 
     def awaited(self) -> frozenset[int]:
-        """Ranks of the senders that may send more."""
+        """Return the ranks of the senders that have not ended."""
         return frozenset(source.sender.rank for source in self.sources if not source.ended)
 
 
 async def first_error(work: Sequence[Any]) -> None:
-    """Run coroutines at the same time; the first failure ends the others and is raised, alone."""
+    """Run coroutines concurrently; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else (set(), set())
@@ -203,10 +201,10 @@ async def first_error(work: Sequence[Any]) -> None:
 
 
 def offers_of(offers: Sequence[SyncOffer], plan: SyncRequest, transport: str) -> list[ControlOffer]:
-    """The offers of this transport.
+    """Return the contents of the offers, checked to be of this transport.
 
     Raises:
-        WeightSyncError: one is of another transport.
+        WeightSyncError: an offer comes from another transport.
     """
     contents: list[ControlOffer] = []
     for offer in offers:
@@ -215,14 +213,14 @@ def offers_of(offers: Sequence[SyncOffer], plan: SyncRequest, transport: str) ->
             kind = repr(content.transport) if isinstance(content, ControlOffer) else type(content).__name__
             raise WeightSyncError(
                 f"{describe(plan, transport)}: sender rank {offer.sender_rank} made an offer of {kind}, which is not "
-                f"one of {transport!r}; both ends must be given the same transport"
+                f"one of {transport!r}; both ends must use the same transport"
             )
         contents.append(content)
     return contents
 
 
 async def _connect_unix(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Like ``asyncio.open_unix_connection``, also for abstract names on uvloop, which takes them for files."""
+    """Like ``asyncio.open_unix_connection``, but also for abstract names on uvloop, which treats them as files."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
     try:

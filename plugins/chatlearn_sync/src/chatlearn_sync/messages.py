@@ -1,4 +1,4 @@
-"""Small messages between the two ends of a sync, beside the bytes: JSON objects behind their length."""
+"""Control messages between the two ends of a sync: JSON objects, each preceded by its length (4 bytes)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Message = dict[str, Any]
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
 MOST_TEXT = 20_000
-"""Characters of an error's words that travel."""
+"""Maximum length of an error text in a message, characters."""
 
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """Where a sender listens, and the secret of both ends (``chatlearn_hosting.engine_side.greeting``)."""
+    """Where a sender listens, and the secret that both ends prove to know (see ``engine_side.greeting``)."""
 
     family: Literal["unix", "tcp"]
     host: str
@@ -28,13 +28,15 @@ class Address:
 
 
 def store_secret(address: Address) -> str | None:
-    """What guards the store of a sender's process group: nothing where it is on loopback."""
+    """Return the secret that guards the rendezvous store of a sender's process group; None for a sender without TCP,
+    whose store listens on loopback only.
+    """
     return address.token if address.family == "tcp" else None
 
 
 @dataclass(slots=True, frozen=True)
 class ControlOffer:
-    """What a sender with a control path offers: where it listens. All else is said there."""
+    """Offer of a sender with a control path: where it listens. Everything else travels over that connection."""
 
     transport: str
     sender: Endpoint
@@ -42,22 +44,22 @@ class ControlOffer:
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes."""
+    """Encode a message as its length and its JSON text."""
     content = json.dumps(message).encode()
     return LENGTH.pack(len(content)) + content
 
 
 class Decoder:
-    """Puts messages together from bytes as they arrive."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now.
+        """Add received bytes; returns the messages that are now complete.
 
         Raises:
-            ValueError: one is no JSON object.
+            ValueError: a message is not a JSON object.
         """
         self._bytes += data
         messages: list[Message] = []
@@ -81,15 +83,15 @@ def _parsed(content: bytes | bytearray) -> Message:
 
 
 def error_text(error: BaseException) -> str:
-    """An error as it is sent to the other end."""
+    """Return an error's type and text as sent to the other end, cut to ``MOST_TEXT`` characters."""
     return f"{type(error).__name__}: {error}"[:MOST_TEXT]
 
 
 def hello_of(endpoint: Endpoint, **facts: Any) -> Message:
-    """The first message of a receiver, after its greeting."""
+    """Build a receiver's first message, which follows its greeting."""
     return {"receiver": list(key_of(endpoint)), **facts}
 
 
 def key_of(endpoint: Endpoint) -> tuple[str, int, int]:
-    """What tells the ends of one plan apart."""
+    """Return what identifies an end within a plan: (role, replica, rank)."""
     return (endpoint.role, endpoint.replica, endpoint.rank)

@@ -1,4 +1,4 @@
-"""What a configuration may set under ``weight_sync.options``."""
+"""Options of each transport: the keys under ``weight_sync.options``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class DirectOptions(BaseModel):
-    """``direct`` has nothing to set: its memory is ``weight_sync.bucket_mb``."""
+    """``direct`` has no options; ``weight_sync.bucket_mb`` bounds its memory."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,14 +21,14 @@ class SharedMemoryOptions(BaseModel):
     slot_mb: int = Field(
         64,
         ge=1,
-        description="Bytes of each of the two blocks that are filled before they are read, MiB; a larger tensor needs "
-        "more, and weight_sync.bucket_mb / 3 bounds it. A small model uses an eighth of its size, at least 16 MiB; the "
-        "first parts are smaller, so that loading begins early.",
+        description="Amount of data that fills a block before receivers read it, MiB; two blocks alternate. A larger "
+        "tensor gets a larger block; weight_sync.bucket_mb / 3 is the upper limit. A model below 8 * slot_mb uses an "
+        "eighth of its size, at least 16 MiB. The first fills are smaller, so that loading begins early.",
     )
     verify_checksums: bool = Field(
         False,
-        description="Compare a checksum of every tensor while it is loaded. Off by default: the bytes stay where they "
-        "were written, and comparing costs about as much CPU time again as the copy.",
+        description="Compare a checksum of every tensor while it loads. Off by default: the data never leaves the "
+        "host's memory, and comparing costs about as much CPU time as the copy.",
     )
 
 
@@ -40,9 +40,9 @@ class CudaIpcOptions(BaseModel):
     block_mb: int = Field(
         64,
         ge=1,
-        description="Size of each of the two blocks on every GPU, MiB, where no tensor is larger; "
-        "weight_sync.bucket_mb / 4 bounds it. They are kept until the run ends: memory that another process was given "
-        "the handle of, and did not open, comes back late.",
+        description="Size of each of the two blocks on every GPU, MiB; blocks are at least as large as the largest "
+        "tensor, and weight_sync.bucket_mb / 4 is the limit otherwise. Blocks are kept until the run ends, because "
+        "torch frees exported memory late if no other process opened its handle.",
     )
 
 
@@ -52,19 +52,22 @@ class BroadcastOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="Of torch.distributed. auto: nccl where every end is on a GPU of its own, else gloo."
+        "auto",
+        description="Backend of torch.distributed. auto: nccl if every end is on a GPU of its own, otherwise gloo.",
     )
     host: str | None = Field(
-        None, description="Address of the trainer's host that the generators reach; found by itself where possible."
+        None,
+        description="Address of the trainer's host that the generators can reach. None: detected automatically.",
     )
     slot_mb: int = Field(
         16,
         ge=1,
-        description="Size of each flat buffer, MiB, where no tensor is larger; weight_sync.bucket_mb / 4 bounds it.",
+        description="Size of each of the two send buffers, MiB. The largest tensor raises it, up to "
+        "weight_sync.bucket_mb / 4.",
     )
     verify_checksums: bool = Field(
         True,
-        description="Compare a checksum of every tensor: while it is loaded, or before, where the engine's own "
+        description="Compare a checksum of every tensor: while it loads, or before it loads if the engine's own "
         "processes receive (channel process_group).",
     )
 
@@ -75,7 +78,9 @@ class DeltaOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     full_every: int = Field(
-        20, ge=1, description="Syncs from one full version to the next: a replica that comes back reads as many."
+        20,
+        ge=1,
+        description="Write a full version every this many syncs; a restarted replica reads at most this many versions.",
     )
     verify_checksums: bool = Field(
         True, description="Compare the CRC of every file and the checksum of every tensor that changed."
@@ -88,12 +93,12 @@ class CheckpointOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_shard_mb: int = Field(
-        1024, ge=1, description="Largest safetensors file, MiB; weight_sync.bucket_mb bounds it as well."
+        1024, ge=1, description="Size limit of a safetensors file, MiB; weight_sync.bucket_mb / 3 limits it too."
     )
     keep_versions: int = Field(
-        1, ge=1, description="Versions left on the disk after a sync, so that a restarted replica can take the newest."
+        1, ge=1, description="Versions kept on disk after a sync; a restarted replica reads the newest."
     )
     verify_checksums: bool = Field(
         True,
-        description="Read every byte back and compare its CRC before the generator loads; sizes are always checked.",
+        description="Read every byte and compare CRCs before the generator loads. File sizes are always compared.",
     )

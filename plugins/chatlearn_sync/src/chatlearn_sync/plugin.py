@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import WeightSyncSpec
 
 @hookimpl
 def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
-    """From the nearest to the farthest."""
+    """Return this distribution's transports, from the shortest reach to the longest."""
     return [
         WeightSyncSpec(
             name="direct",
@@ -19,7 +19,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
             receiver="chatlearn_sync.direct:DirectReceiver",
             options="chatlearn_sync.options:DirectOptions",
             exports=("full_tensors",),
-            whole_only="a trainer in the generator's process has one rank, which holds every tensor whole",
+            whole_only="a trainer in the generator's process has a single rank, which holds every tensor whole",
             channels=("tensors",),
             reach="process",
             speed_rank=10,
@@ -41,7 +41,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="shared_memory",
-            summary="Blocks of shared memory on one host, read where the trainer put them.",
+            summary="Shared memory on one host, which generators read in place.",
             sender="chatlearn_sync.shared_memory:SharedMemorySender",
             receiver="chatlearn_sync.shared_memory:SharedMemoryReceiver",
             options="chatlearn_sync.options:SharedMemoryOptions",
@@ -67,12 +67,12 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="delta",
-            summary="Only what changed, exact to the bit, as files on a disk that both ends see.",
+            summary="Bit-exact changes only, as files on a disk that both ends share.",
             sender="chatlearn_sync.delta:DeltaSender",
             receiver="chatlearn_sync.delta_receiver:DeltaReceiver",
             options="chatlearn_sync.options:DeltaOptions",
             exports=("full_tensors",),
-            whole_only="what changed is found by comparing with the last version, which each owner keeps whole",
+            whole_only="each owner finds changes by comparing with its copy of the last version, which is whole",
             channels=("memory_handles", "tensors"),
             reach="anywhere",
             payloads=frozenset({"full", "delta"}),
@@ -81,7 +81,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="checkpoint",
-            summary="Safetensors on a disk that both ends see; checksummed, can be taken again later.",
+            summary="Safetensors files with checksums on a disk that both ends share; restarted replicas reread them.",
             sender="chatlearn_sync.checkpoint:CheckpointSender",
             receiver="chatlearn_sync.checkpoint:CheckpointReceiver",
             options="chatlearn_sync.options:CheckpointOptions",

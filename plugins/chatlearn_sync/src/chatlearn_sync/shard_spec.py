@@ -1,4 +1,4 @@
-"""What travels of one tensor, as the two ends describe it to each other: all of it, or a box."""
+"""Description of one transmitted tensor or box, as the two ends exchange it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatlearn_core.types.boxes import Box, extent, full_box, num_elements
 
 @dataclass(slots=True, frozen=True)
 class ShardSpec:
-    """A part of a tensor without its values."""
+    """A tensor or a box of one, without its values."""
 
     name: str
     dtype: str
@@ -33,17 +33,17 @@ class ShardSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what travels."""
+        """Shape of the box."""
         return extent(self.box)
 
     @property
     def num_bytes(self) -> int:
-        """Of what travels."""
+        """Size of the box, bytes."""
         return num_elements(self.box) * int(getattr(torch, self.dtype).itemsize)
 
     @property
     def spec(self) -> TensorSpec:
-        """What travels, as a tensor of its own."""
+        """The box described as a whole tensor."""
         return TensorSpec(self.name, self.shape, self.dtype)
 
     def shard(self, tensor: Tensor, owner_rank: int) -> WeightShard:
@@ -51,13 +51,13 @@ class ShardSpec:
         return WeightShard(self.name, self.global_shape, self.box, owner_rank, tensor)
 
     def to_json(self) -> list[Any]:
-        """``[name, dtype, shape]`` of a whole tensor; of a box also the whole shape and where the box begins."""
+        """Return ``[name, dtype, shape]`` for a whole tensor; a box adds the tensor's shape and the box's start."""
         described = [self.name, self.dtype, list(self.shape)]
         return described if self.is_whole else [*described, list(self.global_shape), [start for start, _ in self.box]]
 
     @classmethod
     def from_json(cls, described: list[Any]) -> ShardSpec:
-        """What ``to_json`` made."""
+        """Build a description from the output of ``to_json``."""
         name, dtype, shape, *place = described
         if not place:
             return cls(name, dtype, tuple(shape), full_box(shape))
@@ -67,11 +67,11 @@ class ShardSpec:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """torch's name without the prefix."""
+    """Return torch's name of a dtype without the prefix, such as ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def whole_shard(name: str, tensor: Tensor, owner_rank: int = 0) -> WeightShard:
-    """A whole tensor as a shard."""
+    """Wrap a whole tensor as a shard."""
     shape = tuple(tensor.shape)
     return WeightShard(name, shape, full_box(shape), owner_rank, tensor)

@@ -1,9 +1,9 @@
-"""Transport ``shared_memory``: generators have trainer ranks on their host, and read tensors where these put them.
+"""Transport ``shared_memory``: generators read tensors in memory that trainer ranks on their host share.
 
-Each sender rank fills blocks of anonymous shared memory in turns: while receivers read one, the next tensors are
-gathered into the other. Blocks are opened through the sender's file descriptors and are gone with the last process that
-maps them, so nothing is left behind however the ends end. They are kept from sync to sync, since the first touch of a
-page costs far more than copying it.
+Each sender rank alternates between two blocks of anonymous shared memory: while receivers read one, it gathers the next
+tensors into the other. Receivers open a block through the sender's file descriptor, and the kernel frees it with the
+last process that maps it, so no crash leaves memory behind. Blocks are kept from sync to sync, because the first touch
+of a page costs far more than copying it.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from chatlearn_sync.within_hosts import offers_here, on_host_of, ranks_sent_by
 NAME = "shared_memory"
 PAGE_BYTES = mmap.PAGESIZE
 PARTS = 8
-"""Of a model that travels: engines load few large parts faster than many small ones."""
+"""Number of blocks into which a small model is divided: engines load few large blocks faster than many small ones."""
 LEAST_FILL_BYTES = 16 << 20
+"""Minimum fill of a block, bytes, once fills have grown to their full size."""
 FIRST_FILL_BYTES = 4 << 20
-"""Of the first part: until it is full, no receiver loads. The next ones double."""
+"""Fill of the first block of a sync, bytes; small, because receivers wait for it. Each further fill doubles."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One block of a sender and when it may be filled again."""
+    """One block of a sender, its contents, and the bucket that must be acknowledged before it is refilled."""
 
     block: SharedBlock
     fill_bytes: int = 0
-    """When it holds as much, or a larger tensor, it is full."""
+    """Size at which the block counts as full, bytes; a single larger tensor is accepted."""
     key: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells it apart from any other block that ever had the same path."""
+    """Random key: distinguishes this block from an earlier one with the same path."""
     bucket: int = -1
-    """The bucket it was last sent with."""
+    """Number of the bucket that this block last carried; -1: none in this sync."""
     held_bytes: int = 0
     specs: list[ShardSpec] = field(default_factory=list)
-    """What is in it."""
+    """Tensors and boxes in the block."""
     checksums: list[int] = field(default_factory=list)
-    """Of the tensors in it; empty where they are not compared."""
+    """Checksums of ``specs``, in order; empty without ``verify_checksums``."""
 
     def add(self, shard: WeightShard, *, with_checksum: bool) -> bool:
-        """Copy a tensor into the block; False if that is full."""
+        """Copy a tensor into the block; False if the block is full."""
         name, tensor = shard.name, shard.tensor
         if self.held_bytes and self.held_bytes + tensor.nbytes > self.fill_bytes:
             return False
@@ -77,13 +78,13 @@ class Slot:
         return True
 
     def clear(self) -> None:
-        """Make room."""
+        """Empty the block."""
         self.block.clear()
         self.held_bytes, self.specs, self.checksums = 0, [], []
 
 
 class Mapping:
-    """A block mapped into this process; unmapped when nothing refers to ``contents`` any more."""
+    """A block mapped into this process; unmapped once the last reference to ``contents`` is gone."""
 
     def __init__(self, path: str, num_bytes: int) -> None:
         descriptor = os.open(path, os.O_RDWR)
@@ -95,7 +96,7 @@ class Mapping:
 
 
 class SharedMemorySender:
-    """Packs this rank's tensors into blocks and holds each until every receiver has read it."""
+    """Packs this rank's tensors into blocks, and keeps each block unchanged until every receiver has read it."""
 
     def __init__(self, options: SharedMemoryOptions, endpoint: Endpoint) -> None:
         self._options = options
@@ -103,11 +104,11 @@ class SharedMemorySender:
         self._hubs = OpenHubs(NAME, endpoint)
         self._slots: list[Slot] = []
         self._large: Slot | None = None
-        """For tensors that are larger than a slot."""
+        """Block for tensors that are larger than a slot."""
 
     @property
     def held_bytes(self) -> int:
-        """Shared memory that this sender holds now."""
+        """Size of the shared memory that this sender holds, bytes."""
         slots = [*self._slots, *([self._large] if self._large else [])]
         return sum(slot.block.num_bytes for slot in slots)
 
@@ -120,8 +121,10 @@ class SharedMemorySender:
         return self._hubs.open(on_host_of(self._endpoint, plan, NAME))
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Stream this rank's tensors; returns after every receiver on its host loaded all of them. Bytes are counted
-        once.
+        """Stream this rank's tensors; returns after every receiver on its host has loaded all of them.
+
+        Returns:
+            Number of bytes sent, counted once for all receivers.
         """
         hub = self._hubs.of(plan)
         check = StreamCheck(plan.manifest, f"{describe(plan, NAME)}, sender {describe_endpoint(self._endpoint)}")
@@ -134,7 +137,7 @@ class SharedMemorySender:
                 sent = self._send(plan, shards, hub)
             except Exception:
                 with contextlib.suppress(ChatLearnError):
-                    hub.wait_connected()  # ends that are still connecting learn why nothing comes
+                    hub.wait_connected()  # receivers that are still connecting then get the error
                 raise
         return sent
 
@@ -142,28 +145,28 @@ class SharedMemorySender:
         number = sent = 0
         for slot in self._filled(plan, shards, hub):
             if number == 0:
-                hub.wait_connected()  # the first is filled while the receivers get ready
+                hub.wait_connected()  # the first block fills while the receivers connect
             hub.say(self._announcement(slot, number))
             slot.bucket = number
             number += 1
             sent += sum(spec.num_bytes for spec in slot.specs)
-        hub.wait_connected()  # also by those who own nothing
+        hub.wait_connected()  # a rank that owns no tensor waits here
         hub.end(number)
         return sent
 
     def release(self, plan: SyncRequest) -> None:
-        """Close the control path; a receiver or a send that is still at it raises. Blocks stay for the next sync."""
+        """Close the control path; a receiver or a send still in progress raises. Blocks stay for the next sync."""
         self._hubs.release(plan)
 
     def close(self) -> None:
-        """Close every control path and give the memory back."""
+        """Close every control path and free the blocks."""
         self._hubs.close()
         for slot in [*self._slots, *([self._large] if self._large else [])]:
             slot.block.close()
         self._slots, self._large = [], None
 
     def _filled(self, plan: SyncRequest, shards: Iterator[WeightShard], hub: Hub) -> Iterator[Slot]:
-        """Slots as they get full. A slot is filled again once every receiver acknowledged what it held."""
+        """Yield slots as they fill. A slot is refilled once every receiver has acknowledged its last bucket."""
         size = self._slot_bytes(plan)
         if any(slot.block.num_bytes != size for slot in self._slots):
             for slot in self._slots:
@@ -200,12 +203,12 @@ class SharedMemorySender:
         return slot
 
     def _fill_bytes(self, plan: SyncRequest) -> int:
-        """Of a part, once they have grown."""
+        """Fill of a block, bytes, once fills have grown to their full size."""
         most = self._options.slot_mb << 20
         return min(most, max(plan.manifest.num_bytes // PARTS, LEAST_FILL_BYTES))
 
     def _slot_bytes(self, plan: SyncRequest) -> int:
-        """As large as the largest tensor, so that those overlap, too; never above the limit."""
+        """Block size, bytes: holds the largest tensor, so that large tensors overlap too, within the bucket limit."""
         largest = max((spec.num_bytes for spec in plan.manifest.tensors.values()), default=0)
         wanted = max(largest, self._fill_bytes(plan))
         return _whole_pages(min(wanted, bucket_limit(plan) // PAGE_BYTES * PAGE_BYTES))
@@ -224,21 +227,21 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Maps the senders' blocks and hands them on: as they are to an engine that opens them itself, else as views."""
+    """Passes the senders' blocks on: as handles to an engine that opens them itself, otherwise as mapped tensors."""
 
     def __init__(self, options: SharedMemoryOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._mappings: dict[str, Mapping] = {}
 
     async def receive(self, plan: SyncRequest, offers: Sequence[SyncOffer], loader: WeightLoader) -> int:
-        """Load every block from every sender; the event loop stays free while waiting."""
+        """Load every block from every sender; returns the number of bytes. The event loop stays free while waiting."""
         intake = _BlockIntake(plan, self._endpoint, loader, self._mappings)
         received = await intake.run(offers_here(offers_of(offers, plan, NAME), self._endpoint))
         self._mappings = {key: self._mappings[key] for key in intake.seen if key in self._mappings}
         return received
 
     def close(self) -> None:
-        """Let go of the senders' blocks."""
+        """Drop the mappings of the senders' blocks."""
         self._mappings = {}
 
 
@@ -289,19 +292,19 @@ class _BlockIntake(Intake):
             except OSError as error:
                 raise WeightSyncError(
                     f"{self.where}: a block of sender {describe_endpoint(source.sender)} cannot be opened at "
-                    f"{message['path']}: {error}. Its process has ended, or it runs under another user or in another "
-                    "container, which no shared memory reaches"
+                    f"{message['path']}: {error}. Either its process has ended, or it runs under another user or in "
+                    "another container, where shared memory is out of reach"
                 ) from error
         return mapping.contents
 
 
 def _views(contents: Tensor, places: Sequence[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-    """One after the other, so that no view outlives the acknowledgement."""
+    """Yield (name, tensor) lazily, so that no view outlives the acknowledgement."""
     return ((place.spec.name, view_of(contents, place)) for place in places)
 
 
 def view_of(contents: Tensor, place: TensorPlace) -> Tensor:
-    """One tensor of a block, as a view of the block's bytes."""
+    """Return one tensor of a block as a view of the block's bytes."""
     spec = place.spec
     data = contents[place.offset : place.offset + spec.num_bytes]
     return data.view(getattr(torch, spec.dtype)).view(spec.shape)

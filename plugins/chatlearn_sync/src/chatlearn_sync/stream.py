@@ -1,4 +1,4 @@
-"""The trainer's stream of weights, checked against the manifest and cut into buckets."""
+"""The trainer's stream of weights, checked against the manifest and divided into buckets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from chatlearn_core.types.boxes import box_text, extent
 from chatlearn_sync.shard_spec import ShardSpec
 
 Bucket = tuple[WeightShard, ...]
-"""Whole tensors, or boxes, that travel together."""
+"""Tensors or boxes that are sent together."""
 
 BUFFERS_IN_FLIGHT = 3
 """The bucket being loaded, the bucket being filled, and the tensor that the stream has just yielded."""
 
 
 def describe(plan: SyncRequest, transport: str) -> str:
-    """How messages name one sync."""
+    """Return the text by which messages name a sync."""
     return f"weight sync {plan.sync_id!r} over {transport!r} (policy version {plan.policy_version})"
 
 
 def describe_endpoint(endpoint: Endpoint) -> str:
-    """How messages name one end."""
+    """Return the text by which messages name a sender or receiver."""
     return (
         f"role {endpoint.role!r} replica {endpoint.replica} rank {endpoint.rank} "
         f"(host {endpoint.host}, process {endpoint.process})"
@@ -32,27 +32,27 @@ def describe_endpoint(endpoint: Endpoint) -> str:
 
 
 def bucket_limit(plan: SyncRequest) -> int:
-    """Bytes of one bucket, so that all that are alive at a time stay under ``plan.bucket_bytes``."""
+    """Return the size limit of a bucket, bytes, at which all live buckets together stay under ``plan.bucket_bytes``."""
     return max(1, plan.bucket_bytes // BUFFERS_IN_FLIGHT)
 
 
 @dataclass(slots=True)
 class StreamCheck:
-    """Compares what travels with what the plan's manifest promised, tensor by tensor, and box by box."""
+    """Compares every streamed tensor and box with the manifest of the plan."""
 
     manifest: WeightManifest
     where: str
-    """Leads every message."""
+    """Prefix of every error message."""
     arrived: set[str] = field(default_factory=set)
-    """Tensors of which every element has come."""
+    """Names of tensors that have arrived completely."""
     _covers: dict[str, BoxCover] = field(default_factory=dict)
-    """Tensors of which some elements have come."""
+    """Name -> elements that have arrived, for tensors that are incomplete."""
 
     def admit(self, shard: WeightShard) -> None:
-        """Take note of a whole tensor, or of a box of one.
+        """Check and record a whole tensor or a box.
 
         Raises:
-            WeightSyncError: the name is unknown, an element came before, or shape or dtype differ from the manifest's.
+            WeightSyncError: the name is unknown, an element arrived before, or shape or dtype differ from the manifest.
         """
         if tuple(shard.tensor.shape) != extent(shard.box):
             raise WeightSyncError(
@@ -62,7 +62,7 @@ class StreamCheck:
         self.admit_spec(ShardSpec.of(shard))
 
     def admit_spec(self, shard: ShardSpec) -> None:
-        """Take note of one by its description. Raises as ``admit``."""
+        """Check and record a tensor or box by its description. Raises as ``admit``."""
         name = shard.name
         spec = self.manifest.tensors.get(self.manifest.aliases.get(name, name))
         if spec is None:
@@ -90,10 +90,10 @@ class StreamCheck:
             self.arrived.add(name)
 
     def complete(self) -> None:
-        """Every tensor of the manifest has arrived; its aliases may have, too.
+        """Check that every tensor of the manifest has arrived; aliases are optional.
 
         Raises:
-            WeightSyncError: names those that did not, and what lacks of those that came in part.
+            WeightSyncError: names the missing tensors, and the missing elements of incomplete ones.
         """
         require_streamed(self.manifest, self.arrived, self.where, covers=self._covers)
 
@@ -105,15 +105,15 @@ def require_streamed(
     by: str = "",
     covers: Mapping[str, BoxCover] | None = None,
 ) -> None:
-    """Every tensor of a manifest is among those that arrived.
+    """Check that every tensor of a manifest has arrived.
 
     Args:
-        where: leads the message.
-        by: who should have streamed them, where that is not clear.
-        covers: what came of those that arrived in part.
+        where: prefix of the error message.
+        by: text that says which sender should have streamed the tensors; empty if ``where`` does.
+        covers: name -> elements that have arrived, for incomplete tensors.
 
     Raises:
-        WeightSyncError: names those that are not.
+        WeightSyncError: names the missing tensors.
     """
     missing = sorted(set(manifest.tensors) - set(arrived))
     if not missing:
@@ -129,12 +129,12 @@ def require_streamed(
 
 
 def stream(plan: SyncRequest, trainer: Trainer) -> Iterator[WeightShard]:
-    """What the trainer streams of the payload and in the form that the plan names; a delta is made from ``full``."""
+    """Start the trainer's stream of the plan's payload in the plan's export; a delta sync streams full weights."""
     return trainer.weights(payload="adapter") if plan.payload == "adapter" else trainer.weights(plan.export)
 
 
 def step_through(shards: Iterable[WeightShard]) -> int:
-    """Step a stream that no receiver of this rank takes, since all ranks step it together; the number of bytes sent."""
+    """Run a stream that has no receiver here, because all ranks must step it together; returns 0, the bytes sent."""
     for _ in shards:
         pass
     return 0
@@ -143,13 +143,14 @@ def step_through(shards: Iterable[WeightShard]) -> int:
 def owned(
     shards: Iterable[WeightShard], ranks: int | Collection[int], check: StreamCheck, *, boxes: bool = False
 ) -> Iterator[WeightShard]:
-    """What a sender sends of a stream, the shards of these ranks; all of the stream is stepped.
+    """Yield the shards of a stream that the given ranks own; runs the whole stream.
 
     Args:
-        boxes: whether parts of tensors may be among them.
+        ranks: owner ranks to select.
+        boxes: whether a shard may be a box, that is, a part of a tensor.
 
     Raises:
-        WeightSyncError: a shard is not as the manifest says, or a box where none may be.
+        WeightSyncError: a shard differs from the manifest, or is a box without ``boxes``.
     """
     chosen = (ranks,) if isinstance(ranks, int) else ranks
     for shard in shards:
@@ -173,11 +174,11 @@ def buckets(
     boxes: bool = False,
     alone_bytes: int | None = None,
 ) -> Iterator[Bucket]:
-    """This rank's shards, gathered into buckets of at most ``limit`` bytes; a larger one is a bucket of its own.
+    """Group this rank's shards into buckets of at most ``limit`` bytes; a larger shard forms a bucket alone.
 
     Args:
-        boxes: as of ``owned``.
-        alone_bytes: a shard of this size is one, too, and overtakes the bucket that is being gathered.
+        boxes: see ``owned``.
+        alone_bytes: a shard of at least this size also forms a bucket alone, yielded before the one being filled.
 
     Raises:
         WeightSyncError: as ``owned``.
@@ -200,11 +201,11 @@ def buckets(
 
 
 def num_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket's tensors."""
+    """Return the size of a bucket's tensors, bytes."""
     return sum(shard.tensor.nbytes for shard in bucket)
 
 
 def name_list(names: list[str], most: int = 5) -> str:
-    """A few names and how many more there are."""
+    """Join the first ``most`` names, and say how many more there are."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,9 +1,9 @@
-"""A version of the weights as a directory that all ends see: written side by side by every sender rank, or not there.
+"""A version of the weights as a directory on a shared disk, which appears only once all sender ranks have written it.
 
 In ``plan.workspace`` each sender rank writes its own files into ``{sync_id}.{role}.tmp``. The first rank of the plan,
 the lead, waits for the others, checks that nothing is missing, writes the index and renames the directory to
-``{sync_id}``: that name exists only for a whole version. A rank that fails leaves ``{sync_id}.failed`` with the reason,
-so that the others and the receivers stop waiting.
+``{sync_id}``, so a directory of that name is always complete. A rank that fails writes its error to
+``{sync_id}.failed``, and the other ranks and the receivers stop waiting.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from chatlearn_sync.weight_files import (
 )
 
 POLL_S = 0.02
-"""How often a waiting end looks at the directory: a shared disk has no other way to say that something is new."""
+"""Interval at which a waiting end polls the directory, seconds; a shared disk sends no notifications."""
 
 
 @dataclass(slots=True, frozen=True)
 class DirectoryOffer:
-    """Where the weights will be."""
+    """Directory of a future version."""
 
     transport: str
     directory: str
-    """Exists once the version is whole."""
+    """Path; exists once the version is complete."""
 
 
 class VersionDirectory:
-    """The directory of one sync, as one end of it sees it.
+    """The directory of one sync, as used by one sender or receiver.
 
     Args:
         transport: name of the transport, for messages.
@@ -65,10 +65,10 @@ class VersionDirectory:
         """Whether this sender completes the version."""
         return self._end.rank == self._plan.senders[0].rank
 
-    # The senders' side.
+    # Sender methods.
 
     def open(self) -> SyncOffer:
-        """Say where the weights will be; the lead clears what an interrupted run left under the same names.
+        """Return the directory's offer; the lead deletes files of an interrupted run with the same names.
 
         Raises:
             WeightSyncError: the workspace cannot be written.
@@ -90,11 +90,14 @@ class VersionDirectory:
         write: Callable[[], WeightIndex],
         finish: Callable[[Sequence[WeightIndex], WeightIndex], WeightIndex],
     ) -> WeightIndex:
-        """Write this rank's part; the lead returns when the version is whole. A failure is sent to the other ends.
+        """Write this rank's part; the lead returns when the version is complete. A failure is passed to all other ends.
 
         Args:
-            write: writes this rank's files and returns what they are.
+            write: writes this rank's files and returns their index.
             finish: see ``complete``.
+
+        Returns:
+            The index of this rank's part.
         """
         try:
             part = write()
@@ -107,14 +110,18 @@ class VersionDirectory:
         return part
 
     def write_part(self, part: WeightIndex) -> None:
-        """Publish what this rank wrote into ``staging``."""
+        """Write the index of this rank's part into ``staging``, which marks the part as complete."""
         write_index(self.staging, part, self._part(self._end.rank).name)
 
     def complete(self, finish: Callable[[Sequence[WeightIndex], WeightIndex], WeightIndex]) -> None:
-        """The lead: wait for every rank's part and give the version its name.
+        """Wait for every rank's part, then rename the directory to its final name; only the lead calls this.
 
         Args:
-            finish: gets all parts and what they are together; returns the version's index, or raises.
+            finish: takes the indexes of all parts and their merged index; returns the version's index, or raises.
+
+        Raises:
+            WeightSyncError: a rank failed, two ranks wrote the same tensor, or the disk cannot be written.
+            BackendTimeoutError: names the ranks whose parts are missing.
         """
         self._await_parts()
         paths = [self._part(sender.rank) for sender in self._plan.senders]
@@ -130,7 +137,7 @@ class VersionDirectory:
             raise write_error(self.final, error) from error
 
     def publish_failure(self, error: BaseException) -> None:
-        """Tell the other ends why this rank failed."""
+        """Write this rank's error where the other ends look for it."""
         text = f"sender {describe_endpoint(self._end)}: {type(error).__name__}: {error}"
         try:
             partial = self._failed.with_name(self._failed.name + ".partial")
@@ -138,14 +145,15 @@ class VersionDirectory:
             partial.replace(self._failed)
         except OSError as second:
             error.add_note(
-                f"The other ends could not be told through {self._failed} ({second}); they wait until their timeout."
+                f"This error could not be written to {self._failed} ({second}); the other ends wait until they time "
+                "out."
             )
 
     def tidy(self, keep: Callable[[Sequence[tuple[Path, WeightIndex]]], Collection[Path]]) -> None:
-        """The lead: remove what is unfinished, and the whole versions of this role that ``keep`` leaves out.
+        """Delete unfinished files, and complete versions of this role that ``keep`` omits; does nothing off the lead.
 
         Args:
-            keep: chooses among (directory, index), newest first.
+            keep: takes (directory, index) of each version, newest first; returns the directories to keep.
 
         Raises:
             WeightSyncError: a directory cannot be removed.
@@ -165,7 +173,7 @@ class VersionDirectory:
             raise WeightSyncError(f"{self._plan.workspace}: cannot remove old weights: {error}") from error
 
     def versions(self) -> list[tuple[Path, WeightIndex]]:
-        """Whole versions of this sender's role in the workspace, newest first; the current one is the newest."""
+        """List (directory, index) of the complete versions of this sender's role, newest first, this sync's first."""
         found: list[tuple[bool, int, Path, WeightIndex]] = []
         for index_path in self.final.parent.glob(f"*/{INDEX_NAME}"):
             directory = index_path.parent
@@ -175,20 +183,20 @@ class VersionDirectory:
         found.sort(key=lambda version: version[:3], reverse=True)
         return [(directory, index) for _, _, directory, index in found]
 
-    # The receivers' side.
+    # Receiver methods.
 
     def require_offers(self, offers: Sequence[SyncOffer]) -> None:
-        """Every offer is of this version; without any (a replay) the plan says where it is.
+        """Check that every offer names this directory; a replay has none, and the plan alone locates the version.
 
         Raises:
-            WeightSyncError: one is of another transport, or of another place.
+            WeightSyncError: an offer comes from another transport, or names another directory.
         """
         for offer in offers:
             content = offer.content
             if not isinstance(content, DirectoryOffer) or content.transport != self._transport:
                 raise WeightSyncError(
                     f"{self._where}: sender rank {offer.sender_rank} offered a {type(content).__name__}, which is not "
-                    f"an offer of {self._transport!r}; both ends must be given the same transport"
+                    f"an offer of {self._transport!r}; both ends must use the same transport"
                 )
             if content.directory != str(self.final):
                 raise WeightSyncError(
@@ -197,11 +205,11 @@ class VersionDirectory:
                 )
 
     async def arrival(self) -> WeightIndex:
-        """Wait until the version is whole; returns its index.
+        """Wait until the version is complete; returns its index.
 
         Raises:
-            WeightSyncError: a sender failed, or the directory is of another sync.
-            BackendTimeoutError: names the sender ranks.
+            WeightSyncError: a sender failed, or the directory belongs to another sync.
+            BackendTimeoutError: the version was not complete in time; names the sender ranks.
         """
         plan = self._plan
         deadline = time.monotonic() + plan.timeout_s
@@ -212,18 +220,18 @@ class VersionDirectory:
                 raise BackendTimeoutError(
                     f"{self._where}: receiver {describe_endpoint(self._end)} waited {plan.timeout_s:g} s "
                     f"(weight_sync.timeout_s) for sender ranks {ranks} to complete {self.final}. If they did, this "
-                    "host does not see their disk: put output_dir on a shared one"
+                    "host does not share their disk: set output_dir to a directory on a shared disk"
                 )
             await asyncio.sleep(POLL_S)
         index = read_index(self.final)
         if (index.sync_id, index.policy_version) != (plan.sync_id, plan.policy_version):
             raise WeightSyncError(
-                f"{self._where}: {self.final / INDEX_NAME} is of sync {index.sync_id!r}, policy version "
+                f"{self._where}: {self.final / INDEX_NAME} belongs to sync {index.sync_id!r}, policy version "
                 f"{index.policy_version}; the plan says {plan.sync_id!r}, {plan.policy_version}"
             )
         return index
 
-    # Inside
+    # Internals.
 
     def _part(self, rank: int) -> Path:
         return self.staging / f"rank-{rank:05d}.json"

@@ -1,4 +1,4 @@
-"""Reading the boxes of a version from its files: as they are, or put together into whole tensors."""
+"""Reads the boxes of a version from its files, either unchanged or assembled into whole tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chatlearn_sync.weight_files import WeightIndex
 
 
 def boxes_of(directory: Path, index: WeightIndex, limit: int) -> Iterator[list[WeightShard]]:
-    """Everything in a version, file by file, in parts of at most ``limit`` bytes; a larger box is a part of its own.
+    """Yield all shards of a version in lists of at most ``limit`` bytes; a larger shard forms a list alone.
 
     Raises:
         WeightSyncError: a file cannot be read; names it.
@@ -39,7 +39,8 @@ def boxes_of(directory: Path, index: WeightIndex, limit: int) -> Iterator[list[W
 
 
 def tensors_of(directory: Path, index: WeightIndex, limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The whole tensors of a version, each put together from its boxes, in parts of at most ``limit`` bytes.
+    """Yield (name, tensor) pairs of a version, assembled from its boxes, in lists of at most ``limit`` bytes; a larger
+    tensor forms a list alone.
 
     Raises:
         WeightSyncError: a file cannot be read; names it.

@@ -1,8 +1,8 @@
-"""A directory of safetensors files with an index that says what is in them, byte for byte.
+"""A directory of safetensors files with an index that describes and checksums their contents.
 
-The layout is a Hugging Face checkpoint (``model.safetensors.index.json`` and the files it names), so any engine that
-reads one can load it. ``chatlearn_weights.json`` beside it is written last: it holds the policy version, every
-tensor's shape, dtype and CRC-32, and every file's size and header CRC-32.
+The layout is that of a Hugging Face checkpoint (``model.safetensors.index.json`` and the files it names), so any engine
+that reads those can load it. ``chatlearn_weights.json`` is written last. It holds the policy version, every tensor's
+shape, dtype and CRC-32, and every file's size and header CRC-32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INDEX_NAME = "chatlearn_weights.json"
 HUGGING_FACE_INDEX_NAME = "model.safetensors.index.json"
 INDEX_FORMAT = 2
 HEADER_LENGTH_BYTES = 8
-"""A safetensors file starts with the length of its JSON header, little endian."""
+"""Size of the little-endian integer at the start of a safetensors file that gives the length of its JSON header."""
 READ_BYTES = 16 << 20
 
 
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(slots=True, frozen=True)
 class BoxEntry:
-    """What a stored tensor is a part of."""
+    """A stored box: the tensor it belongs to, that tensor's shape, and the box's place in it."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class BoxEntry:
 
 @dataclass(slots=True, frozen=True)
 class WeightIndex:
-    """Everything one rank, or all ranks together, wrote for one sync."""
+    """Description of the files that one rank, or all ranks together, wrote for one sync."""
 
     sync_id: str
     policy_version: int
@@ -71,23 +71,24 @@ class WeightIndex:
     """The trainer role that the weights come from."""
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
-    """By the name under which each is stored: its own, or that of a box (``boxes``)."""
+    """Stored name -> entry; the stored name is the tensor's name, or that of a box (``boxes``)."""
     aliases: Mapping[str, str]
     base: str | None = None
-    """Of a delta: the sync id of the version it applies to. ``tensors`` then are parts of tensors as well."""
+    """Sync id of the version that a delta applies to; None for a full version. A delta's ``tensors`` hold changes."""
     streamed: tuple[str, ...] = ()
-    """Of a rank's part of a delta: the tensors it looked at, changed or not."""
+    """Names of the tensors that the writer of a delta compared, changed or not."""
     results: Mapping[str, int] = field(default_factory=dict)
-    """Of a delta: by the name of each tensor that changed, the checksum of all of it as it is then."""
+    """Name of each changed tensor -> checksum of the whole tensor after the delta is applied."""
     boxes: Mapping[str, BoxEntry] = field(default_factory=dict)
-    """By the name under which it is stored, what each tensor is that is a part of one."""
+    """Stored name -> box, for stored tensors that are boxes."""
 
     @property
     def num_bytes(self) -> int:
+        """Total size of the files, bytes."""
         return sum(entry.num_bytes for entry in self.files.values())
 
     def manifest(self) -> WeightManifest:
-        """What the files hold, whole or in boxes."""
+        """Return the manifest of the tensors in the files, whether stored whole or in boxes."""
         specs: dict[str, TensorSpec] = {}
         for stored, entry in self.tensors.items():
             box = self.boxes.get(stored)
@@ -96,7 +97,7 @@ class WeightIndex:
         return WeightManifest(specs, self.aliases)
 
     def shard(self, stored: str, tensor: Tensor) -> WeightShard:
-        """What is stored under a name, as it was streamed."""
+        """Return a stored tensor as the shard that was streamed."""
         box = self.boxes.get(stored)
         if box is None:
             return whole_shard(stored, tensor)
@@ -104,7 +105,7 @@ class WeightIndex:
 
 
 def stored_parts(bucket: Bucket) -> tuple[list[tuple[str, Tensor]], dict[str, BoxEntry]]:
-    """The names under which a bucket's shards are stored, and which of them are boxes."""
+    """Return (stored name, tensor) of each shard of a bucket, and stored name -> entry of those that are boxes."""
     parts: list[tuple[str, Tensor]] = []
     boxes: dict[str, BoxEntry] = {}
     for shard in bucket:
@@ -146,12 +147,12 @@ def write_shard(path: Path, parts: Sequence[tuple[str, Tensor]]) -> tuple[FileEn
 
 
 def tensor_crc32(tensor: Tensor) -> int:
-    """CRC-32 of a contiguous host tensor's bytes."""
+    """Return the CRC-32 of a contiguous host tensor's bytes."""
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_index(directory: Path, index: WeightIndex, name: str = INDEX_NAME) -> None:
-    """Write the index, all of it or nothing.
+    """Write the index atomically.
 
     Raises:
         WeightSyncError: the disk is full, read-only or gone; names the path.
@@ -167,7 +168,7 @@ def write_hugging_face_index(directory: Path, index: WeightIndex) -> None:
 
 
 def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
-    """Read what ``write_index`` wrote.
+    """Read an index that ``write_index`` wrote.
 
     Raises:
         WeightSyncError: the file is missing, is not an index, or has another format; names the path.
@@ -176,7 +177,9 @@ def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         if content.pop("format") != INDEX_FORMAT:
-            raise WeightSyncError(f"{path}: its format is not {INDEX_FORMAT}; sender and receiver differ in version")
+            raise WeightSyncError(
+                f"{path}: its format is not {INDEX_FORMAT}; install the same version of chatlearn-sync at both ends"
+            )
         content["files"] = {file: FileEntry(**entry) for file, entry in content["files"].items()}
         content["tensors"] = {
             name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content["tensors"].items()
@@ -192,7 +195,7 @@ def read_index(directory: Path, name: str = INDEX_NAME) -> WeightIndex:
 
 
 def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
-    """Join what the ranks wrote.
+    """Merge the indexes of all ranks.
 
     Raises:
         WeightSyncError: two ranks wrote the same tensor.
@@ -223,10 +226,10 @@ def merge_indexes(parts: Iterable[WeightIndex]) -> WeightIndex:
 
 
 def verify_files(directory: Path, index: WeightIndex, *, checksums: bool) -> None:
-    """Compare the files with the index: sizes always, and every header and tensor byte if ``checksums``.
+    """Compare the files with the index: always their sizes, and the CRC-32 of headers and tensors if ``checksums``.
 
     Raises:
-        WeightSyncError: names the file, and the tensor whose bytes differ.
+        WeightSyncError: a file differs or cannot be read; names it, and the corrupted tensor.
     """
     for name, entry in index.files.items():
         path = directory / name
@@ -291,7 +294,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory's own entries to the disk."""
+    """Flush a directory's entries to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -300,7 +303,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_error(path: Path, error: Exception) -> WeightSyncError:
-    """What a failed write becomes: the path, the system's words, and what to do."""
+    """Build the error for a failed write: the path, the operating system's error, and the remedy."""
     return WeightSyncError(
         f"{path}: cannot write weights: {error}. The directory must be writable and have room for "
         f"weight_sync.options.keep_versions + 1 copies of the model; free space there or move output_dir"
