@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from chatlearn_core.types import Sample
+if TYPE_CHECKING:
+    from chatlearn_core.types import Sample
 
 PLACES = ("prompt", "completion", "ground_truth")
 """What a template may name in braces. Braces around anything that is no word are text, such as in formulas."""
