@@ -19,7 +19,7 @@ from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import PartialRollouts, partial_rollouts
 from chatlearn_core.executor.rollouts.pending import Group
 from chatlearn_core.executor.scheduler import RolloutRequest
-from chatlearn_core.protocols import ModelSource, RoleContext
+from chatlearn_core.protocols import ModelSource, PlainData, RoleContext
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, SamplingParams
 from chatlearn_hf.checkpoint_names import checkpoint_tensors
@@ -89,7 +89,7 @@ async def one_step(
         for request, answer in zip(rollout_step.requests, answers, strict=True)
         if answer is not None
     }
-    return ended, partial.finish(rollout_step)[0]
+    return ended, (await partial.finish(rollout_step))[0]
 
 
 @pytest.mark.parametrize("mode", ["resume", "keep"])
@@ -112,7 +112,8 @@ async def test_every_token_is_of_the_weights_that_its_span_names(
             "train": {"steps": 1, "prompts_per_step": 1},
         }
     )
-    rollouts = Rollouts(SimpleNamespace(generator=lambda role: fleet), RolloutConfig(**settings))  # type: ignore[arg-type]  # the part that is used
+    runtime: Any = SimpleNamespace(generator=lambda role: fleet, data=PlainData())
+    rollouts = Rollouts(runtime, RolloutConfig(**settings))
     partial = partial_rollouts(config, rollouts, "generator")
     assert partial is not None
     ended: dict[str, Completion] = {}
