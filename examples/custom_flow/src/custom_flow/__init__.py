@@ -1,0 +1,1 @@
+"""Flows of one's own; ``plugin`` lists everything that this package adds."""
