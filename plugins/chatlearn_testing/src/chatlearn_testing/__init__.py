@@ -1,6 +1,7 @@
-"""The conformance kit: what a plugin's author tests a backend with, and what a user trusts when it passes.
+"""The conformance kit: tests that show whether a plugin's backend fulfils its contract.
 
-A suite is a class of pytest tests for one kind of backend. A plugin subclasses it in its own tests; this is all of it::
+A suite is a class of pytest tests for one kind of backend. A plugin subclasses it in its own tests; a complete test
+file is::
 
     import pytest
     from chatlearn_testing.suites import GeneratorConformance
@@ -17,21 +18,21 @@ A suite is a class of pytest tests for one kind of backend. A plugin subclasses 
         load_reference = "chatlearn_hf.plain_forward:load_plain_model"
 
 ``TrainerConformance`` is used the same way, ``WeightSyncConformance`` needs ``backend`` only, and ``RewardConformance``
-needs ``cases``: samples with the value each must get, or ``value=None`` for one that must end in an error::
+needs ``cases``: samples with the expected value of each, or ``value=None`` for one that must yield an error::
 
     class TestAcmeReward(RewardConformance):
         backend = "acme"
         cases = (RewardCase("4", 1.0, ground_truth="4"), RewardCase("5", 0.0, ground_truth="4"))
 
-What a backend must be able to do follows from its **record**: a generator that declares ``resumable`` is tested for
-it. The only way to leave a test out is to declare less, which ``chatlearn plugins list`` shows. A subclass may set what
-the suite names in ``settable`` (``options`` for one) and add tests; where it overrides a contract test, or hides one
-behind ``skip`` or ``xfail``, collecting it is an error.
+The backend's **record** decides which tests apply: a generator that declares ``resumable`` is tested for resuming. The
+only way to omit a test is to declare less, and ``chatlearn plugins list`` shows what a backend declares. A subclass may
+set the attributes that the suite lists in ``settable`` (such as ``options``) and add tests. Overriding a contract test,
+or marking the class ``skip`` or ``xfail``, is a collection error.
 
-When a test fails, its docstring says what the rule is and what usually broke it; it is printed with the failure.
+When a test fails, pytest also prints its docstring, which states the rule and the usual causes of a failure.
 
-Rooms: ``suites`` (one a kind), ``fakes`` (in-memory backends with records, which pass them), ``check`` (run suites
-on records without a test file), ``guard`` (what a subclass may touch), ``pytest_plugin`` (loaded by every pytest
-run; imports nothing heavy), ``fake_environment`` (distributions that a test installs), ``scaffold`` and ``template``
-(packages to begin with), ``cli`` (``chatlearn plugins new`` and ``check``).
+Modules: ``suites`` (one per kind), ``fakes`` (in-memory backends with records, which pass the suites), ``check`` (runs
+suites on records without a test file), ``guard`` (checks what a subclass sets), ``pytest_plugin`` (loaded by every
+pytest run; imports only light modules), ``fake_environment`` (distributions that a test installs), ``scaffold`` and
+``template`` (templates for new packages), ``cli`` (``chatlearn plugins new`` and ``check``).
 """

@@ -1,4 +1,4 @@
-"""How a contract test says that it does not concern a plugin, because of what the plugin's record declares."""
+"""Skips a contract test that does not apply to a plugin, given the capabilities that the plugin's record declares."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import NoReturn
 import pytest
 
 NOT_APPLICABLE = "not applicable: "
-"""Start of the reason of such a skip, which tells it from a test that could not run."""
+"""Prefix of the skip reason; distinguishes an inapplicable test from one that could not run."""
 
 
 def not_applicable(reason: str) -> NoReturn:
-    """End a contract test: the record says that it does not apply."""
+    """Skip the current contract test because the record makes it inapplicable.
+
+    Args:
+        reason: the declaration, or missing declaration, that decides so.
+    """
     pytest.skip(NOT_APPLICABLE + reason)

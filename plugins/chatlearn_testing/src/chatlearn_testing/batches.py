@@ -1,4 +1,4 @@
-"""Batches and a loss whose value and gradient a plain forward gives as well."""
+"""Random batches, and a loss with a reference implementation that runs a plain forward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from chatlearn_core.protocols.loss import Unit
 from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cumulative_lengths
 
 LENGTHS = (17, 12, 1, 7, 24, 2, 9)
-"""Of the sequences in ``make_batch``; one of them is a single token, which has nothing to learn from."""
+"""Sequence lengths in ``make_batch``, tokens; one sequence is a single token, which contributes no loss."""
 MASKED_SHARE = 0.3
+"""Expected fraction of tokens outside the loss mask, besides first tokens."""
 
 
 def make_batch(vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> TrainBatch:
-    """Random sequences, some of whose tokens are masked, with an advantage for each token."""
+    """Build a batch of random sequences with a random loss mask and a random advantage per token.
+
+    Args:
+        lengths: number of tokens of each sequence.
+    """
     generator = torch.Generator().manual_seed(seed)
     total, bounds, count = sum(lengths), cumulative_lengths(lengths), len(lengths)
     mask = torch.rand(total, generator=generator) > MASKED_SHARE
@@ -36,25 +41,25 @@ def make_batch(vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0)
 
 
 def sequences(batch: TrainBatch, values: Tensor) -> list[Tensor]:
-    """Per-token values cut into those of each sequence."""
+    """Split [T] per-token values into one tensor per sequence."""
     bounds = batch.cu_seqlens.tolist()
     return [values[start:stop] for start, stop in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
 class MaskedPolicyLoss:
-    """The mean over masked-in tokens of ``-advantage * logprob``; reads the mask where the logits are."""
+    """The mean of ``-advantage * logprob`` over the tokens in the loss mask; applies the mask in the loss itself."""
 
     temperature: float = 1.0
     unit: Unit = "sequence"
 
     @property
     def needs(self) -> OutputRequest:
-        """Logprobs."""
+        """The policy's logprobs."""
         return OutputRequest(frozenset({"logprobs"}), self.temperature)
 
     def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Add the global denominator, the same weight at every token: the mask alone says which count."""
+        """Add ``loss_weight``: 1 / number of tokens in the mask, at every token, so that only the mask selects."""
         weight = torch.full((batch.num_tokens,), 1.0 / max(1, int(batch.loss_mask.sum())))
         return replace(batch, token_data=batch.token_data | {"loss_weight": weight})
 
@@ -68,21 +73,21 @@ class MaskedPolicyLoss:
 
 
 def reference_logprobs(reference: torch.nn.Module, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """[T] logprobs of one sequence from a forward of it alone; 0 at the first token. Keeps the graph."""
+    """Compute [T] logprobs of one sequence with a forward of it alone; 0 at the first token. Keeps the graph."""
     distribution = torch.log_softmax(reference(token_ids) / temperature, -1)
     chosen = distribution[:-1].gather(-1, token_ids[1:, None])[:, 0]
     return torch.cat([chosen.new_zeros(1), chosen])
 
 
 def reference_entropy(reference: torch.nn.Module, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """[T] entropies, nats, of the distributions that one sequence's tokens were drawn from; 0 at the first."""
+    """Compute [T] entropies, nats, of the distributions of one sequence's tokens; 0 at the first. Keeps the graph."""
     distribution = torch.log_softmax(reference(token_ids) / temperature, -1)
     entropy = -(distribution.exp() * distribution).sum(-1)
     return torch.cat([entropy.new_zeros(1), entropy[:-1]])
 
 
 def reference_loss(reference: torch.nn.Module, batch: TrainBatch) -> Tensor:
-    """``MaskedPolicyLoss`` of a batch, sequence by sequence, in a loop. Keeps the graph."""
+    """Compute ``MaskedPolicyLoss`` of a batch in a loop over its sequences. Keeps the graph."""
     total = torch.zeros(())
     parts = zip(
         sequences(batch, batch.token_ids),

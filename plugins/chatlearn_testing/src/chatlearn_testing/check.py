@@ -1,4 +1,4 @@
-"""Running the suites against records without a test file: what ``chatlearn plugins check`` is made of."""
+"""Runs the suites on plugin records without a test file; ``chatlearn plugins check`` uses this."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ globals().update(generated_suites())
 
 @dataclass(slots=True, frozen=True)
 class TestVerdict:
-    """What one contract test said of one backend."""
+    """The result of one contract test on one backend."""
 
-    __test__ = False  # pytest shall not take it for a test class
+    __test__ = False  # pytest must not collect it as a test class
 
     record: str
     """``kind/name``"""
@@ -62,7 +62,7 @@ class TestVerdict:
     """Name of the contract test, with its parameters."""
     verdict: Verdict
     reason: str = ""
-    """Why it failed or was skipped; with what to look at, for a failure."""
+    """Why the test failed or was skipped; empty if it passed."""
 
 
 @dataclass(slots=True)
@@ -71,29 +71,30 @@ class Results:
 
     verdicts: list[TestVerdict] = field(default_factory=list)
     output: str = ""
-    """What pytest printed."""
+    """Output of pytest."""
 
     def of(self, verdict: Verdict) -> list[TestVerdict]:
-        """Those that passed, failed or were skipped."""
+        """Return the results with this verdict."""
         return [entry for entry in self.verdicts if entry.verdict == verdict]
 
     @property
     def conforms(self) -> bool:
-        """Whether something was tested and nothing failed."""
+        """Whether at least one test passed and none failed."""
         return bool(self.of("passed")) and not self.of("failed")
 
 
 def suites_for(record: PluginRecord) -> type[ConformanceSuite]:
-    """The suite for a record's kind.
+    """Return the suite for a record's kind.
 
     Raises:
-        PluginError: there is no suite for this kind.
+        PluginError: no suite exists for this kind.
     """
     try:
         return SUITES[record.kind]
     except KeyError:
         raise PluginError(
-            f"{record.kind} {record.name!r}: there is a conformance suite for {', '.join(sorted(SUITES))} only"
+            f"{record.kind} {record.name!r}: no conformance suite exists for this kind; suites exist for "
+            f"{', '.join(sorted(SUITES))}"
         ) from None
 
 
@@ -104,27 +105,27 @@ def suite_class(
     load_reference: ReferenceLoader | str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> type[ConformanceSuite]:
-    """The subclass that a plugin's author would write.
+    """Build the subclass of a suite that a plugin's author would write.
 
     Args:
-        record: what is tested.
-        model_directory: for trainers and generators.
-        load_reference: likewise; a ``ReferenceLoader`` or its import string.
-        settings: further attributes that the suite lets a subclass set (``options``, ``cases``).
+        record: the backend under test.
+        model_directory: for trainers and generators: a small float32 model.
+        load_reference: for trainers and generators: a ``ReferenceLoader`` or its import string.
+        settings: further attributes in the suite's ``settable`` (such as ``options``, ``cases``).
 
     Raises:
-        PluginError: no suite for this kind, something the suite needs is missing, or a setting is not settable.
+        PluginError: no suite exists for this kind, a required argument is missing, or a setting is not settable.
     """
     suite = suites_for(record)
     body: dict[str, Any] = {"backend": record, "__module__": __name__} | dict(settings or {})
     if issubclass(suite, ModelSuite):
         if model_directory is None or load_reference is None:
             raise PluginError(
-                f"{record.kind} {record.name!r} is tested on a model: give a model directory and a load_reference"
+                f"{record.kind} {record.name!r} is tested on a model: pass a model directory and a load_reference"
             )
         body |= {"load_reference": load_reference, "model_directory": _directory_fixture(model_directory)}
     if issubclass(suite, RewardConformance) and "cases" not in body:
-        raise PluginError(f"reward {record.name!r} is tested on cases of its own: give them in settings['cases']")
+        raise PluginError(f"reward {record.name!r} is tested on its own cases: pass them in settings['cases']")
     name = "".join(
         part.capitalize() for part in (*record.name.replace("-", "_").split("_"), record.kind.split("_")[-1])
     )
@@ -145,17 +146,17 @@ def run_conformance(
     on_begin: Callable[[str], None] | None = None,
     on_verdict: Callable[[TestVerdict], None] | None = None,
 ) -> Results:
-    """Run the suites on records, in this process, with pytest.
+    """Run the suites on records with pytest, in this process.
 
     Args:
         records: backends of the kinds in ``SUITES``.
         model_directory: for trainers and generators: a small float32 model.
-        load_reference: loads it by code that is not under test.
-        settings: ``kind/name`` -> what a subclass would set.
+        load_reference: loads that model with code that is not under test.
+        settings: ``kind/name`` -> attributes that a subclass would set.
         select: names of contract tests to run, without parameters; empty: all.
-        done: tests that are left out, with their parameters.
+        done: names of tests to omit, with parameters.
         on_begin: called with the name of each test before it runs.
-        on_verdict: called with each verdict as it is there.
+        on_verdict: called with each result as soon as it is known.
 
     Raises:
         PluginError: see ``suite_class``.
@@ -176,7 +177,7 @@ def run_suites(
     on_begin: Callable[[str], None] | None = None,
     on_verdict: Callable[[TestVerdict], None] | None = None,
 ) -> Results:
-    """Run suite classes, each under the name that its verdicts shall have; see ``run_conformance``."""
+    """Run suite classes; results carry the name under which each class is given. See ``run_conformance``."""
     unique = {
         f"Test{index}{cls.__name__.removeprefix('Test')}": (key, cls)
         for index, (key, cls) in enumerate(classes.items())
@@ -195,7 +196,7 @@ def run_suites(
             redirect_stdout(printed),
             redirect_stderr(printed),
         ):
-            # A name of its own: pytest takes a module that was imported before for the same one.
+            # A unique name: pytest would reuse an imported module of the same name.
             file = Path(directory) / f"test_{uuid.uuid4().hex}.py"
             file.write_text(TEST_FILE, encoding="utf-8")
             arguments = ["--import-mode=importlib", "--capture=no", "--tb=short", "--color=no", "-q", "-c", os.devnull]
@@ -212,7 +213,7 @@ def run_suites(
 
 
 def generated_suites() -> Mapping[str, type[ConformanceSuite]]:
-    """The classes of the run that is going on: what its test file holds."""
+    """Return the suite classes of the current run; its test file defines them."""
     return _GENERATED.get()
 
 
@@ -220,7 +221,7 @@ _GENERATED: ContextVar[Mapping[str, type[ConformanceSuite]]] = ContextVar("gener
 
 
 class _Collector:
-    """A pytest plugin that keeps verdicts, and deselects what was not asked for."""
+    """A pytest plugin that collects results and deselects tests outside ``select`` or inside ``done``."""
 
     def __init__(
         self,
@@ -243,13 +244,13 @@ class _Collector:
             self._on_verdict(verdict)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what was selected and is not done."""
+        """Keep the tests that are selected and not done."""
         if self._select:
             items[:] = [item for item in items if getattr(item, "originalname", item.name) in self._select]
         items[:] = [item for item in items if item.name not in self._done]
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Say what begins."""
+        """Report the start of a test."""
         if self._on_begin is not None:
             self._on_begin(item.name)
 
@@ -257,7 +258,7 @@ class _Collector:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep one verdict a test: the call's, or the first phase that failed or skipped."""
+        """Record one result per test: that of the call, or of the first phase that failed or skipped."""
         report = yield
         assert item.parent is not None
         record = self._records[item.parent.name]

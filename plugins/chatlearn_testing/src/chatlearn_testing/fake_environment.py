@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(slots=True, frozen=True)
 class FakeEnvironment:
-    """A folder that plays site-packages."""
+    """A folder used as site-packages."""
 
     site: Path
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors in GPU memory of another process, as a trainer on the same GPU shares them."""
+"""Shares a checkpoint's tensors from the GPU memory of another process, as a trainer on the same GPU does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PATIENCE_S = 120.0
 
 @contextmanager
 def shared_by_another_process(directory: Path) -> Iterator[MemoryHandle]:
-    """A handle of kind ``cuda_ipc`` on the first GPU, valid inside the ``with``.
+    """Yield a ``cuda_ipc`` handle to memory on the first GPU; it is valid inside the ``with``.
 
     Args:
-        directory: holds ``model.safetensors``.
+        directory: contains ``model.safetensors``.
 
     Raises:
-        queue.Empty: the other process did not get so far.
+        queue.Empty: the other process did not share the tensors in time.
     """
     context = multiprocessing.get_context("spawn")
     handles: Queue[MemoryHandle] = context.Queue()

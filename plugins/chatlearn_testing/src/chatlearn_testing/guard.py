@@ -1,4 +1,4 @@
-"""Keeps a conformance suite honest: what a subclass may set, and what it may not touch."""
+"""Checks that a subclass of a conformance suite sets only permitted attributes and overrides no contract test."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _HIDING_MARKS = frozenset({"skip", "xfail"})
 
 
 def is_suite_class(candidate: object) -> bool:
-    """Whether this is a class that someone made from a suite of the kit."""
+    """Whether ``candidate`` is a subclass of one of the kit's suites, defined outside the kit."""
     return isinstance(candidate, type) and bool(_suites(candidate)) and not _is_ours(candidate)
 
 
 def suite_violations(cls: type) -> list[str]:
-    """What a subclass of a suite does that would let a backend pass without conforming: one line each."""
+    """Return one line for each way in which a subclass would let a backend pass without conforming; empty if none."""
     lines: list[str] = []
     contract: dict[str, type] = {}
     settable: set[str] = set()
@@ -30,10 +30,10 @@ def suite_violations(cls: type) -> list[str]:
                 what = "removes" if value is None else "overrides"
                 lines.append(
                     f"{owner.__name__} {what} {contract[name].__name__}.{name}, which is part of the contract; a"
-                    f" subclass sets only {', '.join(sorted(settable))}"
+                    f" subclass may set only {', '.join(sorted(settable))}"
                 )
     lines += [
-        f"{cls.__name__} is marked '{mark.name}', which hides whether it conforms"
+        f"{cls.__name__} is marked '{mark.name}', which would hide failures; remove the mark"
         for mark in _marks(cls)
         if mark.name in _HIDING_MARKS
     ]

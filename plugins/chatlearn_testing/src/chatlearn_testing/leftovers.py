@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, shared memory, listening ports. Linux only."""
+"""Finds processes, shared memory and listening ports that a test leaves behind. Linux only."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from chatlearn_testing.listeners import tcp_ports
 from chatlearn_testing.processes import command, descendants, environment, open_files, processes
 
 MARK = "CHATLEARN_TEST_MARK"
-"""An environment variable that marks every process the test started, even if its parents have died."""
+"""Environment variable that identifies every process started by a test, even after its parent has ended."""
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_NAMES = ("chatlearn", "torch_")
-"""How names of ours and torch's begin. ``/dev/shm`` is everybody's, and does not say who made a file: what
-other programs on the machine leave there meanwhile is not the test's affair."""
+"""Prefixes of the names of ChatLearn's and torch's files. All programs share ``/dev/shm``, which does not record the
+creator of a file, so other names are ignored.
+"""
 WAIT_S = 60.0
-"""A process whose parent was killed needs a moment to notice."""
+"""Time for processes to end and memory to be freed, seconds: a process notices the death of its parent late."""
 _LOOK_EVERY_S = 0.1
 _OUTLIVING = ("raylet", "gcs_server", "/ray/", "ray._private", "multiprocessing.resource_tracker")
 
 
 @dataclass(slots=True)
 class Leftovers:
-    """Compares what there was with what there is; used as a context manager, or by the fixture ``leaves_nothing``."""
+    """Compares the state before and after a test; a context manager, also used by the fixture ``leaves_nothing``."""
 
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     wait_s: float = WAIT_S
@@ -49,20 +50,20 @@ class Leftovers:
             del os.environ[MARK]
         else:
             os.environ[MARK] = self._outer_mark
-        if kind is None:  # a test that failed has said what matters
+        if kind is None:  # the error of a failed test matters more
             self.check()
 
     def check(self) -> None:
-        """Wait a while for everything to go.
+        """Wait up to ``wait_s`` until nothing is left behind.
 
         Raises:
-            AssertionError: what is still there, by name.
+            AssertionError: names what is left.
         """
         left = wait_until_empty(self.find, self.wait_s)
         assert not left, "left behind: " + "; ".join(left)
 
     def find(self) -> list[str]:
-        """What is there now, was not before, and belongs to no other process."""
+        """List what the test started or created and has not removed, one text each."""
         started = {pid for pid in processes() if environment(pid).get(MARK) == self.mark}
         started |= set(descendants(os.getpid())) - self._children
         found = [f"process {pid}: {command(pid)}" for pid in sorted(started) if not outlives_tests(command(pid))]
@@ -73,7 +74,7 @@ class Leftovers:
 
 
 def wait_until_empty(find: Callable[[], list[str]], wait_s: float = WAIT_S) -> list[str]:
-    """Call ``find`` until it finds nothing, or the time is over; returns what it found last."""
+    """Call ``find`` until it returns nothing, for at most ``wait_s`` seconds; returns its last result."""
     deadline = time.monotonic() + wait_s
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
@@ -81,7 +82,7 @@ def wait_until_empty(find: Callable[[], list[str]], wait_s: float = WAIT_S) -> l
 
 
 def outlives_tests(command_line: str) -> bool:
-    """Whether a process is meant to outlive a test: Ray's servers and unused workers, Python's own helper."""
+    """Whether a process may outlive a test: Ray's servers and idle workers, and Python's resource tracker."""
     title = command_line.removeprefix("ray::")
     if title != command_line:
         return title.startswith("IDLE")
@@ -89,12 +90,12 @@ def outlives_tests(command_line: str) -> bool:
 
 
 def shared_memory() -> frozenset[str]:
-    """Names in ``/dev/shm``."""
+    """Return the file names in ``/dev/shm``."""
     return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
 
 
 def unheld(names: frozenset[str], besides: int | None = None) -> set[str]:
-    """Those that no living process, ``besides`` left out, has open or mapped: they would stay for ever."""
+    """Select the names that no living process other than ``besides`` has open or mapped; these would stay for ever."""
     others = [pid for pid in processes() if pid != besides] if names else []
     held = mapped_files(others).union(*map(open_files, others))
     return {name for name in names if str(SHARED_MEMORY / name) not in held}

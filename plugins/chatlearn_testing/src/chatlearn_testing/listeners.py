@@ -1,4 +1,4 @@
-"""Which sockets processes listen at: what others can connect to. Linux only: it reads ``/proc``."""
+"""Lists the sockets on which processes listen. Linux only: it reads ``/proc``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Literal
 from chatlearn_testing.processes import command, descendants, open_files, read_proc
 
 _TABLES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""Tables of sockets, and the state of one that takes what comes from anywhere."""
+"""Socket table in ``/proc`` -> state code of a listening socket in it."""
 LOOK_S = 0.25
+"""Polling interval of ``listening_meanwhile``, seconds."""
 _ACCEPTS = 0x10000
-"""``__SO_ACCEPTCON``: a unix socket that listens."""
+"""The flag ``__SO_ACCEPTCON`` of a listening unix socket."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class Listener:
-    """One socket that others can connect or send to."""
+    """One socket that other processes can connect or send to."""
 
     process: int
     command: str
     kind: Literal["tcp", "udp", "unix"]
     address: str
-    """An IP address; of a unix socket its path, or ``@name`` in the abstract name space."""
+    """IP address; for a unix socket its path, or ``@name`` in the abstract name space."""
     port: int = 0
 
     @property
@@ -45,13 +46,13 @@ class Listener:
 
 
 def family(process: int | None = None) -> set[int]:
-    """A process (this one) and all that it started and that are its descendants still."""
+    """Return a process (default: this one) and its living descendants."""
     leader = os.getpid() if process is None else process
     return {leader, *descendants(leader)}
 
 
 def listeners(processes: Iterable[int]) -> set[Listener]:
-    """All sockets that these processes listen at."""
+    """Return all sockets on which these processes listen."""
     found: set[Listener] = set()
     for process in processes:
         inodes = {name[8:-1] for name in open_files(process) if name.startswith("socket:[")}
@@ -71,15 +72,16 @@ def listeners(processes: Iterable[int]) -> set[Listener]:
 
 
 def tcp_ports(process: int) -> frozenset[int]:
-    """The TCP ports that a process listens on."""
+    """Return the TCP ports on which a process listens."""
     return frozenset(listener.port for listener in listeners([process]) if listener.kind == "tcp")
 
 
 @contextmanager
 def listening_meanwhile() -> Iterator[set[Listener]]:
-    """The sockets that this process and its descendants listen at inside, those that were there before left out.
+    """Collect the sockets that this process and its descendants open for listening inside the ``with``.
 
-    The set grows as they are seen, every ``LOOK_S``, and is complete after the last look, at the end.
+    The yielded set grows every ``LOOK_S`` seconds and is complete after the ``with``. A socket that is open for less
+    than that may be missed.
     """
     before = listeners(family())
     found: set[Listener] = set()
@@ -100,11 +102,11 @@ def listening_meanwhile() -> Iterator[set[Listener]]:
 
 
 def reached_from_outside(found: Iterable[Listener]) -> list[str]:
-    """Those that processes of other hosts can reach."""
+    """Select the sockets that processes on other hosts can reach, as sorted texts."""
     return sorted(str(listener) for listener in found if not listener.is_local)
 
 
 def _address(hexadecimal: str) -> str:
-    """The kernel writes addresses as words in the byte order of the machine."""
+    """Parse an address as the kernel prints it: 32-bit words in the host's byte order."""
     words = [bytes.fromhex(hexadecimal[at : at + 8])[::-1] for at in range(0, len(hexadecimal), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

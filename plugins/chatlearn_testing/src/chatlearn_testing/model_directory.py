@@ -1,4 +1,4 @@
-"""Model directories as the suites see them: safetensors by checkpoint name, and copies with other weights."""
+"""Reads the safetensors of model directories, and writes copies of model directories with other weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from chatlearn_core.types import TensorSpec, WeightManifest
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """Every tensor in a directory's safetensors files, by checkpoint name."""
+    """Read every tensor in a directory's safetensors files, by checkpoint name."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
-    assert tensors, f"{directory} holds no safetensors; a model directory for the suites has its weights in them"
+    assert tensors, f"{directory} contains no safetensors files; the suites need a model with weights in safetensors"
     return tensors
 
 
 def manifest_of(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> WeightManifest:
-    """The manifest of these tensors."""
+    """Build the manifest of these tensors."""
     specs = {
         name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
@@ -32,7 +32,7 @@ def manifest_of(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None
 
 
 def perturbed(tensors: Mapping[str, Tensor], *, seed: int, scale: float = 0.5) -> dict[str, Tensor]:
-    """Other weights of the same model: noise of ``scale`` times each tensor's own spread."""
+    """Add Gaussian noise to every tensor, ``scale`` times the tensor's standard deviation."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + scale * tensor.float().std(correction=0) * torch.randn(tensor.shape, generator=generator)
@@ -41,7 +41,7 @@ def perturbed(tensors: Mapping[str, Tensor], *, seed: int, scale: float = 0.5) -
 
 
 def copy_with_weights(directory: Path, tensors: Mapping[str, Tensor], target: Path) -> Path:
-    """A copy of a model directory that holds ``tensors`` instead of its own weights."""
+    """Copy a model directory to ``target`` with ``tensors`` as its weights; returns ``target``."""
     target.mkdir(parents=True)
     for entry in directory.iterdir():
         if entry.is_file() and ".safetensors" not in entry.name:

@@ -1,4 +1,4 @@
-"""What chatlearn-testing registers: ``chatlearn plugins new`` and ``chatlearn plugins check``."""
+"""Registers the commands ``chatlearn plugins new`` and ``chatlearn plugins check``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatlearn_core.plugins.records import CliCommandSpec
 
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
-    """Both join the group ``plugins`` of the command line."""
+    """Return both commands, which join the group ``plugins`` of the command line."""
     return [
         CliCommandSpec(
             name="plugins new",
             app="chatlearn_testing.cli.plugins_new:new",
-            help="Write a working plugin, with tests and packaging, to change into your own.",
+            help="Write a working plugin package with tests, as a start for your own.",
         ),
         CliCommandSpec(
             name="plugins check",

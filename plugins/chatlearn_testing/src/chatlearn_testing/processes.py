@@ -1,6 +1,6 @@
 """Processes, their parents and their open files. Linux only: it reads ``/proc``.
 
-Every function takes a process that ends meanwhile for one that has nothing, since a test may kill any of them.
+A process may end at any time, because tests kill processes: every function then returns an empty result for it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _PROC = Path("/proc")
 
 
 def processes() -> list[int]:
-    """All processes that have not ended."""
+    """Return the ids of all living processes."""
     return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit() and is_alive(int(entry.name))]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it is more than a zombie."""
+    """Whether a process exists and is no zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "ZX"
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Children, and theirs."""
+    """Yield the ids of all living descendants, generation by generation."""
     parents = {process: int(fields[1]) for process in processes() if (fields := _stat(process))}
     generation = {pid}
     while generation := {child for child, parent in parents.items() if parent in generation}:
@@ -32,30 +32,30 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def session_members(session: int) -> list[str]:
-    """Processes of a session (``setsid``), as ``pid: command``."""
+    """Return the processes of a session (``setsid``), as ``pid: command``."""
     return [f"{pid}: {command(pid)}" for pid in processes() if (fields := _stat(pid)) and int(fields[3]) == session]
 
 
 def command(pid: int) -> str:
-    """Its command line; empty once it has ended."""
+    """Return a process's command line; empty once it has ended."""
     return read_proc(pid, "cmdline").replace("\0", " ").strip()
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that it was started with; empty if it may not be read."""
+    """Return the environment with which a process was started; empty without permission to read it."""
     pairs = (entry.partition("=") for entry in read_proc(pid, "environ").split("\0"))
     return {name: value for name, separator, value in pairs if separator}
 
 
 def open_files(pid: int) -> list[str]:
-    """What its file descriptors stand for; empty once it has ended."""
+    """Return the targets of a process's file descriptors, such as paths; empty once it has ended."""
     names = []
     try:
         for link in (_PROC / str(pid) / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 names.append(str(link.readlink()))
     except OSError:
-        pass  # it ended, or belongs to somebody else
+        pass  # it ended, or belongs to another user
     return names
 
 
@@ -65,8 +65,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def read_proc(pid: int, name: str) -> str:
-    """A file of its directory in ``/proc``; empty once it has ended."""
+    """Read a file in the process's directory of ``/proc``; empty once the process has ended."""
     try:
         return (_PROC / str(pid) / name).read_text(errors="replace")
     except OSError:
-        return ""  # it ended, or belongs to somebody else
+        return ""  # it ended, or belongs to another user

@@ -1,7 +1,7 @@
 """The pytest plugin of chatlearn-testing, loaded through the entry point ``pytest11``.
 
-Every pytest run in an environment with chatlearn-testing pays for it, so it imports nothing heavy. It registers the
-kit's markers, offers fixtures, and refuses to collect a conformance suite whose contract tests were overridden.
+Every pytest run in an environment with chatlearn-testing imports it, so it imports only light modules. It registers the
+kit's markers, provides fixtures, and fails the collection of a conformance suite whose contract tests are overridden.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARKERS = (
     "slow: takes long",
 )
 
-# Their assertions are explained by pytest like those of a test module.
+# pytest then shows the values in failed assertions of the suites, as it does for test modules.
 pytest.register_assert_rewrite(SUITES_PACKAGE)
 
 
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> None:
-    """Fail the collection of a suite that was tampered with, naming what was."""
+    """Fail the collection of a suite whose contract a subclass changes; names each change."""
     if is_suite_class(obj) and isinstance(obj, type) and (lines := suite_violations(obj)):
         raise collector.CollectError("\n".join(["This conformance suite would prove nothing:", *lines]))
 
@@ -47,7 +47,7 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Print the rule, and what usually breaks it, with a contract test that fails."""
+    """Add the docstring of a failed contract test, which states the rule and usual causes, to its report."""
     report = yield
     function = getattr(item, "function", None)
     if report.failed and is_suite_class(getattr(item, "cls", None)) and function is not None and function.__doc__:
@@ -57,7 +57,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def chatlearn_registry() -> PluginRegistry:
-    """Every plugin that is installed, as a run would find it."""
+    """All installed plugins, as a run finds them."""
     from chatlearn_core.plugins.loader import discover_plugins
 
     return discover_plugins()
@@ -71,7 +71,7 @@ def tiny_prompts() -> tuple[tuple[int, ...], ...]:
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[Leftovers]:
-    """Fails a test that leaves processes, shared memory or listening ports behind."""
+    """Fail a test that leaves processes, shared memory or listening ports behind."""
     from chatlearn_testing.leftovers import Leftovers
 
     with Leftovers() as leftovers:
@@ -80,7 +80,7 @@ def leaves_nothing() -> Iterator[Leftovers]:
 
 @pytest.fixture
 def fake_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEnvironment]:
-    """An empty site-packages, on this process's ``sys.path`` too; its modules are forgotten afterwards."""
+    """An empty site-packages, also on this process's ``sys.path``; its modules are unloaded after the test."""
     from chatlearn_testing.fake_environment import FakeEnvironment
 
     site = tmp_path / "site"

@@ -1,4 +1,4 @@
-"""Batches that a trainer was given, written to files, so that a test reads what arrived after a run of processes."""
+"""Records the batches that trainer processes receive as files, which a test reads after the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Recorded = dict[str, npt.NDArray[np.generic]]
 
 
 def record_batch(directory: Path, context: RoleContext, batch: TrainBatch) -> None:
-    """Write the batch behind those that this rank has written, as ``<role>-<rank>-<number>.npz``."""
+    """Write a batch as ``<role>-<rank>-<number>.npz``; ``number`` counts this rank's batches from 0."""
     directory.mkdir(parents=True, exist_ok=True)
     name = f"{context.role}-{context.rank}"
     number = len(list(directory.glob(f"{name}-*.npz")))
@@ -33,7 +33,7 @@ def record_batch(directory: Path, context: RoleContext, batch: TrainBatch) -> No
 
 
 def recorded_batches(directory: Path) -> dict[str, Recorded]:
-    """File name -> what ``record_batch`` wrote there."""
+    """Read all recorded batches: file name without suffix -> arrays."""
     found: dict[str, Recorded] = {}
     for file in sorted(directory.glob("*.npz")):
         with np.load(file, allow_pickle=False) as content:

@@ -1,4 +1,4 @@
-"""Weights in memory that does not last: what is given to a generator is overwritten as soon as the call returns."""
+"""Loads weights from memory that is overwritten after each call, as transports that reuse buffers do."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from chatlearn_core.protocols import WeightLoader
 from chatlearn_core.types import WeightManifest, WeightShard
 
 BUCKET_TENSORS = 3
-"""Tensors of one call: fewer than any model has, so that several calls make one sync."""
+"""Number of tensors per call; fewer than any model has, so that one sync makes several calls."""
 
 
 class ReusedMemoryLoader:
-    """Drives a loader as a transport may: a few tensors a call, in memory of the transport's own that it then uses for
-    other things. A generator that keeps a tensor it was given serves garbage from then on.
+    """Calls a loader as a transport may: a few tensors per call, in memory that is overwritten after the call.
+
+    A generator that keeps a reference to a given tensor serves garbage afterwards.
     """
 
     def __init__(self, loader: WeightLoader) -> None:
         self._loader = loader
 
     def expected_manifest(self) -> WeightManifest:
-        """The loader's own."""
+        """Forward to the loader."""
         return self._loader.expected_manifest()
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
-        """The loader's own."""
+        """Forward to the loader."""
         await self._loader.begin(policy_version, manifest)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Channel ``tensors``, a bucket a call."""
+        """Load through channel ``tensors``, one bucket per call."""
         given = list(tensors)
         for start in range(0, len(given), BUCKET_TENSORS):
             bucket = [(name, tensor.clone()) for name, tensor in given[start : start + BUCKET_TENSORS]]
@@ -41,7 +42,7 @@ class ReusedMemoryLoader:
                 overwrite(tensor)
 
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
-        """Channel ``boxes``, a bucket a call."""
+        """Load through channel ``boxes``, one bucket per call."""
         given = list(shards)
         for start in range(0, len(given), BUCKET_TENSORS):
             bucket = [_copied(shard) for shard in given[start : start + BUCKET_TENSORS]]
@@ -50,16 +51,16 @@ class ReusedMemoryLoader:
                 overwrite(shard.tensor)
 
     async def load_checkpoint(self, directory: Path) -> None:
-        """Channel ``checkpoint``: files are no memory to be used again."""
+        """Forward to the loader: a checkpoint's files are not reused."""
         await self._loader.load_checkpoint(directory)
 
     async def finish(self) -> int:
-        """The loader's own."""
+        """Forward to the loader."""
         return await self._loader.finish()
 
 
 def overwrite(tensor: Tensor) -> None:
-    """Put values into a tensor that no weight has."""
+    """Fill a tensor with NaN, or with 1 if it holds integers."""
     with torch.no_grad():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 

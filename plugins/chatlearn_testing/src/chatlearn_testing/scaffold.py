@@ -1,8 +1,8 @@
-"""Writes a new plugin's package from the template: ``chatlearn plugins new``.
+"""Writes a new plugin's package from a template: ``chatlearn plugins new``.
 
-The templates are ordinary Python packages in ``template/<kind>``, called ``acme``, and a new one is a copy with other
-names. They lie inside this package, and ``plugins/template`` at the repository's root is a link to them: so there is
-one source, which editable installs, wheels and sdists all hold without a build step.
+The templates are ordinary Python packages in ``template/<kind>``, named ``acme``; a new plugin is a copy with other
+names. The templates are part of this package, so that editable installs, wheels and sdists all contain them without a
+build step; ``plugins/template`` in the repository is a link to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chatlearn_core.plugins.validation import name_problem
 
 
 class TemplateKind(StrEnum):
-    """Kinds of plugins that there is a template for."""
+    """Kinds of plugins with a template."""
 
     trainer = "trainer"
     generator = "generator"
@@ -42,33 +42,33 @@ PLACEHOLDER = re.compile("acme-plugin|acme_plugin|acme|Acme")
 """Distribution, import name, plugin name and class prefix in the templates; replaced in one pass."""
 
 DISTRIBUTION_NAME = re.compile(r"[a-z]([a-z0-9]|[-_.](?=[a-z0-9]))*", re.IGNORECASE)
-"""PEP 508, and a letter first, so that the import name is one."""
+"""A distribution name of PEP 508 that starts with a letter, so that the import name derived from it is valid."""
 
 
 @dataclass(slots=True, frozen=True)
 class PackageNames:
-    """What a new package and the things in it are called."""
+    """The names of a new package, its plugin and its classes."""
 
     distribution: str
-    """``acme-reward``: what pip installs."""
+    """Distribution name for pip, such as ``acme-reward``."""
     package: str
-    """``acme_reward``: what Python imports."""
+    """Import name, such as ``acme_reward``."""
     plugin: str
-    """``acme``: what a configuration asks for."""
+    """Name that a configuration selects, such as ``acme``."""
     class_prefix: str
-    """``Acme``: with what names of classes begin."""
+    """Prefix of class names, such as ``Acme``."""
 
     @classmethod
     def of(cls, name: str, kind: str) -> PackageNames:
-        """Derive all from a distribution's name: the plugin's leaves out ``chatlearn`` and the kind.
+        """Derive all names from the distribution name; the plugin name omits ``chatlearn`` and the kind.
 
         Raises:
-            PluginError: the name cannot be a distribution's, a package's or a plugin's; says why.
+            PluginError: the distribution, package or plugin name would be invalid; says why.
         """
         if not DISTRIBUTION_NAME.fullmatch(name):
             raise PluginError(
-                f"{name!r} cannot be the name of a distribution: it is letters, digits and single '-', '_' or '.', a "
-                "letter first, such as 'acme-reward'."
+                f"{name!r} is not a valid distribution name: use letters, digits and single '-', '_' or '.', starting "
+                "with a letter, such as 'acme-reward'."
             )
         distribution = str(canonicalize_name(name))
         package = distribution.replace("-", "_")
@@ -76,14 +76,14 @@ class PackageNames:
         own = strip_words(words, {"chatlearn"}, {word for part in kind.split("_") for word in (part, f"{part}s")})
         plugin = "_".join(own)
         if problem := name_problem(plugin):
-            raise PluginError(f"{name!r} would give a plugin that cannot be selected: {problem}.")
+            raise PluginError(f"{name!r} would give the plugin an invalid name: {problem}. Choose another name.")
         prefix = "".join(word.capitalize() for word in own)
         if iskeyword(package) or not prefix.isidentifier():
             raise PluginError(f"{name!r} would give the package {package!r} and classes {prefix!r}...; choose another.")
         return cls(distribution, package, plugin, prefix)
 
     def replace_in(self, text: str) -> str:
-        """A template's text or path with these names."""
+        """Return a template's text or path with these names."""
         replacements = {
             "acme-plugin": self.distribution,
             "acme_plugin": self.package,
@@ -100,11 +100,11 @@ def write_plugin(name: str, kind: str, directory: Path) -> tuple[PackageNames, l
         Its names, and the files written.
 
     Raises:
-        PluginError: no template of that kind, a name that cannot be used or is taken, or a folder that exists.
+        PluginError: no template of that kind exists, the name is invalid or taken, or the folder exists.
     """
     if kind not in TEMPLATE_KINDS:
         raise PluginError(
-            f"There is no template for plugins of kind {kind!r}; there are: {', '.join(TEMPLATE_KINDS)}."
+            f"No template exists for plugins of kind {kind!r}; templates exist for {', '.join(TEMPLATE_KINDS)}."
             + did_you_mean(kind, TEMPLATE_KINDS)
         )
     names = PackageNames.of(name, kind)
@@ -126,14 +126,14 @@ def write_plugin(name: str, kind: str, directory: Path) -> tuple[PackageNames, l
 
 
 def template_files(kind: str) -> Iterator[tuple[str, Traversable]]:
-    """Path in the new package, and the file, of everything in the template of a kind."""
+    """Yield (path in the new package, file) for every file in the template of a kind."""
     templates = resources.files("chatlearn_testing") / "template"
     yield "LICENSE", templates / "LICENSE"
     yield from files_below(templates / kind)
 
 
 def files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
-    """Every file, sorted by name; caches, which installers leave beside modules, are not part of a template."""
+    """Yield (path, file) of every file below a folder, sorted by name; skips bytecode caches."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_file():
             yield prefix + entry.name, entry
@@ -142,7 +142,7 @@ def files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Tr
 
 
 def taken_by(names: PackageNames) -> str:
-    """What is installed under the same name, or nothing."""
+    """Describe the installed distribution or package of the same name; empty if there is none."""
     try:
         found = metadata.distribution(names.distribution)
     except metadata.PackageNotFoundError:
@@ -151,7 +151,7 @@ def taken_by(names: PackageNames) -> str:
 
 
 def strip_words(words: list[str], leading: Iterable[str], trailing: Iterable[str]) -> list[str]:
-    """Without these words at the start and at the end, unless nothing would be left."""
+    """Remove ``leading`` words from the start and ``trailing`` words from the end; always keep one word."""
     first, last = set(leading), set(trailing)
     while len(words) > 1 and words[0] in first:
         words = words[1:]

@@ -1,4 +1,4 @@
-"""Runs the checks of plugins in child processes: where one hangs or ends, another goes on with the rest."""
+"""Runs the checks of plugins in child processes; if one hangs or ends, another runs the remaining checks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from chatlearn_hosting.stack_file import StackFile
 from chatlearn_testing.cli.check_entries import STACK_SIGNAL, Check
 
 START_S = 60.0
-"""What a child may take beyond the limit of a test before it checks anything: it imports torch and pytest."""
+"""Time added to the limit of a child's first test, in which it imports torch and pytest, seconds."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of one plugin."""
+    """Progress of the checks of one plugin."""
 
     entry: PluginEntry
     checks: list[Check] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
-    """Tests with a verdict."""
+    """Names of the tests with a result."""
     running: str = ""
-    """The test that began last."""
+    """Name of the test that started last; empty if none did."""
     ended: bool = False
 
     def add(self, test: str, verdict: str, reason: str) -> None:
-        """Count a verdict; of two on one test, such as of its end, the second one is added."""
+        """Record a result in the latest check; a test with two results, such as of call and teardown, counts twice."""
         suite = self.checks[-1]
         told = f"{test}: {reason}" if test else reason
         if verdict == "passed":
@@ -58,14 +58,14 @@ def run_checks(
     test_limit_s: float,
     limit_s: float,
 ) -> list[Check]:
-    """Check plugins one after the other.
+    """Check the plugins of a distribution one after the other.
 
     Args:
-        distribution: theirs.
-        model: a model directory, see ``check``.
-        reference: likewise.
-        test_limit_s: after which one test, or what leads to it, counts as hanging.
-        limit_s: of all together; what is not done by then is not run.
+        distribution: name of the distribution that registers ``entries``.
+        model: a small float32 model directory for trainers and generators.
+        reference: ``module:function`` that loads the model as a plain module.
+        test_limit_s: time after which a test, or the preparation for it, counts as hanging, seconds.
+        limit_s: time for all checks together, seconds; tests that have not started by then do not run.
     """
     waiting = [_Progress(entry) for entry in entries]
     everything = list(waiting)
@@ -80,7 +80,7 @@ def run_checks(
                 _stop(progress, limit_s)
             break
         _blame(waiting[0], lost, test_limit_s)
-        if not waiting[0].running:  # not a test: what leads to one would fail again
+        if not waiting[0].running:  # it failed before a test started, and would fail again
             waiting.pop(0)
         else:
             waiting[0].running = ""
@@ -88,7 +88,7 @@ def run_checks(
 
 
 def _blame(progress: _Progress, lost: str, test_limit_s: float) -> None:
-    """A child was lost with a plugin."""
+    """Record that the child process hung or ended while it checked a plugin."""
     if not progress.checks:
         progress.checks.append(Check(progress.entry.kind or "?", progress.entry.name, "record"))
     what = lost.format(limit=f"{test_limit_s:g} s (--test-timeout)")
@@ -96,7 +96,7 @@ def _blame(progress: _Progress, lost: str, test_limit_s: float) -> None:
 
 
 def _stop(progress: _Progress, limit_s: float) -> None:
-    """The time for all is over."""
+    """Record that the time for all checks ran out before a plugin was done."""
     reason = f"the limit of {limit_s:g} s for everything (--timeout) was over before all tests were run"
     if not progress.checks:
         progress.checks.append(Check(progress.entry.kind or "?", progress.entry.name, "record"))
@@ -111,7 +111,7 @@ def _one_child(
     test_limit_s: float,
     deadline: float,
 ) -> str:
-    """Let a child check what waits; how it was lost, or an empty string."""
+    """Check the waiting plugins in a child process; returns how the child failed, or an empty string."""
     reading, writing = os.pipe()
     stacks = StackFile()
     job = {
@@ -150,7 +150,7 @@ def _one_child(
 
 
 def _follow(reports: IO[bytes], waiting: Sequence[_Progress], test_limit_s: float, deadline: float) -> str:
-    """Take in what a child reports; ``hangs``, ``ended``, or an empty string if it did all."""
+    """Process a child's reports until it is done; returns ``hangs``, ``ended``, or an empty string on success."""
     text = b""
     current: _Progress | None = None
     limit = time.monotonic() + test_limit_s + START_S
@@ -190,7 +190,7 @@ def _take(current: _Progress, kind: str, content: list[Any]) -> None:
 
 
 def _place(stack: str | None) -> str:
-    """Where it hangs: the innermost line of a file that is not Python's own, then the rest."""
+    """Describe where a child hangs: the first stack line outside Python's own library, or else the first line."""
     if not stack:
         return "it does not say where"
     lines = [line.strip() for line in stack.splitlines() if "File " in line]

@@ -1,4 +1,4 @@
-"""What ``chatlearn plugins check`` does with each plugin, in a child process that may hang or end."""
+"""The checks that ``chatlearn plugins check`` runs on each plugin, in a child process that may hang or crash."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes the child write down where it is."""
+"""Signal on which the child writes the stacks of its threads."""
 SETTINGS_MODULE = "conformance"
-"""``<package>.conformance`` may hold ``SETTINGS``: what the suites need to know of this distribution's plugins."""
+"""Name of the module ``<package>.conformance``, whose ``SETTINGS`` configure the suites for the package's plugins."""
 SUITE_NAMES: Mapping[Kind, str] = {
     "trainer": "TrainerConformance",
     "generator": "GeneratorConformance",
@@ -42,8 +42,9 @@ Settings = Mapping[str, Mapping[str, Any]]
 """``kind/name`` -> attributes of the suite (``options``, ``cases``, ...). For trainers and generators also
 ``load_reference`` and ``build_model``, import strings of ``(directory) -> module`` and ``(directory) -> directory``."""
 Report = Callable[..., None]
-"""Called with ``check`` and what is known of one before its tests, ``test`` and the name of one that begins, and
-``verdict`` with what it said."""
+"""Called with ``check`` and the fields of a ``Check`` before its tests, with ``test`` and the name of a test that
+starts, and with ``verdict``, a test's name, its result and the reason.
+"""
 
 
 @dataclass(slots=True)
@@ -59,18 +60,18 @@ class Check:
     not_applicable: list[str] = field(default_factory=list)
     """``test: reason``"""
     not_run: str = ""
-    """Why the suite was not run at all."""
+    """Reason why the suite did not run; empty if it did."""
 
     @property
     def verdict(self) -> Literal["passed", "failed", "not run"]:
-        """In a word."""
+        """Result of the check: failed if any test failed, passed if at least one passed."""
         if self.failures:
             return "failed"
         return "passed" if self.passed else "not run"
 
 
 def entries_in(registry: PluginRegistry, distribution: str) -> list[PluginEntry]:
-    """What a distribution registers, in the order in which it is checked."""
+    """Return the plugins that a distribution registers, in the order of their checks."""
     wanted = canonicalize_name(distribution)
     return [entry for entry in registry.entries if canonicalize_name(entry.distribution) == wanted]
 
@@ -83,10 +84,10 @@ def check_entry(
     report: Report,
     done: Collection[str] = (),
 ) -> None:
-    """The record itself, then the suite for its kind.
+    """Check a plugin's record, then run the suite for its kind.
 
     Args:
-        done: tests that were run before; if there are any, the record was checked before, too.
+        done: tests that have run in an earlier child; if there are any, the record was checked there too.
     """
     record = entry.record
     assert record is not None
@@ -96,7 +97,7 @@ def check_entry(
 
 
 def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
-    """What holds for every kind: the code that it names can be imported, and unknown options are errors."""
+    """Check a record of any kind: the code that it names can be imported, and unknown options are errors."""
     found = Check(record.kind, record.name, "record")
     for attribute in (name for name in CODE_FIELDS if hasattr(record, name)):
         try:
@@ -123,7 +124,7 @@ def check_record(registry: PluginRegistry, record: PluginRecord) -> Check:
 def check_suite(
     record: PluginRecord, model: Path | None, reference: str | None, report: Report, done: Collection[str]
 ) -> None:
-    """The conformance suite, where there is one and what it needs is known."""
+    """Run the conformance suite of a record's kind, if one exists and its settings are complete."""
     if record.kind not in SUITE_NAMES:
         none = Check(record.kind, record.name, "none", not_run=f"there is no suite for the kind {record.kind}")
         report("check", asdict(none))
@@ -163,7 +164,7 @@ def check_suite(
 
 
 def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: object, reference: object) -> str:
-    """What the suite needs and did not get, and how to provide it; empty if nothing is missing."""
+    """Return which required setting is missing and how to provide it; empty if none is missing."""
     where = f"{package_of(record)}.{SETTINGS_MODULE}:SETTINGS[{f'{record.kind}/{record.name}'!r}]"
     if record.kind in ("trainer", "generator"):
         if not model:
@@ -176,7 +177,7 @@ def missing_settings(record: PluginRecord, settings: Mapping[str, Any], model: o
 
 
 def load_settings(record: PluginRecord) -> Settings:
-    """``SETTINGS`` of the plugin's package; empty where it has none."""
+    """Import ``SETTINGS`` of the plugin's package; empty if the package has no such module."""
     name = f"{package_of(record)}.{SETTINGS_MODULE}"
     if find_spec(name) is None:
         return {}
@@ -185,13 +186,13 @@ def load_settings(record: PluginRecord) -> Settings:
 
 
 def package_of(record: PluginRecord) -> str:
-    """The top-level package of a record's code."""
+    """Return the top-level package of a record's code."""
     code: str = next(getattr(record, name) for name in CODE_FIELDS if hasattr(record, name))
     return code.partition(":")[0].partition(".")[0]
 
 
 def main() -> None:
-    """The child: reads its job from standard input, and reports JSON lines."""
+    """Run in the child process: read the job from standard input and report JSON lines."""
     job = json.loads(sys.stdin.buffer.read())
     sys.path[:] = job["path"]
     faulthandler.register(STACK_SIGNAL, file=job["stacks"], all_threads=True)
@@ -208,4 +209,4 @@ def main() -> None:
         report("entry", number)
         check_entry(registry, entries[key], model, job["reference"], report, done)
     report("end")
-    os._exit(0)  # whatever threads and locks the plugins left behind
+    os._exit(0)  # plugins may have left threads that would block a normal exit

@@ -1,4 +1,4 @@
-"""``chatlearn plugins check``: what the conformance suites say of an installed distribution."""
+"""``chatlearn plugins check``: runs the conformance suites on an installed distribution."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def check(
 
 
 def entries_of(registry: PluginRegistry, distribution: str) -> list[PluginEntry]:
-    """What a distribution registers.
+    """Return the plugins that a distribution registers.
 
     Raises:
-        PluginNotFoundError: nothing, or it is not installed; names the nearest that does.
+        PluginNotFoundError: it is not installed, or registers no plugin; suggests a distribution of a similar name.
     """
     entries = entries_in(registry, distribution)
     if entries:
@@ -88,7 +88,7 @@ def entries_of(registry: PluginRegistry, distribution: str) -> list[PluginEntry]
 
 
 def checks_text(checks: list[Check]) -> str:
-    """A table, and below it every failure and everything that did not apply, with the reason."""
+    """Format a table of the checks, followed by every failed and inapplicable test with its reason."""
     rows = [
         (
             found.kind,

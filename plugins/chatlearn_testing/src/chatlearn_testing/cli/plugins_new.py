@@ -1,4 +1,4 @@
-"""``chatlearn plugins new``: a package to begin with."""
+"""``chatlearn plugins new``: writes a working plugin package from a template."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def new(
         Path, typer.Option(help="Where to make the package's folder.", show_default="the current directory")
     ] = Path(),
 ) -> None:
-    """Write a working plugin, with tests and packaging, to change into your own."""
+    """Write a working plugin package with tests, as a start for your own."""
     names, written = write_plugin(name, kind.value, directory)
     root = directory / names.distribution
-    # Without the dot pip would take a bare name for a distribution to download.
+    # pip would take a path without the dot for the name of a distribution to download.
     shown = root if root.is_absolute() else f"./{root}"
     typer.echo(
         f"wrote {len(written)} files of the {kind.value} {names.plugin!r} to {shown}\n\n"

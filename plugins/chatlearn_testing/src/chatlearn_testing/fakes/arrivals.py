@@ -1,4 +1,4 @@
-"""What a fake transport has seen of one sync, compared with what the plan's manifest announced."""
+"""Compares the tensors that a fake transport moves in one sync with the plan's manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.types.boxes import lies_in
 
 
 class Arrivals:
-    """Counts the elements of every tensor that have passed."""
+    """Counts the elements of every tensor that the transport has moved."""
 
     def __init__(self, plan: SyncRequest, who: str) -> None:
         self._manifest = plan.manifest
@@ -19,7 +19,7 @@ class Arrivals:
         self._seen: set[tuple[str, object]] = set()
 
     def admit(self, shard: WeightShard) -> None:
-        """Take note of a shard.
+        """Check and count a shard.
 
         Raises:
             WeightSyncError: its name, shape or dtype was not announced, or it came before.
@@ -51,7 +51,7 @@ class Arrivals:
         self.admit(WeightShard(name, shape, tuple((0, size) for size in shape), 0, tensor))
 
     def require_all(self) -> None:
-        """Raise unless every element of every tensor has passed."""
+        """Raise ``WeightSyncError`` unless every element of every tensor has been counted."""
         missing = [name for name, count in self._missing.items() if count]
         if missing:
             raise WeightSyncError(f"{self._where}: these tensors did not arrive whole: {', '.join(missing)}")

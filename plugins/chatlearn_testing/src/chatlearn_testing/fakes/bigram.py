@@ -37,7 +37,7 @@ class BigramModel(torch.nn.Module):
 
 
 def bigram_logits(transition: Tensor, unigram: Tensor, token_ids: Tensor) -> Tensor:
-    """[T, V] logits of the token after each of ``token_ids``."""
+    """Compute the [T, V] logits of the token that follows each of ``token_ids``."""
     return transition[token_ids] + unigram
 
 
@@ -61,7 +61,7 @@ def write_bigram_model(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_bigram_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a model directory by name.
+    """Read the tensors of a model directory by name.
 
     Raises:
         ModelError: there is no readable model.
@@ -83,7 +83,7 @@ def load_bigram_model(directory: Path) -> BigramModel:
 
 
 def bigram_manifest(tensors: Mapping[str, Tensor]) -> WeightManifest:
-    """The manifest of these tensors."""
+    """Build the manifest of these tensors."""
     return WeightManifest(
         {
             name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""A transport of boxes between processes: one file a rank in the plan's workspace, assembled by the receiver."""
+"""A transport of boxes between processes: each rank writes a file in the plan's workspace; receivers assemble them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class FakeBoxSender:
-    """Implements ``WeightSender``: writes what its rank holds, without communication."""
+    """Implements ``WeightSender``: writes the boxes of its rank, without communication."""
 
     def __init__(self, options: FakeOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -62,7 +62,7 @@ class FakeBoxSender:
 
 
 class FakeBoxReceiver:
-    """Implements ``WeightReceiver``: puts the boxes of all ranks together and loads whole tensors."""
+    """Implements ``WeightReceiver``: assembles the boxes of all ranks and loads whole tensors."""
 
     def __init__(self, options: FakeOptions, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

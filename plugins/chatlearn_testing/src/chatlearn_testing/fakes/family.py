@@ -1,4 +1,4 @@
-"""The family of bigram models: prompts are text of a few letters, a token each."""
+"""The family of bigram models: prompts are text of a few letters, one token per letter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatlearn_testing.fakes.bigram import CONFIG_FILE, END_OF_SEQUENCE, MAX_LEN
 from chatlearn_testing.fakes.options import FakeOptions
 
 FIRST_LETTER = "`"
-"""Stands for token 0, the end of the sequence; ``a`` is token 1."""
+"""Character of token 0, the end of the sequence; the following characters are tokens 1, 2, ..., so ``a`` is token 1."""
 
 
 @dataclass(slots=True, frozen=True)

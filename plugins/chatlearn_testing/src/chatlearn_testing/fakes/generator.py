@@ -1,4 +1,4 @@
-"""A generator of the bigram model: one coroutine a request, a token a turn of the event loop."""
+"""A generator of the bigram model: one coroutine per request, which samples one token per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from chatlearn_testing.fakes.sampling import basis_logprobs, draw, uniform
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One request and what was sampled for it."""
+    """One request and the tokens sampled for it."""
 
     request: GenerateRequest
     on_tokens: OnTokens | None
@@ -90,7 +90,7 @@ class FakeGenerator:
         self._paused = False
         self._away: set[MemoryPart] = set()
         self._aside: dict[str, Tensor] = {}
-        """The weights while they are offloaded; empty ones are in their place."""
+        """Offloaded weights; the model then holds empty tensors in their place."""
 
     def setup(self) -> None:
         self._weights = read_bigram_tensors(self._directory)
@@ -101,7 +101,7 @@ class FakeGenerator:
         return self._problem
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """See ``Lifecycle``. There is no KV cache, but nothing is sampled while it is said to be away."""
+        """See ``Lifecycle``. The model has no KV cache, but sampling still requires that it is not offloaded."""
         if "weights" in parts and "weights" not in self._away:
             self._aside = self._weights
             self._weights = {name: tensor.new_empty(0) for name, tensor in self._weights.items()}
@@ -117,7 +117,7 @@ class FakeGenerator:
 
     @property
     def weights_are_offloaded(self) -> bool:
-        """For the loader."""
+        """Whether the weights are offloaded; for the loader."""
         return "weights" in self._away
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class FakeGenerator:
         return self._loader
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
-        """See the protocol. A paused replica lets requests wait."""
+        """See the protocol. Requests to a paused replica wait."""
         self._check(request)
         run = _Running(request, on_tokens)
         if (prior := request.resume_from) is not None:
@@ -168,7 +168,7 @@ class FakeGenerator:
 
     @property
     def name(self) -> str:
-        """For messages: role and replica."""
+        """Role and replica, for messages."""
         return f"generator role {self.context.role!r} replica {self.context.replica} (fake)"
 
     def stop_serving(self) -> None:
@@ -176,11 +176,11 @@ class FakeGenerator:
         self._state, self._problem = "loading", "weights are being loaded"
 
     def serve(self, version: int) -> None:
-        """For the loader: sample from what was loaded."""
+        """For the loader: sample from the loaded weights."""
         self._version, self._state, self._problem = version, "serving", None
 
     def die(self, reason: str) -> None:
-        """For the loader: every open request fails, and no other is taken."""
+        """For the loader: fail every open request and refuse new ones."""
         self._state, self._problem = "dead", reason
 
     def live_weights(self) -> dict[str, Tensor]:
@@ -212,7 +212,7 @@ class FakeGenerator:
         return run.completion("length")
 
     def _append_token(self, run: _Running, forced: int | None = None) -> int:
-        """Sample a token, or take the one that is given, and note its logprobs."""
+        """Sample a token, or take the given one, and record its logprobs."""
         sampling = run.request.sampling
         last = run.tokens[-1] if run.tokens else int(run.request.prompt_ids[-1])
         logits = bigram_logits(self._weights[TRANSITION], self._weights[UNIGRAM], torch.tensor(last))
@@ -341,7 +341,7 @@ class FakeWeightLoader:
 
 
 def fake_text(token_ids: Iterable[int]) -> str:
-    """The text of tokens: a letter each, nothing for the end of the sequence."""
+    """Decode tokens: one letter each, nothing for the end of the sequence."""
     return "".join("" if t == END_OF_SEQUENCE else chr(ord("a") + (t - 1) % 26) for t in token_ids)
 
 

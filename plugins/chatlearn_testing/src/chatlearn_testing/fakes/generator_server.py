@@ -35,7 +35,7 @@ def read_message(stream: Any) -> Any:
 
 
 class GeneratorServer:
-    """Runs calls on one event loop, each in a task of its own, in the order in which they arrive."""
+    """Runs calls on one event loop, each in a separate task, started in order of arrival."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers = answers
@@ -43,7 +43,7 @@ class GeneratorServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, calls: BinaryIO) -> None:
-        """Answer until the caller goes away."""
+        """Answer calls until the caller closes the stream."""
         while True:
             try:
                 message = await asyncio.to_thread(read_message, calls)

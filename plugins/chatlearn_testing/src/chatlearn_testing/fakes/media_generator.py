@@ -1,4 +1,4 @@
-"""A generator that expands media in its prompts, and reports data of every token that it computed, prompts included."""
+"""A generator that expands media in its prompts and reports data of every token, including prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatlearn_core.types import Completion, GenerateRequest, Media, TokenIds
 from chatlearn_testing.fakes.generator import FakeGenerator
 
 PLACEHOLDER = 26
-"""The token, ``z``, that stands for one of a prompt's media."""
+"""Token ``z``, the placeholder of one medium in a prompt."""
 ROUTES = "routed_experts"
 """Name of the token data."""
 NUM_LAYERS, NUM_CHOICES, NUM_EXPERTS = 3, 2, 11
@@ -52,7 +52,7 @@ class MediaGenerator(FakeGenerator):
 
 
 def expanded(prompt_ids: TokenIds, media: tuple[Media, ...], where: str) -> TokenIds:
-    """[P'] the prompt with the tokens of its media in place of the placeholders.
+    """Return the prompt [P'] with every placeholder replaced by the tokens of its medium.
 
     Raises:
         BackendError: there are not as many media as placeholders.
@@ -69,13 +69,13 @@ def expanded(prompt_ids: TokenIds, media: tuple[Media, ...], where: str) -> Toke
 
 
 def media_tokens(medium: Media) -> TokenIds:
-    """[N] a token for each of the N >= 1 bytes, none of them a placeholder or the end of the sequence."""
+    """Return one token per byte, [N], none of which is a placeholder or the end of the sequence."""
     tokens: TokenIds = 1 + np.frombuffer(medium.content, np.uint8).astype(np.int64) % (PLACEHOLDER - 1)
     return tokens
 
 
 def routed_experts(token_ids: TokenIds) -> npt.NDArray[np.int16]:
-    """[T, layers, choices] the experts of each token of a whole sequence."""
+    """Return the experts of each token of a whole sequence, [T, layers, choices]."""
     positions = np.arange(len(token_ids))[:, None, None]
     layers, choices = np.arange(NUM_LAYERS)[None, :, None], np.arange(NUM_CHOICES)[None, None, :]
     routes: npt.NDArray[np.int64] = (token_ids[:, None, None] * 7 + positions * 3 + layers * 5 + choices) % NUM_EXPERTS

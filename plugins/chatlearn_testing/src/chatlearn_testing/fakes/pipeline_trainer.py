@@ -1,4 +1,4 @@
-"""A trainer whose ranks are pipeline stages, each of several shards: what the contract must bear of sharded backends.
+"""A trainer with pipeline stages, each split into shards, which shows that the contract suits sharded backends.
 
 Rank ``stage * shards + shard`` holds some rows of its stage's tensors. The first stage embeds, the last one alone knows
 the loss and the outputs; only rank 0 knows the whole manifest; every rank streams boxes and writes its own checkpoint
@@ -74,13 +74,13 @@ class FakePipelineTrainer:
         self.stage, self.shard = divmod(context.rank, self.shards)
         self._directory = Path(context.model.path)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of this stage's tensors."""
+        """Name -> full shape of this stage's tensors."""
         self._weights: dict[str, Tensor] = {}
         """This rank's rows of them."""
         self._momentum: dict[str, Tensor] = {}
         self._store: PrivateStore | None = None
         self._group: Any = None
-        """The ranks of this stage, if they are several."""
+        """Process group of this stage's ranks; None if there is only one."""
         self._ready = False
 
     # Lifecycle
@@ -110,7 +110,7 @@ class FakePipelineTrainer:
         return None if self._ready else "not set up, or closed"
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """This one is never asked to share a device."""
+        """Do nothing: this trainer never shares a device."""
 
     def onload(self, parts: Collection[MemoryPart]) -> None:
         """See ``offload``."""
@@ -141,11 +141,11 @@ class FakePipelineTrainer:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank knows outputs and loss."""
+        """Whether this rank computes outputs and loss."""
         return self.stage == self.options.stages - 1
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """Of the last stage; the others return nothing."""
+        """See the protocol. Only ranks of the last stage return outputs."""
         self._require_ready()
         with torch.no_grad():
             whole = self._whole()
@@ -237,7 +237,7 @@ class FakePipelineTrainer:
             self._momentum = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
 
     def export_model(self, directory: Path) -> None:
-        """Gathered on rank 0, which writes; a test's model is small."""
+        """Gather all tensors on rank 0, which writes them; models in tests are small."""
         self._require_ready()
         whole = self._whole()
         stages: list[Any] = [None] * self.context.world_size
@@ -255,7 +255,7 @@ class FakePipelineTrainer:
         self._barrier()
 
     def manifest(self, payload: Payload = "full") -> WeightManifest | None:
-        """On rank 0; no other rank knows of other stages."""
+        """Return the manifest of all stages on rank 0, and None on other ranks."""
         self._require_ready()
         specs = [TensorSpec(name, shape, "float32") for name, shape in self._shapes.items()]
         gathered: list[Any] = [specs]
@@ -267,7 +267,7 @@ class FakePipelineTrainer:
         return WeightManifest({spec.name: spec for part in gathered for spec in part})
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
-        """The rows that this rank holds of its stage. Whole tensors it does not export."""
+        """Yield this rank's rows of its stage's tensors; whole tensors are not supported."""
         self._require_ready()
         if export != "boxes":
             raise BackendError(f"trainer role {self.context.role!r} exports boxes, not {export!r}")

@@ -23,7 +23,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 
 @dataclass(slots=True, frozen=True)
 class LlamaShape:
-    """What of ``config.json`` the forward pass needs."""
+    """The fields of ``config.json`` that the forward pass needs."""
 
     num_layers: int
     num_heads: int
@@ -34,7 +34,7 @@ class LlamaShape:
 
     @classmethod
     def read(cls, directory: Path) -> LlamaShape:
-        """Of a model directory.
+        """Read them from a model directory.
 
         Raises:
             ModelError: it is no untied Llama.
@@ -58,13 +58,13 @@ class LlamaShape:
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor of ``model.safetensors`` in a directory; nothing of it is read."""
+    """Return name -> shape of all tensors in a directory's ``model.safetensors`` without reading their values."""
     with _opened(directory) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
 def read_rows(directory: Path, name: str, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of one tensor, float32."""
+    """Read rows [start, stop) of one tensor as float32."""
     with _opened(directory) as file:
         rows: Tensor = file.get_slice(name)[start:stop]
     return rows.float()
@@ -83,7 +83,7 @@ def logits(weights: Mapping[str, Tensor], shape: LlamaShape, hidden: Tensor) -> 
 def run_layers(
     weights: Mapping[str, Tensor], shape: LlamaShape, layers: Sequence[int], hidden: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """[T, H] after these layers; attention stays within each of the packed sequences."""
+    """Run these layers on [T, H]; attention stays within each packed sequence."""
     for layer in layers:
         prefix = f"model.layers.{layer}."
 

@@ -1,4 +1,4 @@
-"""Registers fakes that tests install as a distribution of their own, so that workers find them."""
+"""Registers fakes, which tests install as a separate distribution so that worker processes find them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
 
 @hookimpl
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """What reads bigram models."""
+    """The family of bigram models."""
     return [BIGRAM_FAMILY]
 
 
 @hookimpl
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """Prompts with media."""
+    """The format of prompts with media."""
     return [FAKE_MEDIA_FORMAT]
 
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """The share of a token."""
+    """The reward that is the fraction of one token in a completion."""
     return [FAKE_REWARD]
 
 

@@ -1,4 +1,4 @@
-"""A transport inside one process: whole tensors through a queue for each receiver."""
+"""A transport inside one process: passes whole tensors through one queue per receiver."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Item = tuple[str, Tensor] | BaseException | None
 
 @dataclass(slots=True, eq=False)
 class Mailbox:
-    """From one sender to one receiver: one item in flight, which bounds the memory."""
+    """Queue from one sender to one receiver, with one item in flight, which bounds the memory."""
 
     sync_id: str
     items: queue.Queue[Item] = field(default_factory=lambda: queue.Queue(maxsize=1))
     left: str | None = None
-    """Why the receiver takes no more."""
+    """Reason why the receiver left; None: it has not."""
     closed: bool = False
 
 
@@ -48,7 +48,7 @@ class FakeSender:
         return SyncOffer(self._endpoint.rank, dict(self._mailboxes))
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """See the protocol; a receiver that is lost is left out, and the send fails when none is left."""
+        """See the protocol. Continues without receivers that fail, and raises if none remains."""
         deadline = time.monotonic() + plan.timeout_s
         arrivals = Arrivals(plan, f"sender rank {self._endpoint.rank}")
         sent = 0

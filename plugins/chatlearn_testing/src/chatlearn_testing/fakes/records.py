@@ -1,4 +1,4 @@
-"""What the fakes would register if they were a plugin. Imports no torch."""
+"""Records of the fakes, as a plugin would register them. Does not import torch."""
 
 from __future__ import annotations
 

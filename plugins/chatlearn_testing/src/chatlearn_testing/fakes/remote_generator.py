@@ -28,12 +28,12 @@ from chatlearn_testing.fakes.generator_server import read_message, write_message
 from chatlearn_testing.fakes.options import FakeGeneratorOptions
 
 PATIENCE_S = 60.0
-"""For calls that block; a coroutine waits as long as its caller lets it."""
+"""Timeout of blocking calls, seconds; coroutines wait without a limit of their own."""
 SERVER = "from chatlearn_testing.fakes.generator_server import main; main()"
 
 
 class RemoteFakeGenerator:
-    """Implements ``Generator`` by asking a ``FakeGenerator`` in a child process."""
+    """Implements ``Generator`` by calls to a ``FakeGenerator`` in a child process."""
 
     python = sys.executable
     """The child's interpreter."""
@@ -144,7 +144,7 @@ class RemoteFakeGenerator:
         return answer.result(PATIENCE_S)
 
     def _read(self) -> None:
-        """Deliver what the child says until its stream ends."""
+        """Deliver the child's answers until its stream ends."""
         process = self._process
         assert process is not None
         assert process.stdout is not None

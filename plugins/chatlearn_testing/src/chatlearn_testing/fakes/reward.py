@@ -1,4 +1,4 @@
-"""A reward whose value is known from the tokens alone."""
+"""A reward that depends only on a completion's token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatlearn_testing.fakes.options import FakeRewardOptions
 
 
 class FakeReward:
-    """The share of ``options.target`` among the completion's tokens."""
+    """The fraction of the completion's tokens that equal ``options.target``."""
 
     def __init__(self, options: FakeRewardOptions, context: RoleContext) -> None:
         self.options = options
@@ -34,7 +34,7 @@ class FakeReward:
         self._ready = False
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """An empty completion is an error: its share is not defined."""
+        """Return the fraction, or an error for an empty completion, whose fraction is undefined."""
         if self.options.seconds_per_call:
             await asyncio.sleep(self.options.seconds_per_call)
         return [self._judge(sample) for sample in samples]

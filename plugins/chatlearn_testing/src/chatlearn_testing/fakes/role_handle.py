@@ -1,4 +1,4 @@
-"""A role under a handle, as a reward sees it, that a test scripts."""
+"""A fake ``RoleHandle`` for rewards that call other roles; the test scripts its answers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ScriptedHandle:
         self.weights_change = weights_change
         self.asked: list[tuple[str, SamplingParams]] = []
         self.batches: list[tuple[str, ...]] = []
-        """Sample ids of every batch that was computed."""
+        """Sample ids of every computed batch."""
         self._answer, self._logprobs, self._scores = answer, logprobs, scores
 
     async def generate(

@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, written plainly: the fakes sample by it, the suites check by it."""
+"""A plain implementation of the sampling distribution: the fakes sample from it, and the suites compare with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatlearn_core.types import LogprobBasis
 
 
 def basis_logprobs(logits: Tensor, basis: LogprobBasis) -> Tensor:
-    """[..., V] logprobs under ``basis``: logits over temperature, cut to top-k, then to top-p; -inf where cut."""
+    """Compute [..., V] logprobs under ``basis``: logits / temperature, then top-k and top-p; -inf if removed."""
     scaled = logits.double() / basis.temperature
     if 0 < basis.top_k < logits.shape[-1]:
         scaled = scaled.masked_fill(scaled < scaled.topk(basis.top_k, dim=-1).values[..., -1:], -torch.inf)
@@ -23,12 +23,12 @@ def basis_logprobs(logits: Tensor, basis: LogprobBasis) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of completion token ``position``, a function of both arguments alone."""
+    """Return the random number in [0, 1) of completion token ``position``; depends on the two arguments only."""
     return float(np.random.Generator(np.random.Philox(key=[seed % 2**64, position])).random())
 
 
 def draw(logprobs: Tensor, number: float) -> int:
-    """The token at quantile ``number`` of the distribution [V]."""
+    """Return the token at quantile ``number`` of the distribution [V]."""
     cumulative = logprobs.exp().cumsum(-1)
     token = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
     return min(token, logprobs.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""A tokenizer of characters, whose ids can be read."""
+"""A character tokenizer with readable token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BOS = 2
 
 @dataclass(slots=True, frozen=True)
 class AddedToken:
-    """A special token as tokenizer libraries describe it."""
+    """A special token with the attributes that tokenizer libraries give it."""
 
     content: str
     special: bool = True
@@ -24,7 +24,7 @@ class AddedToken:
 
 
 class CharacterTokenizer:
-    """One token a character; plain text gets a beginning-of-sequence token."""
+    """One token per character; encoding plain text adds a beginning-of-sequence token."""
 
     eos_token_id: int | None = EOS
     control_token: str | None = None

@@ -64,7 +64,7 @@ class FakeTrainer:
         self._momentum: dict[str, Tensor] = {}
         self._manifest = WeightManifest({})
         self._away: dict[MemoryPart, dict[str, Tensor]] = {}
-        """Tensors of offloaded parts; empty ones are in their place."""
+        """Tensors of offloaded parts; the trainer then holds empty tensors in their place."""
         self._store: PrivateStore | None = None
         self._ready = False
 
@@ -101,7 +101,7 @@ class FakeTrainer:
         return sum(tensor.nbytes for tensor in self._tensors(part).values())
 
     def _tensors(self, part: MemoryPart) -> dict[str, Tensor]:
-        """What a part consists of; gradients live only within an update."""
+        """Return the tensors of a part; gradients exist only during an update."""
         return {"weights": self._weights, "optimizer": self._momentum}.get(part, {})
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class FakeTrainer:
         return self.context.world_size
 
     def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        """See the protocol; one pass whatever the token budget, since nothing is kept for a backward."""
+        """See the protocol. Ignores the token budget: one pass suffices, since no backward pass follows."""
         self._require("weights")
         with torch.no_grad():
             return _outputs(self._whole(self._weights), batch, request)
@@ -165,7 +165,7 @@ class FakeTrainer:
         return merge_metrics(*(result.metrics for result in results)) | own
 
     def save(self, directory: Path) -> Mapping[str, FileFacts]:
-        """See the protocol: rank 0 writes all."""
+        """See the protocol. Rank 0 writes the tensors of all ranks."""
         self._require("weights", "optimizer")
         weights, momentum = self._whole(self._weights), self._whole(self._momentum)
         if self.context.rank == 0:
@@ -257,7 +257,7 @@ class FakeTrainer:
         return {name: self._gather(rows[name], spec.shape[0]) for name, spec in self._manifest.tensors.items()}
 
     def _gather(self, rows: Tensor, count: int) -> Tensor:
-        """All ranks' rows, in order; a copy."""
+        """Gather the rows of all ranks in order; returns a copy."""
         size = self.context.world_size
         if size == 1:
             return rows.clone()

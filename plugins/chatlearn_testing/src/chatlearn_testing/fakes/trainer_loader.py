@@ -1,4 +1,4 @@
-"""The receiving side of ``FakeTrainer``, when it follows another trainer."""
+"""The weight loader of a ``FakeTrainer`` that follows another trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suites, one for each kind of backend. ``chatlearn_testing`` says how to use them."""
+"""The conformance suites, one for each kind of backend; ``chatlearn_testing.__doc__`` shows how to use them."""
 
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.generator import GeneratorConformance

@@ -1,4 +1,4 @@
-"""What all suites share: which record is tested, with which options, and that its tests are unchanged."""
+"""Base class of all suites: selects the record and options under test, and checks that no test is overridden."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_testing.guard import suite_violations
 
 ReferenceLoader = Callable[[Path], torch.nn.Module]
-"""Loads a model directory as a plain module, ``forward(token_ids [T]) -> logits [T, V]`` in float32 with gradients, by
-code that is not under test; ``parameters()`` holds tied weights once."""
+"""Function that loads a model directory as a plain module with code that is not under test. The module computes
+``forward(token_ids [T]) -> logits [T, V]`` in float32 with gradients; its ``parameters()`` yield tied weights once.
+"""
 
 
 @cache
 def installed_plugins() -> PluginRegistry:
-    """What is installed, found once a process."""
+    """Return the installed plugins; discovers them once per process."""
     return discover_plugins()
 
 
 @cache
 def selected(kind: Kind, name: str, where: str, python: str | None) -> PluginRecord:
-    """An installed plugin whose engine is there, in the interpreter ``python`` if it can run in another one."""
+    """Select an installed plugin whose engine is installed too, here or in the interpreter ``python``."""
     plugins = installed_plugins()
     record = plugins.select(kind, name, where, installed=None)
     return plugins.select(kind, name, where, installed=installed_where(record, {"python": python}))
 
 
 class ConformanceSuite:
-    """Base of the suites. What a subclass may set is in ``settable``; the rest is the contract.
+    """Base of the suites. A subclass may set the attributes in ``settable``; all others are part of the contract.
 
-    What a backend must be able to do follows from its record, the one its plugin registers: to leave a test out is to
-    declare less, which users see in ``chatlearn plugins list``.
+    The record that the plugin registers decides which tests apply. To omit a test, a plugin must declare less, and
+    ``chatlearn plugins list`` shows that to users.
     """
 
     settable: ClassVar[frozenset[str]] = frozenset({"backend", "options"})
@@ -51,14 +52,14 @@ class ConformanceSuite:
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the backend, as a configuration would give them."""
     patience_s: ClassVar[float] = 120.0
-    """How long anything may take before it counts as hanging."""
+    """Time limit of each operation under test, seconds; an operation that exceeds it counts as hanging."""
 
     @classmethod
     def record(cls) -> Any:
-        """The record under test.
+        """Return the record under test.
 
         Raises:
-            PluginError: no such plugin is installed.
+            PluginError: no plugin of that name is installed.
         """
         if isinstance(cls.backend, str):
             return selected(cls.kind, cls.backend, f"{cls.__name__}.backend", cls.options.get("python"))
@@ -66,43 +67,43 @@ class ConformanceSuite:
 
     @classmethod
     def options_model(cls) -> type[BaseModel]:
-        """The pydantic model that the record names."""
+        """Return the pydantic model that the record names in ``options``."""
         model: type[BaseModel] = resolve_import_string(cls.record().options)
         return model
 
     @classmethod
     def make_options(cls, **preferred: Any) -> BaseModel:
-        """Options of the subclass over ``preferred`` ones, of which those the backend does not know are left out."""
+        """Build options: those of the subclass override ``preferred``, of which only existing fields are used."""
         fields = cls.options_model().model_fields
         known = {name: value for name, value in preferred.items() if name in fields}
         return cls.options_model()(**(known | dict(cls.options)))
 
     @classmethod
     def build(cls, attribute: str = "factory") -> Callable[..., Any]:
-        """The record's code."""
+        """Import the code that an attribute of the record names."""
         factory: Callable[..., Any] = resolve_import_string(getattr(cls.record(), attribute))
         return factory
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Any:
-        """Tiny tensors are slower on several threads, and equal bit for bit only on the same number."""
+        """Use one thread: it is fastest for tiny tensors, and bit-identical results need equal numbers of threads."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)
 
     def test_no_contract_test_is_overridden(self) -> None:
-        """A subclass sets the attributes in ``settable`` and may add tests of its own; it changes no other."""
+        """A subclass may set the attributes in ``settable`` and add tests; it must not change any other attribute."""
         assert not (lines := suite_violations(type(self))), "\n".join(lines)
 
     def test_record_is_the_one_that_is_registered(self) -> None:
-        """A record given as an object must not differ from what the plugin of that name registers."""
+        """A record given as an object must equal the one that the installed plugin of that name registers."""
         record = self.record()
         assert record.kind == self.kind, f"{record.name!r} is a {record.kind}; this is the suite for a {self.kind}"
         registered = [r for r in installed_plugins().records(self.kind) if r.name == record.name]
-        assert not registered or registered == [record], f"{record} is tested, {registered[0]} is registered"
+        assert not registered or registered == [record], f"{record} is tested, but {registered[0]} is registered"
 
     def test_options_are_described_and_strict(self) -> None:
-        """An unknown option is an error, so that a misspelled one is not ignored: ``ConfigDict(extra="forbid")``."""
+        """An unknown option raises, so that no misspelled option is ignored: set ``ConfigDict(extra="forbid")``."""
         with pytest.raises(ValueError, match="no_such_option"):
             self.options_model()(**dict(self.options), no_such_option=1)

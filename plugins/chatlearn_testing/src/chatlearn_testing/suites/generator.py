@@ -1,4 +1,4 @@
-"""The contract of a generator: it samples what it says it samples."""
+"""The contract of a generator: completions, logprobs and finish reasons are those of the stated distribution."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ NUM_DRAWS = 400
 FEW_TOKENS = 26
 """Token ids below this are in the vocabulary of every model that the suite runs with."""
 SIGMAS = 5.0
-"""A correct sampler fails the test of its mean once in two million runs; with fixed seeds, never or always."""
+"""Accepted deviation of a sample mean, standard errors: a correct sampler exceeds it once in two million seeds."""
 
 
 class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, GeneratorFixtures, ConformanceSuite):
-    """Every generator passes this.
+    """Contract tests that every generator must pass.
 
     A subclass sets ``backend``, a fixture ``model_directory`` and ``load_reference``.
     """
@@ -49,15 +49,15 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
     kind: ClassVar[Kind] = "generator"
 
     def test_is_a_generator(self, replica: Replica) -> None:
-        """Every method of ``Generator``; serving, healthy and at version 0 after ``setup``."""
+        """The object has every method of ``Generator``; after ``setup`` it is serving, healthy and at version 0."""
         generator = replica.generator
         assert isinstance(generator, Generator), "a method of chatlearn_core.protocols.Generator is missing"
         assert (generator.state, generator.policy_version, generator.health()) == ("serving", 0, None)
 
     def test_greedy_equals_a_plain_forward(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """Temperature 0 takes the most likely token; many requests at once change nothing.
+        """At temperature 0 every token is the most likely one, however many requests run together.
 
-        Right for one request and wrong for several: padding or the KV cache of neighbours leaks.
+        Correct for one request and wrong for several: padding or the KV cache of other requests leaks.
         """
         requests = [ask(f"greedy-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
         for request, completion in zip(requests, replica.ask(*requests), strict=True):
@@ -74,11 +74,11 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
     def test_logprobs_are_of_the_stated_basis(
         self, replica: Replica, reference: torch.nn.Module, sampling: dict[str, Any]
     ) -> None:
-        """``logprobs`` are of the distribution that ``basis`` names: raw, or processed as the request said.
+        """``logprobs`` belong to the distribution that ``basis`` names: raw, or processed as requested.
 
-        Right at temperature 1 and wrong otherwise: raw logprobs under a processed basis, or the other way round. The
-        importance ratio would then be of two different distributions. A run also counts on what the record (or an
-        attribute ``bases`` of the options) declares, and ends at a completion of another basis.
+        Correct at temperature 1 and wrong otherwise: raw logprobs are labelled as processed, or the reverse. The
+        importance ratio would then compare two different distributions. A run relies on the bases that the record (or
+        an attribute ``bases`` of the options) declares, and stops at a completion with another basis.
         """
         settings = {"temperature": 1.0} | sampling
         requests = [ask(f"basis-{i}", prompt, seed=i, **settings) for i, prompt in enumerate(PROMPTS)]
@@ -87,12 +87,12 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
             assert_completion(reference, request, completion)
             expected = declared.expected(request.sampling)
             assert completion.basis == expected, (
-                f"states the basis {completion.basis} where {expected} is due: the record declares "
+                f"states the basis {completion.basis}, expected {expected}: the record declares "
                 f"{', '.join(sorted(declared.bases))}"
             )
 
     def test_samples_from_the_stated_distribution(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """The mean logprob of many draws is minus the entropy of the processed distribution, and no cut token comes."""
+        """Many draws have the mean logprob of the processed distribution, and none breaks top-k or top-p."""
         requests = [ask(f"draw-{seed}", max_tokens=1, seed=seed, **PROCESSED) for seed in range(NUM_DRAWS)]
         drawn = torch.tensor([int(c.token_ids[0]) for c in replica.ask(*requests)])
         distribution = basis_logprobs(plain_logits(reference, PROMPTS[0], [0]), requests[0].sampling.basis)[0]
@@ -107,10 +107,11 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
     def test_given_tokens_are_scored(self, replica: Replica, reference: torch.nn.Module, temperature: float) -> None:
-        """``scores``: a request with ``forced_ids`` is answered with these very tokens, their logprobs under the basis
-        that the completion states, and the reason ``stop``; what is sampled beside it stays what it was.
+        """``scores``: a request with ``forced_ids`` returns these tokens, their logprobs under the stated basis, and
+        the reason ``stop``; requests sampled in the same batch are unaffected.
 
-        Other tokens: it was sampled from. Right tokens with a neighbour's logprobs: shifted by one.
+        Other tokens: the request was sampled instead of scored. Correct tokens with a neighbour's logprobs: the
+        logprobs are shifted by one.
         """
         if not self.record().scores:
             not_applicable("the record does not declare 'scores'")
@@ -125,9 +126,11 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert sampled.token_ids.tolist() == plain_greedy(reference, PROMPTS[0]), "scoring changed what was sampled"
 
     def test_tokens_are_scored_or_refused(self, replica: Replica) -> None:
-        """What cannot be scored is a ``BackendError`` that names the request: anything, where the record does not
-        declare ``scores``; else tokens that top-p or top-k may have cut, which have no logprob. Sampling in its place
-        would pass other tokens off as those that were given.
+        """A request that cannot be scored raises a ``BackendError`` that names it.
+
+        Without ``scores`` in the record this is every request with ``forced_ids``; with it, requests with top-p or
+        top-k, which may remove a given token and leave it without a logprob. Sampling instead would return other
+        tokens in place of the given ones.
         """
         settings = {"temperature": 1.0} | ({"top_p": 0.8} if self.record().scores else {})
         with pytest.raises(BackendError) as caught:
@@ -135,9 +138,9 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert "no-score" in str(caught.value), f"does not name the request: {caught.value}"
 
     def test_seeds_decide(self, replica: Replica) -> None:
-        """The same seed gives the same tokens whatever runs beside it; another seed gives others.
+        """Equal seeds give equal tokens in any batch, and different seeds give different tokens.
 
-        Different in company: random numbers come from a shared stream instead of from (seed, token).
+        Tokens that depend on the batch: random numbers come from a shared stream instead of from (seed, position).
         """
         if not self.record().seeded:
             not_applicable("the record does not declare 'seeded'")
@@ -151,7 +154,7 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert len(others) > 1, "eight seeds gave the same tokens: the seed is ignored"
 
     def test_stop_tokens_end_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """The token that stops is the last one and is part of the completion; the reason is ``stop``."""
+        """A completion ends with the stop token, which is part of it; the reason is ``stop``."""
         expected = plain_greedy(reference, PROMPTS[0])
         stop = expected[NUM_TOKENS // 2]
         request = ask("stop-token", stop_token_ids=(stop,))
@@ -161,7 +164,7 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert_completion(reference, request, completion)
 
     def test_stop_strings_end_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """The text that matched stays in the tokens, and nothing is sampled after it."""
+        """The completion includes the stop string, and no token follows the one that completes it."""
         prompt, whole = next(
             (
                 (prompt, c)
@@ -185,7 +188,7 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
         assert_completion(reference, request, completion)
 
     def test_max_tokens_bounds_a_completion(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """Exactly ``max_tokens`` where nothing stops it, with reason ``length``."""
+        """A completion that meets no stop condition has exactly ``max_tokens`` tokens and the reason ``length``."""
         requests = [ask(f"length-{count}", max_tokens=count) for count in (1, 2, 7)]
         for request, completion in zip(requests, replica.ask(*requests), strict=True):
             assert len(completion.token_ids) == request.sampling.max_tokens
@@ -194,7 +197,7 @@ class GeneratorConformance(GeneratorWeightsContract, InterruptionContract, Gener
 
     @pytest.mark.parametrize("prompt", [(), (1,) * (MODEL_LENGTH + 1)], ids=["empty", "too long"])
     def test_errors_name_the_request(self, replica: Replica, prompt: tuple[int, ...]) -> None:
-        """A prompt that cannot be sampled is a ``BackendError`` with the request's id, and harms no other."""
+        """An invalid prompt raises a ``BackendError`` with the request's id, and later requests succeed."""
         with pytest.raises(BackendError) as caught:
             replica.ask(ask("the-bad-one", prompt))
         assert "the-bad-one" in str(caught.value), f"does not name the request: {caught.value}"

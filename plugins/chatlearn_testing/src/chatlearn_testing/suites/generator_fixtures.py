@@ -1,4 +1,4 @@
-"""How the generator suite starts replicas, asks them, and computes what they should have answered."""
+"""Starts replicas for the generator suite, sends requests, and computes the expected completions."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from chatlearn_testing.suites.model_suite import ModelSuite
 
 T = TypeVar("T")
 ABSOLUTE = 1e-4
-"""Of a logprob, nats, float32 (invariant 3 of the design)."""
+"""Maximum absolute error of a float32 logprob, nats (invariant 3 of the design)."""
 NUM_TOKENS = 12
 LONG = 96
-"""Tokens of a completion that is to be interrupted."""
+"""Length of completions that tests interrupt, tokens."""
 MODEL_LENGTH = 128
 PROMPTS = ((5, 9, 3), (17, 2, 30, 11, 8), (4,), (21, 21, 6, 13, 19, 7, 25))
 
 
 class Replica:
-    """A generator with the event loop that its coroutines run on."""
+    """A generator and the event loop that runs its coroutines."""
 
     def __init__(self, generator: Generator, patience_s: float) -> None:
         self.generator = generator
@@ -47,11 +47,11 @@ class Replica:
         self._runner = asyncio.Runner()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end; hanging is an error."""
+        """Run a coroutine to its end; raises ``TimeoutError`` after ``patience_s``."""
         return self._runner.run(asyncio.wait_for(work, self._patience_s))
 
     def ask(self, *requests: GenerateRequest) -> list[Completion]:
-        """Completions of requests that are submitted together."""
+        """Submit requests together; returns their completions in order."""
 
         async def together() -> list[Completion]:
             return list(await asyncio.gather(*(self.generator.generate(request) for request in requests)))
@@ -59,7 +59,9 @@ class Replica:
         return self.run(together())
 
     def sync(self, tensors: Mapping[str, Tensor], version: int, manifest: WeightManifest | None = None) -> int:
-        """Load whole tensors as a transport of channel ``tensors`` does, whose memory does not outlive a call."""
+        """Load whole tensors through channel ``tensors``, from memory that is overwritten after each call; returns the
+        version that ``finish`` confirms.
+        """
 
         async def load() -> int:
             loader = ReusedMemoryLoader(self.generator.loader)
@@ -71,21 +73,21 @@ class Replica:
         return self.run(load())
 
     def close(self) -> None:
-        """Close both. The loop goes last: the generator may finish its work on it."""
+        """Close the generator and then its event loop, on which the generator may still finish work."""
         self.generator.close()
         self._runner.close()
 
 
 class GeneratorFixtures(ModelSuite, ConformanceSuite):
-    """Replicas: ``replica`` keeps the model directory's weights, ``synced`` gets others, ``start`` makes new ones."""
+    """Fixtures: ``replica`` keeps the model directory's weights, ``synced`` loads others, ``start`` starts replicas."""
 
     settable: ClassVar[frozenset[str]] = frozenset({"engine_arguments"})
     engine_arguments: ClassVar[Mapping[str, Any]] = {}
-    """Engine-native arguments, as under ``roles.generator.engine``."""
+    """Engine-native arguments, as in ``roles.generator.engine`` of a configuration."""
 
     @classmethod
     def start_replica(cls, directory: Path) -> Replica:
-        """A replica of a model directory, set up."""
+        """Build a replica of a model directory and set it up."""
         source = ModelSource(str(directory), str(directory), max_length=MODEL_LENGTH)
         context = RoleContext("generator", source, device=cls.device, engine_arguments=dict(cls.engine_arguments))
         generator: Generator = cls.build()(cls.make_options(dtype="float32"), context)
@@ -95,7 +97,7 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def replica(cls, model_directory: Path) -> Iterator[Replica]:
-        """Shared by the tests that do not change weights."""
+        """A replica shared by the tests that do not change weights."""
         replica = cls.start_replica(model_directory)
         yield replica
         replica.close()
@@ -103,14 +105,14 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def synced(cls, model_directory: Path) -> Iterator[Replica]:
-        """Shared by the tests that load weights; they end with whole ones."""
+        """A replica shared by the tests that load weights; each test leaves it with complete weights."""
         replica = cls.start_replica(model_directory)
         yield replica
         replica.close()
 
     @pytest.fixture
     def start(self, model_directory: Path) -> Iterator[Callable[[], Replica]]:
-        """For tests that end a replica's life."""
+        """A function that starts a replica, for tests that kill or close it."""
         made: list[Replica] = []
 
         def make() -> Replica:
@@ -123,27 +125,27 @@ class GeneratorFixtures(ModelSuite, ConformanceSuite):
 
 
 def ask(name: str, prompt: Sequence[int] = PROMPTS[0], **fields: Any) -> GenerateRequest:
-    """A request; sampling fields beside those of ``GenerateRequest``."""
+    """Build a greedy request of ``NUM_TOKENS`` tokens; ``fields`` override those of the request or its sampling."""
     own = {key: fields.pop(key) for key in ("resume_from", "timeout_s", "group_id") if key in fields}
     sampling = SamplingParams(**({"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True} | fields))
     return GenerateRequest(name, np.array(prompt, dtype=np.int64), sampling, **own)
 
 
 def ask_score(name: str, prompt: Sequence[int], token_ids: Sequence[int], **fields: Any) -> GenerateRequest:
-    """A request for the logprobs of given tokens; fields as of ``ask``."""
+    """Build a request for the logprobs of given tokens; ``fields`` as in ``ask``."""
     request = ask(name, prompt, **({"max_tokens": len(token_ids)} | fields))
     return replace(request, forced_ids=np.array(token_ids, dtype=np.int64))
 
 
 def plain_logits(reference: torch.nn.Module, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-    """[C, V] logits that each completion token was drawn from, by one plain forward."""
+    """Compute the [C, V] logits of the completion tokens with one plain forward."""
     with torch.no_grad():
         logits: Tensor = reference(torch.tensor([*prompt, *token_ids]))
     return logits[len(prompt) - 1 : -1]
 
 
 def plain_greedy(reference: torch.nn.Module, prompt: Sequence[int], count: int = NUM_TOKENS) -> list[int]:
-    """The most likely token, ``count`` times, by plain forwards."""
+    """Generate ``count`` tokens greedily with plain forwards."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -154,7 +156,7 @@ def plain_greedy(reference: torch.nn.Module, prompt: Sequence[int], count: int =
 def plain_logprobs(
     reference: torch.nn.Module, prompt: Sequence[int], completion: Completion, basis: LogprobBasis
 ) -> Tensor:
-    """[C] logprobs of a completion's tokens under ``basis``."""
+    """Compute the [C] logprobs of a completion's tokens under ``basis`` with a plain forward."""
     tokens = completion.token_ids.tolist()
     distribution = basis_logprobs(plain_logits(reference, prompt, tokens), basis)
     return distribution.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
@@ -163,20 +165,24 @@ def plain_logprobs(
 def assert_completion(
     reference: torch.nn.Module, request: GenerateRequest, completion: Completion, version: int | None = 0
 ) -> None:
-    """What holds for every completion: lengths agree, spans cover it, logprobs are what the basis says."""
+    """Check the invariants of a completion: lengths agree, version spans cover it, logprobs match the stated basis.
+
+    Args:
+        version: the policy version of every token; None: any.
+    """
     count = len(completion.token_ids)
-    assert completion.request_id == request.id, f"answers {request.id!r} with {completion.request_id!r}"
+    assert completion.request_id == request.id, f"request {request.id!r} got completion {completion.request_id!r}"
     assert count <= request.sampling.max_tokens, f"{count} tokens, max_tokens {request.sampling.max_tokens}"
     assert len(completion.logprobs) == count, f"{len(completion.logprobs)} logprobs for {count} tokens"
     assert completion.basis in (RAW_BASIS, request.sampling.basis), (
-        f"states the basis {completion.basis}; the request allows raw or {request.sampling.basis}"
+        f"states the basis {completion.basis}, expected raw or {request.sampling.basis}"
     )
     edges = [0, *(span.stop for span in completion.version_spans)]
     assert [span.start for span in completion.version_spans] == edges[:-1], "version spans leave a gap or overlap"
     assert edges[-1] == count, f"version spans cover {edges[-1]} of {count} tokens"
     if version is not None:
         assert {span.version for span in completion.version_spans} <= {version}, (
-            f"version {version} is served, the completion says {completion.version_spans}"
+            f"the replica serves version {version}, but the completion has {completion.version_spans}"
         )
     if count:
         prompt = request.prompt_ids.tolist()
@@ -189,7 +195,7 @@ def assert_completion(
 
 
 def assert_logprobs(found: Any, expected: Tensor, completion: Completion) -> None:
-    """Equal up to float32 noise."""
+    """Check that [C] logprobs differ by at most ``ABSOLUTE``."""
     apart = (torch.as_tensor(found).double() - expected).abs()
     assert float(apart.max()) <= ABSOLUTE, (
         f"{completion.request_id}: token {int(apart.argmax())} has logprob {float(found[int(apart.argmax())])}, a plain"

@@ -25,30 +25,33 @@ from chatlearn_testing.suites.generator_fixtures import (
 )
 
 TURNS = 50
-"""Turns of the event loop in which a generator that is not really paused would sample."""
+"""Turns of the event loop that tests wait; a generator that ignores ``pause`` samples within them."""
 TURN_S = 0.001
+"""Length of a turn, seconds."""
 ATTEMPTS = 5
-"""To interrupt a request before it is whole: on a busy machine an engine may be done before the abort arrives."""
+"""Attempts to abort a request before it is complete: on a busy machine the engine may finish it first."""
 
 
 class InterruptionContract(GeneratorFixtures, ConformanceSuite):
-    """Part of ``GeneratorConformance``."""
+    """The part of ``GeneratorConformance`` about interruption."""
 
     def test_streaming_tells_a_prefix(self, replica: Replica) -> None:
-        """``on_tokens`` calls, put together, are the completion: in order, without gaps or repeats."""
+        """The calls of ``on_tokens`` together give the completion, in order, without gaps or repeats."""
         if not self.record().streaming:
             not_applicable("the record does not declare 'streaming'")
         told: list[int] = []
 
         def on_tokens(start: int, token_ids: list[int]) -> None:
-            assert start == len(told), f"told of position {start} after {len(told)} tokens"
+            assert start == len(told), f"on_tokens got position {start} after {len(told)} tokens"
             told.extend(token_ids)
 
         completion = replica.run(replica.generator.generate(ask("stream"), on_tokens))
         assert told == completion.token_ids.tolist()
 
     def test_abort_returns_what_was_sampled(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """``generate`` returns the tokens so far with reason ``abort``; unknown ids are ignored; others go on."""
+        """After ``abort``, ``generate`` returns the tokens so far with reason ``abort``; other requests continue and
+        unknown ids are ignored.
+        """
 
         async def interrupt() -> tuple[Completion, Completion]:
             other = asyncio.ensure_future(replica.generator.generate(ask("bystander")))
@@ -68,7 +71,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert other.finish_reason == "length", "a request that was not named was aborted"
 
     def test_abort_without_names_ends_all(self, replica: Replica) -> None:
-        """``abort(None)``: every open request returns."""
+        """``abort(None)`` makes every open request return."""
 
         async def interrupt() -> list[Completion]:
             tasks = [
@@ -85,9 +88,10 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
     def test_resume_continues_an_aborted_completion(
         self, replica: Replica, reference: torch.nn.Module, temperature: float
     ) -> None:
-        """Aborted and resumed equals never interrupted: tokens, logprobs and spans, under one ``max_tokens``.
+        """A completion that was aborted and resumed equals one without interruption: tokens, logprobs and spans.
+        ``max_tokens`` limits both parts together.
 
-        Sampled tokens differ: the random numbers start again instead of being keyed by the token's position.
+        Different sampled tokens: random numbers start again instead of being keyed by the token's position.
         """
         if not self.record().resumable:
             not_applicable("the record does not declare 'resumable'")
@@ -103,7 +107,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert_completion(reference, request, resumed)
 
     def test_a_paused_request_goes_on_later(self, replica: Replica, reference: torch.nn.Module) -> None:
-        """Nothing is sampled until ``resume``, and the completion is as if there had been no pause."""
+        """A paused replica samples nothing until ``resume``, and the pause does not change the completion."""
 
         async def interrupt() -> Completion:
             sampled: list[int] = []
@@ -128,7 +132,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert_completion(reference, ask("kept", max_tokens=LONG), completion)
 
     def test_what_comes_while_paused_waits(self, replica: Replica) -> None:
-        """A request that comes while paused is answered after ``resume``; an abort answers it at once."""
+        """A request submitted during a pause completes after ``resume``, or returns at once if it is aborted."""
 
         async def interrupt() -> tuple[Completion, Completion]:
             await replica.generator.pause()
@@ -146,9 +150,9 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert late.finish_reason == "length"
 
     def test_a_timeout_names_the_request(self, replica: Replica) -> None:
-        """``request.timeout_s`` ends a request with ``BackendTimeoutError``, and the replica serves on.
+        """``request.timeout_s`` ends a request with a ``BackendTimeoutError``, and the replica keeps serving.
 
-        The suite pauses the replica, so that the request cannot be answered.
+        The suite pauses the replica, so that the request cannot complete.
         """
 
         async def wait() -> None:
@@ -164,7 +168,7 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert replica.ask(ask("in-time"))[0].finish_reason == "length"
 
     def test_offload_and_onload_change_nothing(self, replica: Replica) -> None:
-        """Weights come back as they were and the KV cache empty; other parts are ignored."""
+        """After offload and onload the weights are unchanged and the KV cache is empty; unknown parts are ignored."""
         [before] = replica.ask(ask("before", temperature=1.0))
 
         async def move() -> None:
@@ -180,14 +184,14 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert replica.generator.state == "serving"
 
     def test_an_offloaded_generator_occupies_nothing(self, replica: Replica) -> None:
-        """After a generation weights and KV cache have 0 live bytes while they are offloaded, and the weights as many
-        as before when they are back.
+        """Offloaded weights and KV cache have 0 live bytes, also after a generation; onloaded weights have as many as
+        before.
 
-        Memory that is only said to be free is used by another role on the same device, and the run ends out of memory.
+        If offloaded memory is not really free, another role on the same device runs out of memory.
         """
         generator = replica.generator
         if not isinstance(generator, MeasuresMemory):
-            not_applicable("the generator has no live_bytes, so what it says of its memory is taken on trust")
+            not_applicable("the generator has no live_bytes, so the suite cannot measure its memory")
         replica.ask(ask("before"))
         weights = generator.live_bytes("weights")
         assert weights > 0, "the weights of a generator that serves occupy memory"
@@ -199,10 +203,10 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
         assert replica.ask(ask("after"))[0].finish_reason == "length"
 
     def test_closing_ends_open_requests(self, start: Callable[[], Replica]) -> None:
-        """``close`` twice is fine; requests that wait get a ``BackendError``, and so do later ones.
+        """``close`` is idempotent; open and later requests raise a ``BackendError``.
 
-        The suite pauses the replica first: a fast engine may be done with any request by the time it is closed, and
-        what was complete before has its completion.
+        The suite pauses the replica before it submits the second request, because a fast engine may complete a request
+        before the close; such a request must return its completion.
         """
         replica = start()
 
@@ -220,18 +224,18 @@ class InterruptionContract(GeneratorFixtures, ConformanceSuite):
             return outcomes
 
         begun, *held = replica.run(close())
-        assert all(isinstance(outcome, BackendError) for outcome in held), f"who waited for it got {held[0]!r}"
+        assert all(isinstance(outcome, BackendError) for outcome in held), f"close ended a request with {held[0]!r}"
         if isinstance(begun, BaseException):
-            assert isinstance(begun, BackendError), f"who waited for it got {begun!r}"
+            assert isinstance(begun, BackendError), f"close ended a request with {begun!r}"
         else:
             assert (begun.finish_reason, len(begun.token_ids)) == ("length", LONG), f"closing gave {begun}"
         assert replica.generator.health() is not None, "healthy although closed"
 
 
 async def _interrupted(generator: Generator, request: GenerateRequest, streaming: bool) -> Completion:
-    """Abort ``request`` once a few tokens are there (where they can be seen), and return what it gives.
+    """Submit ``request``, abort it once it has a few tokens (with ``streaming``) or at once, return the completion.
 
-    A completion that was whole before the engine heard of it is asked for again, ``ATTEMPTS`` times in all.
+    A request that completes before the abort is submitted again, up to ``ATTEMPTS`` times in all.
     """
     for _ in range(ATTEMPTS):
         completion = await _aborted(generator, request, streaming)

@@ -1,4 +1,4 @@
-"""The contract of a generator that takes new weights: all of them, the right ones, or none."""
+"""The contract of a generator's weight loading: new weights are complete and correct, or the replica does not serve."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRIVEN_CHANNELS = ("tensors", "boxes", "checkpoint")
 
 
 class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
-    """Part of ``GeneratorConformance``. Invariant 4 of the design."""
+    """The part of ``GeneratorConformance`` about weights (invariant 4 of the design)."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -54,20 +54,20 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def new_reference(cls, load_plain: ReferenceLoader, new_model: Path) -> torch.nn.Module:
-        """Those weights in a plain module."""
+        """The new model loaded as a plain module."""
         return load_plain(new_model)
 
     def test_expects_the_names_of_the_model_directory(self, replica: Replica, tensors: Mapping[str, Tensor]) -> None:
-        """``expected_manifest`` is the checkpoint's names, shapes and dtypes; tied weights are aliases."""
+        """``expected_manifest`` has the checkpoint's names, shapes and dtypes; tied weights are aliases."""
         expected = replica.generator.loader.expected_manifest()
         assert not (lines := expected.differences(manifest_of(tensors, expected.aliases))), "\n".join(lines)
 
     def test_reloading_the_same_weights_changes_nothing(
         self, synced: Replica, reference: torch.nn.Module, tensors: Mapping[str, Tensor]
     ) -> None:
-        """The model directory's own weights, loaded again, give the same completions under a new version.
+        """Reloading the model directory's own weights gives the same completions under a new version.
 
-        An engine that fuses, transposes or quantises weights on loading must do it again, not twice.
+        An engine that fuses, transposes or quantises weights on loading must apply this to the new weights only.
         """
         version = synced.generator.policy_version + 1
         assert synced.sync(tensors, version) == version
@@ -77,10 +77,10 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_new_weights_change_the_output(
         self, synced: Replica, new_reference: torch.nn.Module, new_model: Path, channel: str
     ) -> None:
-        """After a sync greedy output is a plain forward's with the new weights, and every token has the new version.
+        """After a sync, greedy output equals a plain forward with the new weights, and every token has the new version.
 
-        Some prompts right, others old: a prefix cache survived the sync. Nothing changed: tied or packed weights were
-        not updated. A wrong version: it is stamped when a request arrives instead of when a token is sampled.
+        Some prompts new, others old: a prefix cache survived the sync. Output unchanged: tied or packed weights were
+        not updated. A wrong version: it is recorded when a request arrives instead of when a token is sampled.
         """
         if channel not in self.record().channels:
             not_applicable(f"the record does not declare the channel {channel!r}")
@@ -107,10 +107,10 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_tensors_that_were_given_are_not_kept(
         self, synced: Replica, new_reference: torch.nn.Module, new_model: Path, tensors: Mapping[str, Tensor]
     ) -> None:
-        """What is loaded lives in the generator's own memory: tensors are overwritten when ``load_tensors`` returns.
+        """The generator copies weights into its own memory; the suite overwrites tensors after ``load_tensors``.
 
-        Garbage or the weights of a later version: parameters were replaced by what was given, instead of filled from
-        it. Transports use their buffers again, and a trainer in the same process goes on updating what it streamed.
+        Garbage, or weights of a later version: the generator keeps references to the given tensors instead of copying
+        their values. Transports reuse their buffers, and a trainer in the same process keeps updating its tensors.
         """
         if "tensors" not in self.record().channels:
             not_applicable("the record does not declare the channel 'tensors'")
@@ -126,9 +126,10 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         new_reference: torch.nn.Module,
         new_model: Path,
     ) -> None:
-        """Tokens before the sync carry the old version; those after it, if ``kv_after_sync`` allows any, the new one.
+        """Tokens sampled before the sync have the old version; tokens after it have the new one.
 
-        ``recomputed``: they are what the new weights sample after those before; ``dropped``: the request has ended.
+        With ``kv_after_sync`` ``recomputed``, the new weights continue from the old tokens; with ``dropped``, the
+        request ends with the reason ``abort``.
         """
         if not self.record().streaming or "tensors" not in self.record().channels:
             not_applicable("the record does not declare 'streaming' and the channel 'tensors'")
@@ -166,9 +167,9 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_a_manifest_that_does_not_fit_is_refused(
         self, synced: Replica, tensors: Mapping[str, Tensor], reference: torch.nn.Module
     ) -> None:
-        """``begin`` raises before the first byte, names the tensor, and the replica serves on as before.
+        """``begin`` refuses a wrong manifest with an error that names the tensor, and the replica keeps serving.
 
-        Engines accept unknown names silently and die of wrong shapes: the adapter checks, not the engine.
+        Engines ignore unknown names and crash on wrong shapes, so the adapter must check before it loads anything.
         """
         synced.sync(tensors, synced.generator.policy_version + 1)
         version = synced.generator.policy_version
@@ -193,7 +194,9 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_weights_that_were_not_announced_are_refused(
         self, start: Callable[[], Replica], tensors: Mapping[str, Tensor], fault: str
     ) -> None:
-        """What arrives is checked against what was announced; half-loaded weights are never served: ``dead``."""
+        """Tensors that differ from the announced manifest raise, and the replica becomes ``dead``: it never serves
+        partly loaded weights.
+        """
         if "tensors" not in self.record().channels:
             not_applicable("the record does not declare the channel 'tensors'")
         replica = start()
@@ -219,7 +222,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_boxes_that_do_not_cover_a_tensor_once_are_refused(
         self, start: Callable[[], Replica], tensors: Mapping[str, Tensor], fault: str
     ) -> None:
-        """Channel ``boxes``: elements that no box has, that two have, or that lie outside the tensor: ``dead``."""
+        """Channel ``boxes``: an element that is missing, duplicate or outside the tensor makes the replica ``dead``."""
         if "boxes" not in self.record().channels:
             not_applicable("the record does not declare the channel 'boxes'")
         replica = start()
@@ -247,7 +250,9 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
     def test_a_loading_replica_serves_nothing(
         self, start: Callable[[], Replica], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Between ``begin`` and ``finish`` the state is ``loading``; a failed sync leaves it ``dead`` and says why."""
+        """Between ``begin`` and ``finish`` the state is ``loading``; after ``fail`` it is ``dead``, and ``health``
+        gives the reason.
+        """
         replica = start()
         loader = replica.generator.loader
         replica.run(loader.begin(1, manifest_of(tensors, loader.expected_manifest().aliases)))
@@ -260,12 +265,12 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
         assert "the sender went away" in str(replica.generator.health())
 
     def _assert_serves(self, replica: Replica, reference: torch.nn.Module, version: int) -> None:
-        """Greedy output, scores of given tokens and versions are those of ``reference`` under ``version``."""
+        """Check that greedy output and scores match ``reference`` and that versions equal ``version``."""
         assert (replica.generator.policy_version, replica.generator.state) == (version, "serving")
         requests = [ask(f"check-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
         for request, completion in zip(requests, replica.ask(*requests), strict=True):
             expected = plain_greedy(reference, request.prompt_ids.tolist())
-            assert completion.token_ids.tolist() == expected, f"{request.id}: not what these weights give"
+            assert completion.token_ids.tolist() == expected, f"{request.id}: differs from a plain forward"
             assert_completion(reference, request, completion, version)
         if self.record().scores:
             request = ask_score("check-score", PROMPTS[1], PROMPTS[3])
@@ -273,7 +278,7 @@ class GeneratorWeightsContract(GeneratorFixtures, ConformanceSuite):
 
 
 def _halves(name: str, tensor: Tensor) -> list[WeightShard]:
-    """A tensor as two boxes along its first dimension."""
+    """Split a tensor into two boxes along its first dimension."""
     shape, middle = tuple(tensor.shape), tensor.shape[0] // 2
     rest = tuple((0, size) for size in shape[1:])
     cuts = [(0, middle), (middle, shape[0])]

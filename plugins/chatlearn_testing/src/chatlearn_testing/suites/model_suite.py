@@ -1,4 +1,4 @@
-"""What the suites of backends that hold a model share."""
+"""Fixtures shared by the suites of backends that hold a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatlearn_testing.suites.conformance_suite import ReferenceLoader
 
 
 class ModelSuite:
-    """A model directory, and code that is not under test to compare with.
+    """A model directory, and a reference implementation of its model.
 
     The directory is a fixture ``model_directory`` of class scope or wider, which a module, a ``conftest.py`` or the
     subclass defines: a small float32 model with its weights in safetensors and a vocabulary of 32 tokens or more.
@@ -21,13 +21,13 @@ class ModelSuite:
 
     settable: ClassVar[frozenset[str]] = frozenset({"model_directory", "load_reference", "device"})
     load_reference: ClassVar[ReferenceLoader | str]
-    """See ``ReferenceLoader``; also as an import string."""
+    """A ``ReferenceLoader``, or its import string."""
     device: ClassVar[str] = "cpu"
 
     @pytest.fixture(scope="class")
     @classmethod
     def load_plain(cls) -> ReferenceLoader:
-        """``load_reference``, found."""
+        """``load_reference``, imported if it is an import string."""
         found: Any = cls.load_reference
         loader: ReferenceLoader = resolve_import_string(found) if isinstance(found, str) else found
         return loader
@@ -35,5 +35,5 @@ class ModelSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def reference(cls, load_plain: ReferenceLoader, model_directory: Path) -> torch.nn.Module:
-        """The model directory as a plain module."""
+        """The model directory loaded as a plain module."""
         return load_plain(model_directory)

@@ -1,4 +1,4 @@
-"""The contract of a reward: one verdict a sample, and no sample can take the run down."""
+"""The contract of a reward: it returns one result per sample, and no sample can end the run."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 @dataclass(slots=True, frozen=True)
 class RewardCase:
-    """One sample, and what the reward must say of it."""
+    """One sample and its expected result."""
 
     completion: str
     value: float | None
-    """None: it cannot be judged, so the result must be an error (the function raises, hangs, returns NaN, dies)."""
+    """Expected value; None: the result must be an error, because the function raises, hangs, returns NaN or dies."""
     ground_truth: Any = None
     prompt: str = "What is it?"
     data_source: str = "conformance"
     token_ids: tuple[int, ...] | None = None
-    """Of the completion; None: one for each character."""
+    """Token ids of the completion; None: one per character."""
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def sample(self, name: str) -> Sample:
-        """The case as a finished sample; ids of tokens are those of characters, below 1,000."""
+        """Build a finished sample; token ids are character codes modulo 1,000."""
         token_ids = [ord(c) % 1000 for c in self.completion] if self.token_ids is None else list(self.token_ids)
         prompt_ids = np.array([ord(c) % 1000 for c in self.prompt], dtype=np.int64)
         sampling = SamplingParams(max_tokens=max(1, len(token_ids)))
@@ -73,35 +73,35 @@ MakeReward = Callable[[], Reward]
 
 
 class RewardConformance(ConformanceSuite):
-    """Every reward passes this.
+    """Contract tests that every reward must pass.
 
-    A subclass sets ``backend``, ``options``, and ``cases``: at least two with different values, and for a reward that
-    runs a user's code also some that fail (``value=None``), with options that give up after about a second.
+    A subclass sets ``backend``, ``options``, and ``cases``: at least two with different values. For a reward that runs
+    user code, add cases that fail (``value=None``) and set a timeout of about a second in ``options``.
     """
 
     kind: ClassVar[Kind] = "reward"
     settable: ClassVar[frozenset[str]] = frozenset({"cases", "handles"})
     cases: ClassVar[Sequence[RewardCase]]
     handles: ClassVar[Mapping[str, RoleHandle]] = {}
-    """Of a reward that calls other roles: what stands for each (``chatlearn_testing.fakes.role_handle``)."""
+    """Role name -> fake handle, for a reward that calls other roles (``chatlearn_testing.fakes.role_handle``)."""
 
     def test_is_a_reward(self, make_reward: MakeReward) -> None:
-        """Every method of ``Reward``; healthy after ``setup``."""
+        """The object has every method of ``Reward`` and is healthy after ``setup``."""
         reward = make_reward()
         assert isinstance(reward, Reward), "a method of chatlearn_core.protocols.Reward is missing"
         assert reward.health() is None, f"not healthy right after setup: {reward.health()}"
 
     def test_cases_can_tell_right_from_wrong(self) -> None:
-        """The suite's cases have two different values, so that an order or a default can be seen."""
+        """The cases have at least two different values, so that a wrong order or a constant result is noticed."""
         assert len({case.value for case in self.cases if case.value is not None}) >= 2, (
-            "give cases with at least two different values"
+            "set cases with at least two different values"
         )
 
     def test_one_result_a_sample_in_order(self, make_reward: MakeReward) -> None:
-        """Every case gets its own verdict, at its own place, in any order of the samples.
+        """Results have the order of the samples, and every case gets its expected result.
 
-        Values at wrong places: results come in the order in which workers finished. An error that became a value: an
-        exception was swallowed, and the policy learns from a meaningless number.
+        Values at wrong positions: results come in the order in which workers finished. A value instead of an error: an
+        exception was swallowed, and the policy would learn from a meaningless number.
         """
         reward, cases = make_reward(), [*self.cases, *self.cases]
         for order in (range(len(cases)), range(len(cases))[::-1]):
@@ -112,7 +112,7 @@ class RewardConformance(ConformanceSuite):
                 self._assert_verdict(cases[index], result)
 
     def test_a_sample_is_judged_by_itself(self, make_reward: MakeReward) -> None:
-        """Alone, a sample gets what it gets among others; a failing neighbour costs it nothing."""
+        """A sample's result does not depend on the other samples of the call, even if those fail."""
         if self.record().unit == "group":
             not_applicable("the record declares the unit 'group': samples are judged together")
         reward = make_reward()
@@ -121,7 +121,7 @@ class RewardConformance(ConformanceSuite):
             self._assert_verdict(case, result)
 
     def test_the_same_sample_gets_the_same_verdict(self, make_reward: MakeReward) -> None:
-        """Scored again, by the same object and by a new one, values and components are equal."""
+        """Scoring again, with the same object or a new one, gives equal values and components."""
         samples = [case.sample(f"again-{i}") for i, case in enumerate(self.cases) if case.value is not None]
         reward = make_reward()
         first, second, other = (self._score(r, samples) for r in (reward, reward, make_reward()))
@@ -129,7 +129,7 @@ class RewardConformance(ConformanceSuite):
         assert [(r.value, r.components) for r in first] == [(r.value, r.components) for r in other]
 
     def test_odd_samples_are_marked_not_raised(self, make_reward: MakeReward) -> None:
-        """Nothing in a sample makes ``score`` raise, hang, or return a value that is not finite."""
+        """No content of a sample makes ``score`` raise, hang or return a non-finite value."""
         odd = [
             RewardCase("", None),
             RewardCase("\x00\ud800", None, ground_truth=float("nan")),
@@ -146,11 +146,11 @@ class RewardConformance(ConformanceSuite):
         self._assert_verdict(good, self._score(reward, [good.sample("after the odd ones")])[0])
 
     def test_no_samples_no_results(self, make_reward: MakeReward) -> None:
-        """An empty call is legal."""
+        """``score([])`` returns an empty list."""
         assert self._score(make_reward(), []) == []
 
     def test_calls_may_overlap(self, make_reward: MakeReward) -> None:
-        """``score`` runs while generation goes on: two calls at once do not mix up their results."""
+        """Concurrent calls of ``score``, as a run makes during generation, each get their own results."""
         reward = make_reward()
         good = [case for case in self.cases if case.value is not None]
 
@@ -165,7 +165,7 @@ class RewardConformance(ConformanceSuite):
                 self._assert_verdict(case, result)
 
     def test_a_cancelled_call_leaves_it_usable(self, make_reward: MakeReward) -> None:
-        """The caller may give up waiting; the next call is answered as if nothing had been."""
+        """After the caller cancels a call, the next call returns correct results."""
         reward = make_reward()
         good = next(case for case in self.cases if case.value is not None)
 
@@ -179,7 +179,7 @@ class RewardConformance(ConformanceSuite):
         self._assert_verdict(good, self._run(cancel())[0])
 
     def test_closing_leaves_no_process(self, make_reward: MakeReward) -> None:
-        """``close`` ends every process that the reward started, also while one hangs; twice is fine."""
+        """``close`` ends every process that the reward started, even a hanging one, and is idempotent."""
         before = set(descendants(os.getpid()))
         reward = make_reward()
         self._score(reward, [case.sample(f"last-{i}") for i, case in enumerate(self.cases)])
@@ -190,7 +190,7 @@ class RewardConformance(ConformanceSuite):
 
     @pytest.fixture
     def make_reward(self) -> Iterator[MakeReward]:
-        """A reward, set up, and closed at the end of the test."""
+        """A function that builds a reward and sets it up; the fixture closes it after the test."""
         made: list[Reward] = []
 
         def make() -> Reward:
@@ -215,7 +215,7 @@ class RewardConformance(ConformanceSuite):
 
     def _assert_verdict(self, case: RewardCase, result: RewardResult) -> None:
         if case.value is None:
-            assert result.error, f"{case.completion!r} cannot be judged, and got the value {result.value}"
+            assert result.error, f"{case.completion!r} must yield an error, but got the value {result.value}"
             return
         assert result.error is None, f"{case.completion!r}: {result.error}"
         assert result.value == pytest.approx(case.value), f"{case.completion!r} got {result.value}, not {case.value}"

@@ -1,4 +1,4 @@
-"""The contract of a runtime: the same results wherever roles run, and nothing lost, silent or left behind."""
+"""The contract of a runtime: equal results wherever roles run, reported failures, and no processes left behind."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ from chatlearn_testing.suites.runtime_fixtures import (
 
 NAMES = tuple(f"request-{number}" for number in range(6))
 SHORT_S = 1.0
-"""A role's timeout where something is to hang."""
+"""Timeout of a role that a test makes hang, seconds."""
 SLOW_S = 0.05
-"""A token of a slow generator, so that a request is still open when its replica is killed."""
+"""Time per token of a slow generator, seconds, so that requests are still open when a test kills their replica."""
 LOSS = MaskedPolicyLoss()
 ROLES: dict[str, Kind] = {"trainer": "trainer", "generator": "generator", "reward": "reward"}
 
 
 class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
-    """Every runtime passes this, with the kit's fakes as roles. A subclass sets ``backend``.
+    """Contract tests that every runtime must pass, with the kit's fakes as roles. A subclass sets ``backend``.
 
-    A runtime whose record says ``placement="process"`` hosts one rank a role; what takes several, or a process that
-    can be killed, does not apply to it.
+    A runtime whose record declares ``placement="process"`` hosts one rank per role. Tests that need several ranks, or
+    that kill a worker process, do not apply to it.
     """
 
     kind: ClassVar[Kind] = "runtime"
@@ -73,12 +73,12 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         return bool(cls.record().placement != "process")
 
     def require_processes(self, what: str) -> None:
-        """End a test of what takes several processes."""
+        """Skip the test if the runtime has no worker processes; ``what`` needs them."""
         if not self.hosts_processes():
-            not_applicable(f"{what} takes processes of its own; the record says placement='process'")
+            not_applicable(f"{what} needs worker processes; the record declares placement='process'")
 
     def test_is_a_runtime(self, stand: Stand) -> None:
-        """Every method of ``Runtime``; places, devices and backends are known before ``start``."""
+        """The object has every method of ``Runtime`` and reports places, devices and backends before ``start``."""
 
         async def test() -> None:
             runtime = stand.build(stand.plan(stand.role("policy", "trainer"), stand.role("sampler", "generator")))
@@ -94,11 +94,11 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_one_rank_gives_the_bits_of_the_local_runtime(self, stand: Stand) -> None:
-        """Three steps of sampling, judging, computing, updating and syncing end with the same tokens, logprobs,
-        rewards, metrics and weights, bit for bit.
+        """Three steps of generation, rewards, logprobs, updates and weight syncs give the same tokens, logprobs,
+        rewards, metrics and weights as the local runtime, bit for bit.
 
-        Usually broken by requests that are not submitted in the order of their calls, by another number of threads in
-        a worker, and by arrays that change type on their way.
+        Usual causes: requests are submitted in another order than they were called, workers use another number of
+        threads, or arrays change dtype in transit.
         """
 
         async def test() -> None:
@@ -116,10 +116,10 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
     @pytest.mark.parametrize("decay", [0.0, 0.75])
     def test_a_trainer_follows_another(self, stand: Stand, tmp_path: Path, decay: float) -> None:
-        """``refresh_weights``, twice: decay 0 is the policy bit for bit; d is d^2 own + d (1 - d) first + (1 - d)
-        second, on every rank, whatever the ranks of the two.
+        """After two ``refresh_weights``, a follower with decay 0 equals the policy bit for bit; with decay d it holds
+        d^2 own + d (1 - d) first + (1 - d) second, for any numbers of ranks.
 
-        Half of the policy that is missing: a rank sends its own rows only, or a rank of the follower took none.
+        Part of the policy is missing: a rank sends only its own rows, or a rank of the follower took none.
         """
         if not self.record().refreshes:
             not_applicable("the record does not declare 'refreshes'")
@@ -133,7 +133,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
             expected = {name: tensor.double() for name, tensor in read_bigram_tensors(own).items()}
             for step in (1, 2):
                 await runtime.trainer("policy").update(prepared((5, 8, 6), seed=step), MaskedPolicyLoss())
-                assert await runtime.refresh_weights("policy", "reference", step), "nothing was moved"
+                assert await runtime.refresh_weights("policy", "reference", step), "no weights were moved"
                 for role in ("policy", "reference"):
                     await runtime.trainer(role).export_model(tmp_path / f"{role}{step}")
                 sent = read_bigram_tensors(tmp_path / f"policy{step}")
@@ -146,7 +146,9 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_follower_of_another_model_takes_nothing(self, stand: Stand, tmp_path: Path) -> None:
-        """A ``WeightSyncError`` that names both roles; the follower goes on with its own weights."""
+        """Refreshing from another model raises a ``WeightSyncError`` that names both roles; the follower keeps its
+        weights.
+        """
         if not self.record().refreshes:
             not_applicable("the record does not declare 'refreshes'")
 
@@ -163,8 +165,8 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_values_are_got_by_sample_and_field(self, stand: Stand) -> None:
-        """``Runtime.data`` gives the values of the fields that it is asked for, in the order of the samples, the same
-        as with plain arrays; a reference gives none, and says whose it is.
+        """``Runtime.data`` returns the requested fields in the order of the samples, equal to plain arrays. Reading a
+        reference that was not fetched raises an error that names the field and the sample.
         """
 
         async def test() -> None:
@@ -178,11 +180,11 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
             for sample, array in zip(samples, computed, strict=True):
                 sample.token_data["trainer_logprobs"] = array
             for sample, other in zip(runtime.data.get(samples, {"token_ids"}), samples, strict=True):
-                assert sample.id == other.id, "samples come in another order than they were asked for"
+                assert sample.id == other.id, "samples come in another order than requested"
                 assert type(sample.token_ids) is np.ndarray
                 assert sample.turns is other.turns
                 for name, values in other.token_data.items():
-                    assert sample.token_data[name] is values, f"{name} was not asked for"
+                    assert sample.token_data[name] is values, f"{name} was not requested"
             for sample, other in zip(runtime.data.get(samples), expected, strict=True):
                 assert sample.token_ids.tolist() == other.token_ids.tolist()
                 assert sample.text == other.text
@@ -200,10 +202,10 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_ranks_split_a_batch_and_merge_metrics_by_name(self, stand: Stand) -> None:
-        """Every sequence is on one data-parallel rank; sums and means are those of the whole batch, a metric that one
-        rank reports counts once, outputs come in batch order. A rank may have nothing to do.
+        """Every sequence is on exactly one data-parallel rank, and outputs have the order of the batch. Sums and means
+        cover the whole batch, and a metric that only one rank reports counts once. A rank may have no sequence.
         """
-        self.require_processes("a trainer of several ranks")
+        self.require_processes("a trainer with several ranks")
 
         async def test() -> None:
             one = await stand.start(stand.role("trainer", "trainer"))
@@ -229,7 +231,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_more_ranks_than_it_hosts_are_refused_before_start(self, stand: Stand) -> None:
-        """A runtime of one process says so when it is built, and names the role and the number."""
+        """A runtime with a single process raises when it is built, and names the role and its number of ranks."""
         if self.hosts_processes():
             not_applicable("it hosts several ranks")
 
@@ -240,8 +242,8 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_weights_reach_every_replica(self, stand: Stand) -> None:
-        """After ``sync_weights`` every replica serves the version and samples greedily what the trainer's exported
-        weights say; a receipt for each says so.
+        """After ``sync_weights`` every replica serves the new version and its greedy output matches the trainer's
+        exported weights; one receipt per replica confirms this.
         """
 
         async def test() -> None:
@@ -267,9 +269,9 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_dead_replica_is_reported_and_its_requests_start_again(self, stand: Stand) -> None:
-        """It is rebuilt once, however many requests it had, takes the current weights before it serves, and every
-        request ends with the tokens that it would have had anyway. The restart is an event that names role, worker,
-        number and limit.
+        """A dead replica is restarted once, however many requests it had, and takes the current weights before it
+        serves. Every request ends with the tokens of an undisturbed run. An event reports the restart with role,
+        worker, number and limit.
         """
 
         async def test() -> None:
@@ -297,9 +299,9 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_dead_replica_beyond_its_limit_is_refused(self, stand: Stand) -> None:
-        """The error names role, replica, the restarts that were used and the setting that limits them."""
+        """The error names the role, the replica, the number of restarts used and the setting that limits them."""
         if "max_generator_restarts" not in self.options_model().model_fields:
-            not_applicable("it has no option max_generator_restarts")
+            not_applicable("the runtime has no option max_generator_restarts")
 
         async def test() -> None:
             runtime = await stand.start(stand.role("generator", "generator"), max_generator_restarts=0)
@@ -311,8 +313,8 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_lost_rank_is_rebuilt_and_goes_on_from_what_was_saved(self, stand: Stand) -> None:
-        """The call that met it, and every later one, raises ``TrainerLostError``; ``recover`` builds all ranks anew,
-        and after ``load`` the next update is the one that it would have been.
+        """After a rank is lost, the current and every later call raise ``TrainerLostError``. ``recover`` rebuilds all
+        ranks, and after ``load`` the next update equals that of an undisturbed run.
         """
 
         async def test() -> None:
@@ -339,12 +341,12 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
             assert [event.facts["role"] for event in stand.events] == ["trainer"]
             await trainer.load(stand.run_dir / "saved")
             found = await trainer.update(prepared(LENGTHS, 2), LOSS)
-            assert found["loss"].value == expected["loss"].value, "it does not go on from what was saved"
+            assert found["loss"].value == expected["loss"].value, "the trainer does not continue from the checkpoint"
 
         self.run(stand, test)
 
     def test_a_call_that_hangs_ends_by_its_timeout(self, stand: Stand, tmp_path: Path) -> None:
-        """The error names role, method and setting, and shows where the call hangs."""
+        """The error names the role, the method and the setting, and shows where the call hangs."""
 
         async def test() -> None:
             runtime = await stand.start(stand.role("trainer", "trainer", timeout_s=SHORT_S))
@@ -357,7 +359,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_request_that_takes_too_long_ends_by_its_timeout(self, stand: Stand) -> None:
-        """The error names role, replica, request and setting; the replica lives on."""
+        """The error names the role, the replica, the request and the setting; the replica is not restarted."""
 
         async def test() -> None:
             slow = stand.role("generator", "generator", timeout_s=SHORT_S, seconds_per_token=60.0)
@@ -370,7 +372,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_reward_that_takes_too_long_costs_its_samples(self, stand: Stand) -> None:
-        """``score`` returns a result for each sample, in order; what hung has an error that names the setting."""
+        """``score`` returns one result per sample, in order; after a timeout it is an error that names the setting."""
 
         async def test() -> None:
             runtime = await stand.start(
@@ -389,7 +391,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_pause_keeps_and_abort_returns_what_was_sampled(self, stand: Stand) -> None:
-        """Requests that are paused go on where they were; aborted ones return what they have."""
+        """Paused requests continue after ``resume``; aborted ones return the tokens sampled so far."""
 
         async def test() -> None:
             runtime = await stand.start(stand.role("generator", "generator", replicas=2, seconds_per_token=SLOW_S))
@@ -412,7 +414,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_parts_are_moved_out_and_back(self, stand: Stand) -> None:
-        """An event a worker and part, with what is live afterwards; values are unchanged."""
+        """Offload and onload report one event per worker and part with its live bytes, and leave values unchanged."""
 
         async def test() -> None:
             runtime = await stand.start(
@@ -436,7 +438,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_a_role_that_does_not_start_closes_the_others(self, stand: Stand) -> None:
-        """``start`` raises what the role said, with its name, and leaves nothing behind."""
+        """``start`` raises the error of the failed role and leaves no process, shared memory or port behind."""
 
         async def test() -> None:
             with Leftovers():
@@ -448,7 +450,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
         self.run(stand, test)
 
     def test_close_twice_leaves_nothing(self, stand: Stand) -> None:
-        """No process, no shared memory, no listening port, also after a worker was killed."""
+        """``close`` is idempotent and leaves no process, shared memory or port, even after a worker was killed."""
 
         async def test() -> None:
             with Leftovers():
@@ -466,7 +468,7 @@ class RuntimeConformance(RuntimeFixtures, ConformanceSuite):
 
 
 async def three_steps(runtime: Any, exported: Path) -> list[dict[str, Any]]:
-    """What three steps of a small training give, in plain values."""
+    """Run three training steps; returns one dict of plain values per step, and one with the exported weights."""
     trainer, found = runtime.trainer("trainer"), []
     for step in range(3):
         completions = await generated(runtime, [f"{name}-{step}" for name in NAMES])
@@ -497,13 +499,13 @@ async def three_steps(runtime: Any, exported: Path) -> list[dict[str, Any]]:
 
 
 async def logprobs(runtime: Any, batch: TrainBatch) -> Any:
-    """[T] the trainer's logprobs of a batch, float32."""
+    """Return the trainer's [T] float32 logprobs of a batch."""
     outputs = await runtime.trainer("trainer").compute(batch, LOGPROBS)
     return runtime.data.get_tensors(outputs)["logprobs"].float().numpy()
 
 
 def greedy_tokens(model: Path) -> list[int]:
-    """What the weights of a model directory say after the prompt of ``request("greedy")``."""
+    """Compute the greedy completion of ``request("greedy")`` from the weights in a model directory."""
     tensors, asked = read_bigram_tensors(model), request("greedy")
     found = [int(asked.prompt_ids[-1])]
     for _ in range(asked.sampling.max_tokens):

@@ -1,4 +1,4 @@
-"""What the suite of a runtime builds on: plans of fakes that worker processes find, and ways to kill workers."""
+"""Fixtures of the runtime suite: plans with fakes as roles, which worker processes can import, and killed workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PROCESS = re.compile(r"process (\d+)")
 
 
 def doubled(batch: TrainBatch) -> Derived:
-    """What a rank derives from its slice of a batch. A function of a module, so that it can travel."""
+    """Derive data from a rank's slice of a batch; a module-level function, so that it can be pickled."""
     return Derived(
         {"doubled": 2.0 * batch.token_ids},
         {"length": torch.tensor(batch.lengths, dtype=torch.float64)},
@@ -59,7 +59,7 @@ def doubled(batch: TrainBatch) -> Derived:
 
 @dataclass(frozen=True)
 class WaitingLoss(MaskedPolicyLoss):
-    """Waits in the trainer for as long as a file exists."""
+    """Blocks in the trainer as long as the file ``path`` exists."""
 
     path: Path = Path()
 
@@ -72,14 +72,14 @@ class WaitingLoss(MaskedPolicyLoss):
 
 @dataclass
 class Stand:
-    """Writes plans, starts runtimes, and closes them when the test ends."""
+    """Builds plans, starts runtimes, and closes them when the test ends."""
 
     suite: type[ConformanceSuite]
     registry: PluginRegistry
     model: Path
     run_dir: Path
     events: list[RuntimeEvent] = field(default_factory=list)
-    """What the runtimes reported."""
+    """Events that the runtimes reported."""
     _runtimes: list[Runtime] = field(default_factory=list)
 
     def role(
@@ -93,7 +93,7 @@ class Stand:
         model: Path | None = None,
         **options: object,
     ) -> RolePlan:
-        """A role of the fake of that kind."""
+        """Build the plan of a role that uses the fake backend of its kind."""
         record: Any = self.registry.select(kind, "fake")
         source = ModelSource(str(model or self.model), str(self.model), vocab_size=VOCAB_SIZE)
         return RolePlan(
@@ -111,7 +111,7 @@ class Stand:
         )
 
     def plan(self, *roles: RolePlan) -> RunPlan:
-        """A plan of these roles; weights flow from a trainer to a generator, where there are both."""
+        """Build a plan of these roles, with a weight route from every trainer to every generator."""
         trainers, generators = ([role.name for role in roles if role.kind == kind] for kind in ("trainer", "generator"))
         record: Any = self.registry.select("weight_sync", "fake_boxes")
         routes = tuple(
@@ -131,46 +131,46 @@ class Stand:
         return RunPlan(self.registry, {role.name: role for role in roles}, routes, self.run_dir, seed=0)
 
     def following(self, role: RolePlan, source: str, decay: float) -> RolePlan:
-        """A trainer role that takes another's weights, over the suite's transport."""
+        """Make a trainer role follow the weights of the role ``source`` over the suite's transport."""
         record: Any = self.registry.select("weight_sync", "fake_boxes")
         options = self.registry.load_options(record)()
         route = WeightRoute(source, role.name, record, options, "the suite's", "barrier", 1 << 20, SYNC_TIMEOUT_S)
         return replace(role, trainable=False, refresh=Refresh(source, 1, decay, route))
 
     def build(self, plan: RunPlan, **options: object) -> Any:
-        """The runtime under test, not started. Options that it does not know are left out."""
+        """Build the runtime under test without starting it; ignores options that it does not have."""
         runtime: Runtime = self.suite.build()(self.suite.make_options(**options), plan)
         runtime.on_event = self.events.append
         self._runtimes.append(runtime)
         return runtime
 
     def local_runtime(self, *roles: RolePlan) -> Runtime:
-        """The runtime ``local`` with these roles, not started: what others are compared with."""
+        """Build the runtime ``local`` with these roles without starting it; tests compare with its results."""
         record = self.registry.select("runtime", "local")
         runtime: Runtime = self.registry.load_factory(record)(self.registry.load_options(record)(), self.plan(*roles))
         return runtime
 
     async def start(self, *roles: RolePlan, **options: object) -> Any:
-        """The runtime under test with these roles."""
+        """Build and start the runtime under test with these roles."""
         runtime = self.build(self.plan(*roles), **options)
         await runtime.start()
         return runtime
 
     async def close(self) -> None:
-        """Close every runtime that was started."""
+        """Close every runtime that ``build`` made."""
         for runtime in self._runtimes:
             await runtime.close()
 
 
 def process_of(runtime: Runtime, role: str, index: int) -> int | None:
-    """The process of a worker, as the runtime describes it; None where workers have none of their own."""
+    """Return a worker's process id from the runtime's description; None if the worker has no separate process."""
     places: Sequence[str] = runtime.describe()[role].get("places", ())
     found = _PROCESS.search(places[index]) if index < len(places) else None
     return int(found[1]) if found else None
 
 
 async def kill_replica(runtime: Any, role: str, index: int) -> None:
-    """End a replica as the kernel would; where it is an object of this process, its engine dies."""
+    """Kill a replica's process; without a separate process, make its engine fail."""
     process = process_of(runtime, role, index)
     if process is None:
         await runtime.generator(role).replicas[index].loader.fail("the suite killed its engine")
@@ -179,26 +179,26 @@ async def kill_replica(runtime: Any, role: str, index: int) -> None:
 
 
 def request(name: str, *, max_tokens: int = 12, temperature: float = 1.0) -> GenerateRequest:
-    """A request of a group of its own; the name alone decides what is sampled."""
+    """Build a request in its own group; its name determines prompt and seed."""
     seed = sum(name.encode())
     sampling = SamplingParams(max_tokens, temperature, seed=seed, ignore_eos=True)
     return GenerateRequest(name, np.array([3, 7, 1 + seed % (VOCAB_SIZE - 1)]), sampling, name)
 
 
 async def generated(runtime: Any, names: Sequence[str], role: str = "generator") -> list[Completion]:
-    """Completions of requests that are made together."""
+    """Submit the named requests together; returns their completions in order."""
     fleet = runtime.generator(role)
     completions: list[Completion] = await asyncio.gather(*(fleet.generate(request(name)) for name in names))
     return completions
 
 
 def tokens(runtime: Runtime, completions: Sequence[Completion]) -> list[list[int]]:
-    """What was sampled."""
+    """Return the token ids of each completion."""
     return [completion.token_ids.tolist() for completion in runtime.data.get_completions(completions, {"token_ids"})]
 
 
 def samples_of(completions: Sequence[Completion]) -> list[Sample]:
-    """One sample a completion."""
+    """Build one sample per completion."""
     names = [completion.request_id for completion in completions]
     prompts = [Prompt(name, request(name).prompt_ids, "") for name in names]
     return [
@@ -208,7 +208,7 @@ def samples_of(completions: Sequence[Completion]) -> list[Sample]:
 
 
 def prepared(lengths: Sequence[int], seed: int = 0) -> TrainBatch:
-    """A mini-batch that ``MaskedPolicyLoss`` can be computed on."""
+    """Build a mini-batch with the data that ``MaskedPolicyLoss`` needs."""
     return MaskedPolicyLoss().prepare(make_batch(VOCAB_SIZE, lengths, seed))
 
 
@@ -221,7 +221,7 @@ class RuntimeFixtures:
     @pytest.fixture(scope="class")
     @classmethod
     def plugins(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginRegistry]:
-        """The installed plugins and the fakes, which worker processes find on the driver's module path."""
+        """The installed plugins and the fakes; worker processes import the fakes from the driver's module path."""
         site = tmp_path_factory.mktemp("fakes")
         FakeEnvironment(site).install("chatlearn-testing-fakes", entry_points=ENTRY_POINTS)
         sys.path.append(str(site))
@@ -235,7 +235,7 @@ class RuntimeFixtures:
         return Stand(suite, plugins, build_bigram_model(tmp_path / "model", vocab_size=VOCAB_SIZE), tmp_path / "run")
 
     def run(self, stand: Stand, test: Callable[[], Awaitable[None]]) -> None:
-        """Run a test to its end and close its runtimes; hanging is an error."""
+        """Run a test for at most ``patience_s``, then close its runtimes."""
         patience_s: float = self.patience_s  # type: ignore[attr-defined]  # of the suite
 
         async def bounded() -> None:
@@ -250,7 +250,7 @@ class RuntimeFixtures:
 
 @contextlib.contextmanager
 def blocking_file(folder: Path) -> Iterator[Path]:
-    """A file that makes a ``WaitingLoss`` wait; when it is gone, what waits goes on."""
+    """Yield a file that blocks every ``WaitingLoss`` on it; leaving the ``with`` deletes it and unblocks them."""
     path = folder / "wait"
     path.touch()
     try:

@@ -1,4 +1,4 @@
-"""The contract of a trainer: numbers first. Invariants 3 and 5 of the design, on one rank."""
+"""The contract of a trainer on one rank: numbers equal to a plain forward's (invariants 3 and 5 of the design)."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ from chatlearn_testing.suites.trainer_weights import TrainerWeightsContract
 
 TRAINER_PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 CHANGE_TOLERANCE = 1e-2
-"""Of a tensor's change in one step, by norm. Adam divides each element by its own size, so elements whose gradient is
-rounding noise move by a full step in a random direction; the gradient norm is compared to ``RELATIVE``."""
+"""Accepted relative difference of a tensor's change in one step, by norm. Adam normalises each element's gradient, so
+elements whose gradient is rounding noise move by a full step in a random direction. Gradient norms are compared with
+the stricter ``RELATIVE``.
+"""
 
 
 class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSuite):
-    """Every trainer passes this.
+    """Contract tests that every trainer must pass.
 
-    A subclass sets ``backend``, a fixture or path ``model_directory``, ``load_reference``, and ``options`` if the
-    defaults do not learn (no warm-up, a learning rate that moves float32 weights).
+    A subclass sets ``backend``, a fixture ``model_directory`` and ``load_reference``. It also sets ``options`` if the
+    backend's defaults do not learn within a step: the suite needs no warm-up and a learning rate that changes float32
+    weights.
     """
 
     kind: ClassVar[Kind] = "trainer"
 
     def test_is_a_trainer(self, make_trainer: MakeTrainer) -> None:
-        """The factory's object has every method of ``Trainer``, is healthy after ``setup`` and knows its rank."""
+        """The object has every method of ``Trainer``, is healthy after ``setup`` and reports rank 0 of 1."""
         trainer = make_trainer()
         assert isinstance(trainer, Trainer), "a method of chatlearn_core.protocols.Trainer is missing"
         assert trainer.health() is None, f"not healthy right after setup: {trainer.health()}"
@@ -57,10 +60,10 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
     def test_logprobs_equal_a_plain_forward(
         self, make_trainer: MakeTrainer, reference: torch.nn.Module, batch: TrainBatch, temperature: float
     ) -> None:
-        """Entry t is the logprob of token t given those before it in its own sequence, 0 outside the mask.
+        """Entry t is the logprob of token t given the earlier tokens of its sequence, and 0 outside the loss mask.
 
-        A shift by one: labels are shifted twice or not at all. Wrong from the second sequence on: attention crosses
-        the borders of packed sequences, or positions do not restart. Wrong at 0.7 only: the temperature is ignored.
+        Off by one: labels are shifted twice or not at all. Wrong from the second sequence on: attention crosses the
+        borders of packed sequences, or positions do not restart. Wrong only at 0.7: the temperature is ignored.
         """
         trainer = make_trainer()
         outputs = trainer.compute(batch, OutputRequest(frozenset({"logprobs"}), temperature))
@@ -71,7 +74,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
     def test_entropy_equals_a_plain_forward(
         self, make_trainer: MakeTrainer, reference: torch.nn.Module, batch: TrainBatch
     ) -> None:
-        """Entry t is the entropy, nats, of the distribution that token t was drawn from; 0 outside the mask."""
+        """Entry t is the entropy, nats, of the distribution of token t, and 0 outside the loss mask."""
         if "entropy" not in self.record().outputs:
             not_applicable("the record does not declare the output 'entropy'")
         outputs = make_trainer().compute(batch, OutputRequest(frozenset({"entropy"})))
@@ -80,7 +83,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert_close(outputs["entropy"], torch.cat(alone) * batch.loss_mask, "entropy")
 
     def test_outputs_do_not_depend_on_packing(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Packed, in another order, and alone: a sequence has the same outputs, and they come in the batch's order."""
+        """A sequence has equal outputs packed, in another order and alone, and outputs have the order of the batch."""
         for head in sorted(self.record().heads):
             trainer = make_trainer(head=head)
             request = _request(head, self.record().outputs)
@@ -95,7 +98,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
                     assert_close(mirrored, values, f"{head}: {name} of sequence {index}, order reversed")
 
     def test_outputs_do_not_depend_on_micro_batches(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Many small micro-batches give what one large one gives, put back into the batch's order."""
+        """Many small micro-batches give the same outputs as a single large one, in the order of the batch."""
         for head in sorted(self.record().heads):
             request = _request(head, self.record().outputs)
             large = make_trainer(head=head).compute(batch, request)
@@ -105,7 +108,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
                 assert_close(small[name], values, f"{head}: {name}")
 
     def test_outputs_are_zero_outside_the_loss_mask(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Per-token outputs are [T] and 0 where nothing is learned, a sequence's first token included."""
+        """Per-token outputs are [T] and 0 outside the loss mask, which excludes the first token of each sequence."""
         for head in sorted(self.record().heads):
             outputs = make_trainer(head=head).compute(batch, _request(head, self.record().outputs))
             for name in outputs.keys() & {"logprobs", "entropy", "values"}:
@@ -113,7 +116,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
                 assert not outputs[name][~batch.loss_mask].any(), f"{name} is not 0 outside the loss mask"
 
     def test_an_empty_batch_is_legal(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """A rank whose slice is empty takes part, computes nothing, and leaves the weights alone."""
+        """An empty batch, as a rank with an empty slice gets, computes nothing and leaves the weights unchanged."""
         trainer, loss = make_trainer(), MaskedPolicyLoss()
         empty = loss.prepare(batch.select([]))
         before = stream(trainer)
@@ -125,10 +128,11 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
     def test_update_reports_the_loss_and_gradient_norm_of_a_plain_forward(
         self, make_trainer: MakeTrainer, reference: torch.nn.Module, batch: TrainBatch
     ) -> None:
-        """``loss`` is the sum over the mini-batch and ``grad_norm`` the norm before clipping.
+        """``loss`` is the sum over the mini-batch, and ``grad_norm`` the norm before clipping.
 
-        Both a factor off: the loss is scaled by micro-batches, ranks or accumulation steps. Both wrong otherwise: the
-        mask does not reach the loss. Only the norm wrong: it is measured after clipping, or tied weights count twice.
+        Both off by a factor: the loss is scaled by the number of micro-batches, ranks or accumulation steps. Both wrong
+        otherwise: the loss does not get the mask. Only the norm wrong: it is measured after clipping, or tied weights
+        count twice.
         """
         loss = MaskedPolicyLoss()
         for name, options in (("one micro-batch", {}), ("many micro-batches", self.small_micro_batches())):
@@ -142,7 +146,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
             assert metrics["grad_norm"].value == pytest.approx(norm, rel=RELATIVE), name
 
     def test_update_does_not_depend_on_micro_batches(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Same loss, same norm before clipping, same change of every parameter; also in another order."""
+        """Loss, gradient norm and parameter changes do not depend on micro-batch sizes or the order of sequences."""
         loss = MaskedPolicyLoss()
         large, small, reordered = make_trainer(), make_trainer(**self.small_micro_batches()), make_trainer()
         before = stream(large)
@@ -167,7 +171,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
                 )
 
     def test_masked_tokens_teach_nothing(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """What stands at masked positions changes neither loss nor weights: the mask reaches the loss unharmed."""
+        """Data outside the loss mask changes neither loss nor weights; if it does, the loss got a wrong mask."""
         loss = MaskedPolicyLoss()
         noise = torch.where(batch.loss_mask, batch.token_data["advantages"], torch.tensor(1e3))
         noisy = batch.select(range(batch.num_sequences))
@@ -179,7 +183,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert all(torch.equal(expected[name], found[name]) for name in expected), "masked tokens moved the weights"
 
     def test_updates_descend(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """The loss of a batch is lower after steps on it; if it rises, the gradient's sign or scale is wrong."""
+        """Steps on a batch lower its loss; if the loss rises, the gradient's sign or scale is wrong."""
         trainer, loss = make_trainer(), MaskedPolicyLoss()
         losses = [trainer.update(loss.prepare(batch), loss)["loss"].value for _ in range(4)]
         assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]} in three steps"
@@ -189,7 +193,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert not still, f"three steps did not change {', '.join(still)}"
 
     def test_metrics_are_parts(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Metrics are sums and counts, so that ranks and micro-batches merge exactly; ``loss`` is a sum."""
+        """Metrics are sums with counts, which merge exactly over ranks and micro-batches; ``loss`` is a sum."""
         loss = MaskedPolicyLoss()
         metrics = make_trainer(**self.small_micro_batches()).update(loss.prepare(batch), loss)
         assert all(isinstance(metric, Metric) for metric in metrics.values()), metrics
@@ -198,9 +202,9 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert metrics["policy/logprob"].count == float(batch.loss_mask.sum()), "metrics of micro-batches were lost"
 
     def test_a_loss_that_is_not_finite_is_refused(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """NaN raises ``BackendError`` that names a sample, and trainer and weights are as if it had not been.
+        """A NaN loss raises a ``BackendError`` that names a sample, and leaves weights and optimizer unchanged.
 
-        A trainer that goes on writes NaN into every weight, and the run learns of it steps later.
+        A trainer that applies the step would write NaN into every weight, and the run would fail only later.
         """
         loss, poisoned = MaskedPolicyLoss(), batch.select(range(batch.num_sequences))
         poisoned.token_data["advantages"] = torch.full_like(batch.token_data["advantages"], torch.nan)
@@ -213,21 +217,21 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert all(torch.equal(before[name], after[name]) for name in before), "the refused step changed the weights"
         trainer.update(loss.prepare(batch), loss)
         other.update(loss.prepare(batch), loss)
-        assert _same(trainer, other), "a refused step leaves something behind that the next one sees"
+        assert _same(trainer, other), "the refused step changed state that the next step uses"
 
     def test_a_reference_computes_without_learning(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """With ``context.trainable`` False outputs are the same, and ``update`` is a ``BackendError``."""
+        """With ``context.trainable`` False, outputs are unchanged and ``update`` raises a ``BackendError``."""
         frozen, loss = make_trainer(trainable=False), MaskedPolicyLoss()
         assert_close(logprobs_of(frozen, batch), logprobs_of(make_trainer(), batch), "logprobs")
         with pytest.raises(BackendError):
             frozen.update(loss.prepare(batch), loss)
 
     def test_offload_and_onload_change_nothing(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Weights, gradients and optimizer come back bit-identical; parts a trainer does not hold are ignored."""
+        """Offload and onload restore weights, gradients and optimizer bit for bit; unknown parts are ignored."""
         loss, moved, stayed = MaskedPolicyLoss(), make_trainer(), make_trainer()
         for trainer in (moved, stayed):
             trainer.update(loss.prepare(batch), loss)
-        for _ in range(2):  # what is away, or back, is left as it is
+        for _ in range(2):  # the second call must have no effect
             moved.offload({"weights", "gradients", "optimizer", "kv_cache"})
         for _ in range(2):
             moved.onload({"weights", "gradients", "optimizer", "kv_cache"})
@@ -236,13 +240,13 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert _same(moved, stayed), "the step after offload and onload differs"
 
     def test_offloaded_parts_occupy_nothing(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """After an update and a compute every offloaded part has 0 live bytes, and others keep theirs.
+        """After an update and a compute, every offloaded part has 0 live bytes and the others keep theirs.
 
-        Memory that is only said to be free is used by another role on the same device, and the run ends out of memory.
+        If offloaded memory is not really free, another role on the same device runs out of memory.
         """
         loss, trainer = MaskedPolicyLoss(), make_trainer()
         if not isinstance(trainer, MeasuresMemory):
-            not_applicable("the trainer has no live_bytes, so what it says of its memory is taken on trust")
+            not_applicable("the trainer has no live_bytes, so the suite cannot measure its memory")
         trainer.update(loss.prepare(batch), loss)
         logprobs_of(trainer, batch)
         before = {part: trainer.live_bytes(part) for part in TRAINER_PARTS}
@@ -258,7 +262,7 @@ class TrainerConformance(TrainerWeightsContract, TrainerFixtures, ConformanceSui
         assert {part: trainer.live_bytes(part) for part in TRAINER_PARTS} == before
 
     def test_closing_twice_is_fine(self, make_trainer: MakeTrainer) -> None:
-        """``close`` releases everything; a second one does nothing; a closed trainer is not healthy."""
+        """``close`` is idempotent, and a closed trainer is not healthy."""
         trainer = make_trainer()
         trainer.close()
         trainer.close()

@@ -1,4 +1,4 @@
-"""How the trainer suite makes trainers and reads their numbers."""
+"""Builds trainers for the trainer suite and reads their outputs and weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 from chatlearn_testing.suites.model_suite import ModelSuite
 
 RELATIVE = 1e-4
-"""Invariant 5 of the design, float32."""
+"""Maximum relative error of losses and gradient norms, float32 (invariant 5 of the design)."""
 ABSOLUTE = 1e-4
-"""Of logprobs and entropies, nats, float32 (invariant 3)."""
+"""Maximum absolute error of logprobs and entropies, nats, float32 (invariant 3)."""
 LEARNING_RATE = 1e-3
-"""Moves float32 weights far above rounding, and descends on random models."""
+"""Changes float32 weights far more than rounding does, and lowers the loss of random models."""
 SMALL_BUDGET = 24
-"""Tokens of a micro-batch that holds one or two of the suite's sequences."""
+"""Size of a micro-batch that holds one or two of the suite's sequences, tokens."""
 
 MakeTrainer = Callable[..., Trainer]
-"""``make_trainer(*, head="lm", trainable=True, **options)``: set up, and closed at the end of the test."""
+"""``make_trainer(*, head="lm", trainable=True, path=None, **options)`` builds a trainer and sets it up; the fixture
+closes it after the test.
+"""
 
 
 class TrainerFixtures(ModelSuite, ConformanceSuite):
-    """``make_trainer`` and what a subclass may set for it."""
+    """The fixture ``make_trainer`` and the attributes that configure it."""
 
     settable: ClassVar[frozenset[str]] = frozenset({"micro_batch_options"})
     micro_batch_options: ClassVar[Mapping[str, Any] | None] = None
@@ -56,18 +58,18 @@ class TrainerFixtures(ModelSuite, ConformanceSuite):
 
     @classmethod
     def small_micro_batches(cls) -> dict[str, Any]:
-        """Options that cut the suite's batch into several micro-batches."""
+        """Return options that divide the suite's batch into several micro-batches."""
         if cls.micro_batch_options is not None:
             return dict(cls.micro_batch_options)
         assert "max_tokens_per_micro_batch" in cls.options_model().model_fields, (
-            f"the options of {cls.record().name!r} have no max_tokens_per_micro_batch; set micro_batch_options to what"
-            " bounds a micro-batch, or to {} if this trainer never splits a batch"
+            f"the options of {cls.record().name!r} have no max_tokens_per_micro_batch; set micro_batch_options to"
+            " options that make micro-batches small, or to {} if this trainer never splits a batch"
         )
         return {"max_tokens_per_micro_batch": SMALL_BUDGET}
 
 
 def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Equal up to float32 noise, or an error that says where they are furthest apart."""
+    """Check that tensors are equal within ``ABSOLUTE`` and ``RELATIVE``; a failure names the entry with most error."""
     assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}"
     apart = (found.double() - expected.double()).abs()
     worst = int(apart.flatten().argmax()) if apart.numel() else 0
@@ -77,17 +79,17 @@ def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def stream(trainer: Trainer) -> dict[str, Tensor]:
-    """A copy of every tensor that the trainer streams."""
+    """Copy every tensor that the trainer streams to the host, by name."""
     return {shard.name: shard.tensor.detach().cpu().clone() for shard in trainer.weights()}
 
 
 def whole_manifest(trainer: Trainer) -> WeightManifest:
-    """What rank 0 says it streams."""
+    """Return the manifest that rank 0 announces for all ranks."""
     manifest = trainer.manifest()
-    assert manifest is not None, "rank 0 returns the manifest of all ranks together; only others may return None"
+    assert manifest is not None, "rank 0 must return the manifest of all ranks; only other ranks may return None"
     return manifest
 
 
 def logprobs_of(trainer: Trainer, batch: TrainBatch) -> Tensor:
-    """[T]"""
+    """Return the trainer's [T] logprobs of a batch."""
     return trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))["logprobs"]

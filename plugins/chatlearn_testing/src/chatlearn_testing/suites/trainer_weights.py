@@ -1,4 +1,4 @@
-"""The contract of a trainer's weights: what is saved, exported and streamed is what it computes with."""
+"""The contract of a trainer's weights: checkpoints, exports and streams hold the weights that it computes with."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from chatlearn_testing.suites.trainer_fixtures import (
 
 
 class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
-    """Part of ``TrainerConformance``."""
+    """The part of ``TrainerConformance`` about weights."""
 
     def test_save_and_load_continue_bit_identically(
         self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
     ) -> None:
-        """A new trainer that loads a checkpoint makes the very step that the old one makes next.
+        """A new trainer that loads a checkpoint makes the same next step as the trainer that saved it, bit for bit.
 
-        Weights equal after loading but not after the step: optimizer state, schedule or step count was not saved.
+        Equal weights after loading but not after the step: optimizer state, schedule or step count was not saved.
         """
         trainer, loss = make_trainer(), MaskedPolicyLoss()
         prepared = loss.prepare(batch)
@@ -55,20 +55,20 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             assert continued["grad_norm"] == again["grad_norm"]
 
     def test_what_is_told_of_saved_files_is_true(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-        """``save`` returns size and SHA-256 of files that are there: a run seals its checkpoint with them unread.
+        """``save`` returns the true size and SHA-256 of files that it wrote; a run seals its checkpoint with these.
 
-        A file of which nothing is told is read by the run, which is slow and right.
+        ``save`` may omit files. The run then reads them, which is correct but slower.
         """
         told = make_trainer().save(tmp_path / "checkpoint")
-        assert isinstance(told, Mapping), f"save returned a {type(told).__name__}, not a mapping; {{}} tells nothing"
-        assert told == file_facts(tmp_path / "checkpoint", told), "the files are not what save says of them"
+        assert isinstance(told, Mapping), f"save returned a {type(told).__name__}; return a mapping, which may be empty"
+        assert told == file_facts(tmp_path / "checkpoint", told), "the files differ from the sizes or hashes of save"
 
     def test_a_model_is_loaded_in_place(
         self, make_trainer: MakeTrainer, batch: TrainBatch, model_directory: Path, tmp_path: Path
     ) -> None:
-        """``load_model`` makes a trainer that has learned the one that starts from that directory, step for step.
+        """After ``load_model`` a trained trainer equals a new one that starts from that directory, step for step.
 
-        Equal weights and another next step: optimizer state or the schedule's count of updates was kept.
+        Equal weights but another next step: optimizer state or the schedule's update count was kept.
         """
         teacher, trainer, loss = make_trainer(), make_trainer(), MaskedPolicyLoss()
         prepared = loss.prepare(batch)
@@ -87,9 +87,9 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_models_are_averaged_as_they_are_loaded(
         self, make_trainer: MakeTrainer, batch: TrainBatch, tmp_path: Path
     ) -> None:
-        """``decay`` d, twice: the weights are d^2 own + d (1 - d) first + (1 - d) second.
+        """After loading two models with ``decay`` d, weights are d^2 own + d (1 - d) first + (1 - d) second.
 
-        The first or second model itself: ``decay`` is ignored, or means the other share.
+        Other values: ``decay`` is ignored, or is the share of the loaded model instead of the own one.
         """
         teacher, follower, loss, decay = make_trainer(), make_trainer(trainable=False), MaskedPolicyLoss(), 0.75
         expected = {name: tensor.double() for name, tensor in stream(follower).items()}
@@ -107,10 +107,10 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_weights_of_another_trainer_are_taken(
         self, make_trainer: MakeTrainer, batch: TrainBatch, channel: Channel, decay: float
     ) -> None:
-        """``weight_loader``, twice: decay 0 is the sender's weights bit for bit; d is d^2 own + d (1 - d) first +
-        (1 - d) second. A sync of which a tensor is missing is refused.
+        """After two syncs through ``weight_loader``, decay 0 gives the sender's weights bit for bit, and decay d gives
+        d^2 own + d (1 - d) first + (1 - d) second. A sync with a missing tensor is refused.
 
-        Other values: a box lies elsewhere, is blended twice, or ``decay`` means the other share.
+        Other values: a box is misplaced or blended twice, or ``decay`` is the share of the sender's weights.
         """
         if channel not in self.record().channels:
             not_applicable(f"the record does not declare the channel {channel!r}")
@@ -135,7 +135,7 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             asyncio.run(_take(loader, 3, manifest, some, channel))
 
     def test_another_model_is_not_loaded(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-        """``load_model`` of what is no such model is a ``ModelError``, and the weights are what they were."""
+        """``load_model`` of a directory without the model raises a ``ModelError`` and leaves the weights unchanged."""
         trainer = make_trainer()
         before = stream(trainer)
         (tmp_path / "empty").mkdir()
@@ -144,7 +144,7 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
         assert all(torch.equal(tensor, before[name]) for name, tensor in stream(trainer).items())
 
     def test_an_incomplete_checkpoint_is_refused(self, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-        """``CheckpointError``, and it names the place: a run falls back to an earlier checkpoint on that class."""
+        """An incomplete checkpoint raises a ``CheckpointError`` that names it; a run then uses an earlier one."""
         (tmp_path / "empty").mkdir()
         with pytest.raises(CheckpointError) as caught:
             make_trainer().load(tmp_path / "empty")
@@ -153,14 +153,14 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_manifest_has_the_names_of_the_model_directory(
         self, make_trainer: MakeTrainer, model_directory: Path
     ) -> None:
-        """Checkpoint names are what ``save_pretrained`` writes: experts unfused, tied weights once, no prefixes."""
+        """The manifest has the names of ``save_pretrained``: experts unfused, tied weights once, no prefixes."""
         manifest = whole_manifest(make_trainer())
         lines = manifest.differences(manifest_of(read_checkpoint(model_directory), manifest.aliases))
         assert not lines, "\n".join(lines)
         assert not manifest.aliases.keys() & manifest.tensors.keys(), "an alias is streamed as a tensor of its own"
 
     def test_manifest_describes_the_stream(self, make_trainer: MakeTrainer) -> None:
-        """Every tensor comes once, whole, under the name, shape and dtype that the manifest announced."""
+        """The stream yields every tensor once, whole, with the name, shape and dtype that the manifest announces."""
         trainer = make_trainer()
         manifest = whole_manifest(trainer)
         shards = list(trainer.weights("full_tensors"))
@@ -174,9 +174,9 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             assert found == (spec.shape, spec.shape, spec.dtype), f"{shard.name}: {found} streamed, {spec} announced"
 
     def test_boxes_cover_every_tensor_once(self, make_trainer: MakeTrainer, batch: TrainBatch) -> None:
-        """Export ``boxes``: together the boxes are the whole tensors, no element comes twice, and they follow updates.
+        """Export ``boxes``: the boxes cover every element of every tensor exactly once, and they follow updates.
 
-        A box that differs: it says another place than its values have, or they are those before the update.
+        A box with other values: its position is wrong, or its values are those before the update.
         """
         if "boxes" not in self.record().exports:
             not_applicable("the record does not declare the export 'boxes'")
@@ -194,9 +194,9 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
             trainer.update(loss.prepare(batch), loss)
 
     def test_streamed_tensors_outlive_the_step_of_the_stream(self, make_trainer: MakeTrainer) -> None:
-        """A yielded tensor keeps its values while the stream goes on: senders hold a bucket of them.
+        """A yielded tensor keeps its values while the stream continues, because senders hold a bucket of tensors.
 
-        Values of a later tensor: all are gathered into one buffer.
+        Values of a later tensor: the trainer gathers all tensors into one buffer.
         """
         trainer = make_trainer()
         held: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -206,10 +206,10 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
         assert not changed, f"these changed while the stream went on: {', '.join(changed)}"
 
     def test_stream_starts_as_the_model_directory(self, make_trainer: MakeTrainer, model_directory: Path) -> None:
-        """Before any update the stream is the model directory's tensors, bit for bit."""
+        """Before any update, the stream yields the model directory's tensors, bit for bit."""
         expected, found = read_checkpoint(model_directory), stream(make_trainer())
         different = [name for name in found if name in expected and not torch.equal(expected[name], found[name])]
-        assert not different, f"these are not the model directory's: {', '.join(different)}"
+        assert not different, f"these differ from the model directory: {', '.join(different)}"
 
     def test_stream_and_export_follow_updates(
         self,
@@ -219,9 +219,9 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
         load_plain: ReferenceLoader,
         tmp_path: Path,
     ) -> None:
-        """After an update stream and export are the weights the trainer now computes with, every time.
+        """After every update, stream and export hold the weights that the trainer now computes with.
 
-        Old weights in the stream: a cache, or gathered copies that were not refreshed after the optimizer step.
+        Old weights in the stream: a cache or gathered copies were not refreshed after the optimizer step.
         """
         trainer, loss = make_trainer(), MaskedPolicyLoss()
         for step in range(2):
@@ -240,7 +240,7 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
     def test_export_is_a_model_directory(
         self, make_trainer: MakeTrainer, model_directory: Path, reference: torch.nn.Module, tmp_path: Path
     ) -> None:
-        """An export can be trained on: same names, and a trainer that starts from it computes the same."""
+        """An export is a model directory with the same names, from which a trainer computes the same logprobs."""
         make_trainer().export_model(tmp_path / "export")
         expected, found = read_checkpoint(model_directory), read_checkpoint(tmp_path / "export")
         assert not (lines := manifest_of(expected).differences(manifest_of(found))), "\n".join(lines)
@@ -253,7 +253,7 @@ class TrainerWeightsContract(TrainerFixtures, ConformanceSuite):
 async def _take(
     loader: WeightLoader, version: int, manifest: WeightManifest, tensors: Mapping[str, Tensor], channel: Channel
 ) -> None:
-    """One sync: each tensor whole, or as two boxes along its first dimension that come apart."""
+    """Load one sync, with each tensor whole, or as two boxes along its first dimension in separate calls."""
     await loader.begin(version, manifest)
     if channel == "tensors":
         await loader.load_tensors(tensors.items())

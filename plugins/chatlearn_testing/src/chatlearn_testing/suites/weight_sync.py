@@ -1,4 +1,4 @@
-"""The contract of a transport: every tensor, bit for bit, under its name; or an error at both ends."""
+"""The contract of a transport: every tensor arrives bit for bit under its name, or both ends raise."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from chatlearn_testing.suites.weight_sync_fixtures import (
 )
 
 FILES_S = 2.0
-"""Within which a transport that goes through files has written the suite's few kilobytes."""
+"""Time for a file-based transport to write the suite's few kilobytes, seconds."""
 SHORT_S = 0.3
-"""Timeout of a plan whose other end never answers."""
+"""Timeout of a plan whose other end never answers, seconds."""
 LOAD_METHODS = {
     "tensors": "load_tensors",
     "boxes": "load_boxes",
@@ -45,21 +45,21 @@ LOAD_METHODS = {
 
 
 class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
-    """Every transport passes this. A subclass sets ``backend``."""
+    """Contract tests that every transport must pass. A subclass sets ``backend``."""
 
     kind: ClassVar[Kind] = "weight_sync"
 
     def test_has_both_ends(self, transport: Transport) -> None:
-        """Every method of ``WeightSender`` and ``WeightReceiver``."""
+        """The ends have every method of ``WeightSender`` and ``WeightReceiver``."""
         [sender], [receiver] = transport.ends(transport.plan(make_tensors()))
         assert isinstance(sender, WeightSender), "a method of WeightSender is missing"
         assert isinstance(receiver, WeightReceiver), "a method of WeightReceiver is missing"
 
     def test_every_tensor_arrives_bit_for_bit(self, transport: Transport) -> None:
-        """All dtypes and shapes under the right names, through the declared channel only.
+        """Tensors of all dtypes and shapes arrive under their names, through the declared channel only.
 
-        ``begin``, ``finish`` and ``fail`` are the caller's: a receiver that calls them serves weights before they were
-        confirmed.
+        Only the receiver's caller calls ``begin``, ``finish`` and ``fail``; a receiver that does so makes the generator
+        serve weights before they are confirmed.
         """
         tensors = make_tensors()
         outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)]))
@@ -69,11 +69,13 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         expected = {LOAD_METHODS[str(self.channel_under_test())]}
         assert loader.called == expected, f"the receiver called {sorted(loader.called)}, not only {expected}"
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        assert min(*outcome.senders, *outcome.receivers) >= num_bytes, "fewer bytes are reported than the tensors have"
+        assert min(*outcome.senders, *outcome.receivers) >= num_bytes, (
+            "an end reports fewer bytes than the tensors have"
+        )
 
     @pytest.mark.parametrize(("ranks", "replicas"), [(1, 2), (2, 1), (2, 2)])
     def test_several_ranks_and_replicas(self, transport: Transport, ranks: int, replicas: int) -> None:
-        """Every rank sends what it owns or holds, and every replica gets everything."""
+        """Every rank sends the tensors or boxes that it owns, and every replica gets all tensors."""
         tensors = make_tensors()
         trainers = [StreamingTrainer(tensors, rank, ranks) for rank in range(ranks)]
         outcome = self.run(transport.run(transport.plan(tensors, ranks=ranks, replicas=replicas), trainers))
@@ -83,7 +85,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             assert_loaded(loader, tensors)
 
     def test_several_syncs_in_a_row(self, transport: Transport) -> None:
-        """The same two ends move new weights each time, and what they leave behind does not grow."""
+        """The same two ends move new weights in every sync, and the number of files they keep does not grow."""
         ends = transport.ends(transport.plan(make_tensors()))
         left: list[int] = []
         for seed in range(4):
@@ -95,13 +97,13 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         assert left[-1] <= left[1], f"files left in the workspace after each sync: {left}"
 
     def test_nothing_is_left_behind(self, transport: Transport) -> None:
-        """After ``release`` and ``close``: no shared memory, no thread, and files only where a replay needs them."""
+        """``release`` and ``close`` leave no shared memory, no thread, and no file unless a replay needs it."""
         memory, threads = shared_memory(), threading.active_count()
         tensors = make_tensors()
         outcome = self.run(transport.run(transport.plan(tensors), [StreamingTrainer(tensors)]))
         assert not outcome.errors, outcome.errors
         transport.close()
-        # /dev/shm is everybody's: what another process holds is that one's.
+        # All processes share /dev/shm: ignore memory that another process holds.
         left = wait_until_empty(lambda: sorted(unheld(shared_memory() - memory, besides=os.getpid())))
         assert not left, f"shared memory was left behind: {left}"
         assert threading.active_count() <= threads, f"threads were left behind: {threading.enumerate()}"
@@ -110,7 +112,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
 
     @pytest.mark.parametrize("fault", ["unknown name", "wrong shape", "wrong dtype", "missing", "renamed"])
     def test_a_stream_that_breaks_its_manifest_is_refused(self, transport: Transport, fault: str) -> None:
-        """What streams is compared with what was announced; the error names the tensor, and a receiver raises too."""
+        """A streamed tensor that differs from the manifest raises at both ends; an error names the tensor."""
         tensors = make_tensors()
         plan, sent, name = transport.plan(tensors), dict(tensors), "layers.1.proj.weight"
         if fault == "unknown name":
@@ -127,15 +129,15 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         outcome = self.run(transport.run(plan, [StreamingTrainer(sent)]))
         assert any(isinstance(error, WeightSyncError) for error in outcome.errors), f"no error, only {outcome}"
         assert any(name in str(error) or "layers.9" in str(error) for error in outcome.errors), outcome.errors
-        assert all(isinstance(end, BackendError) for end in outcome.receivers), "the receiver took it for whole"
+        assert all(isinstance(end, BackendError) for end in outcome.receivers), "a receiver accepted a broken stream"
 
     @pytest.mark.parametrize("fault", ["missing tail", "shifted box"])
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_boxes_that_leave_a_gap_are_refused(self, transport: Transport, fault: str, ranks: int) -> None:
-        """A tensor whose last rows no rank streams, or one of whose boxes is said to lie a row further on, is a
-        ``WeightSyncError`` that names it; a receiver raises, too.
+        """If no rank streams the last rows of a tensor, or a box has a position one row too far, both ends raise; a
+        ``WeightSyncError`` names the tensor.
 
-        Taken for whole: bytes or names are counted instead of elements.
+        Accepted as complete: the transport counts bytes or names instead of elements.
         """
         if fault == "shifted box" and self.export_under_test() != "boxes":
             not_applicable("the export under test is 'full_tensors'")
@@ -156,11 +158,13 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         assert any(isinstance(error, WeightSyncError) and broken in str(error) for error in outcome.errors), (
             f"no error names {broken}: {outcome.errors}"
         )
-        assert all(isinstance(end, BackendError) for end in outcome.receivers), "the receiver took it for whole"
+        assert all(isinstance(end, BackendError) for end in outcome.receivers), (
+            "a receiver accepted an incomplete tensor"
+        )
 
     def test_each_sync_has_a_manifest_of_its_own(self, transport: Transport) -> None:
-        """The same two ends move other names, shapes and dtypes in the next sync: what is compared, and where tensors
-        lie in a buffer, follows the manifest of the sync at hand.
+        """The same two ends can move other names, shapes and dtypes in the next sync: checks and buffer layouts follow
+        the manifest of the current sync.
         """
         first = make_tensors()
         other = {name.replace("layers", "blocks"): tensor.double() for name, tensor in make_tensors(1).items()}
@@ -172,38 +176,40 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             assert_loaded(outcome.loaders[0], tensors)
 
     def test_a_failing_sender_reaches_the_receivers(self, transport: Transport) -> None:
-        """The trainer's error is raised by ``send`` and, in its words, by every ``receive``, without a timeout."""
+        """If the trainer raises, ``send`` raises its error, and every ``receive`` raises at once with its text."""
         tensors = make_tensors()
         plan = transport.plan(tensors, replicas=2, timeout_s=self.patience_s / 2)
         outcome = self.run(transport.run(plan, [StreamingTrainer(tensors, before=_fail_at("layers.1.proj.weight"))]))
         assert "broken on purpose" in str(outcome.senders[0]), "send swallowed the trainer's error"
         for end in outcome.receivers:
             assert isinstance(end, BackendError), f"the receiver returned {end!r}"
-            assert not isinstance(end, BackendTimeoutError), "the receiver learned of it by timeout only"
-            assert "broken on purpose" in str(end), f"the receiver does not say why: {end}"
+            assert not isinstance(end, BackendTimeoutError), "the receiver noticed only by its timeout"
+            assert "broken on purpose" in str(end), f"the receiver's error lacks the sender's: {end}"
 
     def test_a_failing_loader_fails_its_replica_only(self, transport: Transport) -> None:
-        """``receive`` raises what the loader raised; the other replica gets everything; nothing hangs."""
+        """``receive`` raises the loader's error, the other replica gets all tensors, and no call hangs."""
         tensors = make_tensors()
         loaders = [KeepingLoader(before=_fail_at("layers.1.proj.weight")), KeepingLoader()]
         plan = transport.plan(tensors, replicas=2)
         outcome = self.run(transport.run(plan, [StreamingTrainer(tensors)], loaders))
-        assert "broken on purpose" in str(outcome.receivers[0]), f"receive swallowed it: {outcome.receivers[0]!r}"
+        assert "broken on purpose" in str(outcome.receivers[0]), (
+            f"receive swallowed the loader's error: {outcome.receivers[0]!r}"
+        )
         assert not isinstance(outcome.receivers[1], BaseException), outcome.receivers[1]
         assert_loaded(outcome.loaders[1], tensors)
 
     def test_a_silent_sender_is_a_timeout_that_names_it(self, transport: Transport) -> None:
-        """``plan.timeout_s`` without a byte: ``BackendTimeoutError`` that names the sender ranks."""
+        """A receiver without data for ``plan.timeout_s`` raises a ``BackendTimeoutError`` that names sender ranks."""
         plan = transport.plan(make_tensors(), timeout_s=SHORT_S)
         [sender], [receiver] = transport.ends(plan)
         offers = offers_of([sender], plan)
         with pytest.raises(BackendTimeoutError) as caught:
             self.run(receiver.receive(plan, offers, KeepingLoader()))
         sender.release(plan)
-        assert re.search(r"rank\D*0", str(caught.value)), f"does not name who is waited for: {caught.value}"
+        assert re.search(r"rank\D*0", str(caught.value)), f"does not name the silent sender: {caught.value}"
 
     def test_a_silent_receiver_does_not_hold_the_sender(self, transport: Transport) -> None:
-        """``send`` either needs no receiver, or raises ``BackendTimeoutError`` that names it."""
+        """``send`` either completes without a receiver, or raises a ``BackendTimeoutError`` that names it."""
         tensors = make_tensors()
         plan = transport.plan(tensors, timeout_s=SHORT_S)
         [sender], _ = transport.ends(plan)
@@ -216,10 +222,10 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         [end] = self.run(send())
         sender.release(plan)
         assert isinstance(end, int | BackendTimeoutError), f"send ended with {end!r}"
-        assert isinstance(end, int) or "generator" in str(end), f"does not name who is waited for: {end}"
+        assert isinstance(end, int) or "generator" in str(end), f"does not name the silent receiver: {end}"
 
     def test_corrupted_files_are_refused(self, transport: Transport) -> None:
-        """A byte that changed on its way through a file is a ``WeightSyncError``, not a slightly different policy."""
+        """A changed byte in a file raises a ``WeightSyncError``; it must not yield a slightly different policy."""
         if self.record().reach == "process":
             not_applicable("the record declares the reach 'process': no byte leaves it")
         tensors = make_tensors()
@@ -247,7 +253,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             not_applicable("this transport keeps no bytes in files")
 
     def test_a_foreign_offer_is_refused(self, transport: Transport) -> None:
-        """Both ends must be given the same transport: anything else is a ``WeightSyncError``, at once."""
+        """A receiver raises a ``WeightSyncError`` at once for an offer of another transport."""
         plan = transport.plan(make_tensors())
         [sender], [receiver] = transport.ends(plan)
         sender.offer(plan)
@@ -256,7 +262,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         sender.release(plan)
 
     def test_reach_is_what_the_record_says(self, transport: Transport) -> None:
-        """A transport with the reach ``process`` refuses a receiver in another one when it is offered, not later."""
+        """A transport with the reach ``process`` refuses a receiver in another process already in ``offer``."""
         if self.record().reach != "process":
             not_applicable(f"the record declares the reach {self.record().reach!r}")
         plan = transport.plan(make_tensors())
@@ -266,7 +272,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
             transport.sender(plan.senders[0]).offer(plan)
 
     def test_a_replica_that_missed_a_sync_takes_it_later(self, transport: Transport) -> None:
-        """``replayable``: after the sync, without the trainer, a new receiver gets the same version without offers."""
+        """``replayable``: after the sync, a new receiver gets the same version without offers or the trainer."""
         if not self.record().replayable:
             not_applicable("the record does not declare 'replayable'")
         tensors = make_tensors()
@@ -277,7 +283,7 @@ class WeightSyncConformance(WeightSyncFixtures, ConformanceSuite):
         assert_loaded(late, tensors)
 
     def test_release_without_send_is_fine(self, transport: Transport) -> None:
-        """A sync may end before it began, and be released twice; the next one is not disturbed."""
+        """``release`` without ``send`` and a second ``release`` are allowed; the next sync works."""
         tensors = make_tensors()
         ends = transport.ends(transport.plan(tensors))
         plan = transport.plan(tensors)

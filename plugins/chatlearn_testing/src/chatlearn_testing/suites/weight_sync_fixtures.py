@@ -1,4 +1,4 @@
-"""How the weight-sync suite drives a transport: trainers that stream given tensors, loaders that keep them."""
+"""Drives a transport for the weight-sync suite: trainers that stream given tensors, and loaders that record them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from chatlearn_testing.model_directory import manifest_of, read_checkpoint
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
 BUCKET_BYTES = 4096
-"""Less than the suite's tensors together, so that a transport has to cut its stream."""
+"""Smaller than the suite's tensors together, so that a transport must send several buckets, bytes."""
 DRIVEN_CHANNELS = frozenset({"tensors", "boxes", "checkpoint", "memory_handles", "process_group"})
-"""Channels whose arrivals the suite's loader can keep; others need an engine behind them."""
+"""Channels that the suite's loader implements; others need an engine."""
 
 
 def make_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Weights with everything that trips a transport: two dtypes, a scalar, a large and a non-contiguous tensor."""
+    """Build weights that are hard for transports: two dtypes, a scalar, a large and a non-contiguous tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "embed.weight": torch.randn(64, 16, generator=generator),
@@ -71,21 +71,24 @@ class StreamingTrainer:
 
         Args:
             tensors: by checkpoint name.
-            rank: of this trainer.
-            num_ranks: that stream together.
-            before: called with each name ahead of it.
-            change: what is streamed in place of each shard.
+            rank: rank of this trainer.
+            num_ranks: number of ranks that stream together.
+            before: called with each tensor's name before it is streamed.
+            change: maps each shard to the one that is streamed in its place.
         """
         self.tensors = dict(tensors)
         self._rank, self._num_ranks, self._before = rank, num_ranks, before
         self._change = change or (lambda shard: shard)
 
     def manifest(self, payload: Payload = "full") -> WeightManifest:
-        """Of the tensors, whatever they are said to be."""
+        """Return the manifest of the tensors, whatever the payload."""
         return manifest_of(self.tensors)
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
-        """``full_tensors``: every rank yields all, owned in turns. ``boxes``: rows of each, or the whole on rank 0."""
+        """Yield every tensor on every rank, owned in turns (``full_tensors``), or this rank's rows of each (``boxes``).
+
+        Rank 0 owns the scalars of ``boxes``.
+        """
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if self._before is not None:
                 self._before(name)
@@ -103,7 +106,7 @@ class StreamingTrainer:
 
 @dataclass(slots=True)
 class KeepingLoader:
-    """A weight loader that keeps copies of what it is given; calls ``before(name)`` ahead of each."""
+    """A weight loader that records copies of all tensors; it calls ``before(name)`` before each."""
 
     before: Callable[[str], None] | None = None
     loaded: dict[str, Tensor] = field(default_factory=dict)
@@ -112,7 +115,7 @@ class KeepingLoader:
     _groups: dict[str, SenderGroup] = field(default_factory=dict)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep whole tensors."""
+        """Record whole tensors."""
         self.called.add("load_tensors")
         for name, tensor in tensors:
             if self.before is not None:
@@ -122,12 +125,12 @@ class KeepingLoader:
             await asyncio.sleep(0)
 
     async def load_boxes(self, shards: Iterable[WeightShard]) -> None:
-        """Put boxes together."""
+        """Assemble boxes."""
         self.called.add("load_boxes")
         for shard in shards:
             if self.before is not None:
                 self.before(shard.name)
-            # What does not arrive is NaN, and never by chance what was in this memory before.
+            # Elements that do not arrive stay NaN; uninitialised memory could hold the right values by chance.
             whole = self.loaded.setdefault(shard.name, shard.tensor.new_full(shard.global_shape, torch.nan))
             whole[tuple(slice(start, stop) for start, stop in shard.box)] = shard.tensor
             await asyncio.sleep(0)
@@ -146,11 +149,11 @@ class KeepingLoader:
 
     @property
     def num_group_ranks(self) -> int:
-        """As an engine on one device."""
+        """1, as for an engine on one device."""
         return 1
 
     async def join_group(self, rendezvous: GroupRendezvous) -> None:
-        """Join by gloo; the groups stay until the loader is gone."""
+        """Join a process group, which stays until ``leave_group`` or the end of the loader."""
         r = rendezvous
         self._groups[r.name] = await asyncio.to_thread(
             join, r.address, r.name, r.backend, r.world_size, r.first_rank, r.timeout_s
@@ -159,7 +162,7 @@ class KeepingLoader:
     async def load_broadcast(
         self, group: str, tensors: Sequence[TensorSpec], checksums: Sequence[int] | None = None
     ) -> None:
-        """Receive into new memory and keep it."""
+        """Receive a broadcast into new memory and record it."""
         self.called.add("load_broadcast")
         flat = torch.empty(sum(spec.num_bytes for spec in tensors), dtype=torch.uint8)
         await asyncio.to_thread(self._groups[group].broadcast(flat).wait)
@@ -176,13 +179,13 @@ class KeepingLoader:
             self.loaded[name] = tensor
 
     async def leave_group(self, group: str) -> None:
-        """One that was never joined is no error."""
+        """Leave a group; does nothing if it was not joined."""
         left = self._groups.pop(group, None)
         if left is not None:
             left.close()
 
     async def load_checkpoint(self, directory: Path) -> None:
-        """Read safetensors."""
+        """Record all tensors of a directory of safetensors."""
         self.called.add("load_checkpoint")
         for name, tensor in read_checkpoint(directory).items():
             if self.before is not None:
@@ -190,26 +193,26 @@ class KeepingLoader:
             self.loaded[name] = tensor
 
     async def begin(self, policy_version: int, manifest: WeightManifest) -> None:
-        """The caller's, not the receiver's."""
+        """Record the call, which a receiver must not make."""
         self.called.add("begin")
 
     async def finish(self) -> int:
-        """The caller's, not the receiver's."""
+        """Record the call, which a receiver must not make."""
         self.called.add("finish")
         return 0
 
     async def fail(self, reason: str) -> None:
-        """The caller's, not the receiver's."""
+        """Record the call, which a receiver must not make."""
         self.called.add("fail")
 
     def expected_manifest(self) -> WeightManifest:
-        """Of what was kept."""
+        """Return the manifest of the recorded tensors."""
         return manifest_of(self.loaded)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one sync: of each sender and receiver its byte count, or what it raised."""
+    """Outcome of one sync: for each sender and receiver, its number of bytes or its exception."""
 
     senders: list[Any]
     receivers: list[Any]
@@ -217,12 +220,12 @@ class Outcome:
 
     @property
     def errors(self) -> list[BaseException]:
-        """All that was raised."""
+        """All exceptions of senders and receivers."""
         return [end for end in [*self.senders, *self.receivers] if isinstance(end, BaseException)]
 
 
 class Transport:
-    """Both ends of the transport under test, driven as a runtime does."""
+    """Both ends of the transport under test, called in the order in which a runtime calls them."""
 
     def __init__(self, suite: type[ConformanceSuite], workspace: Path, export: Export, channel: Channel) -> None:
         self._suite = suite
@@ -233,19 +236,19 @@ class Transport:
         self._count = 0
 
     def sender(self, endpoint: Endpoint) -> WeightSender:
-        """A sender with the suite's options, closed at the end."""
+        """Build a sender with the suite's options; ``close`` closes it."""
         made: WeightSender = self._suite.build("sender")(self._suite.make_options(), endpoint)
         self.closables.append(made)
         return made
 
     def receiver(self, endpoint: Endpoint) -> WeightReceiver:
-        """A receiver with the suite's options, closed at the end."""
+        """Build a receiver with the suite's options; ``close`` closes it."""
         made: WeightReceiver = self._suite.build("receiver")(self._suite.make_options(), endpoint)
         self.closables.append(made)
         return made
 
     def plan(self, tensors: Mapping[str, Tensor], *, ranks: int = 1, replicas: int = 1, **changes: Any) -> SyncRequest:
-        """A plan for these tensors, with its own id and version."""
+        """Build a plan for these tensors, with a new sync id and policy version."""
         self._count += 1
         plan = SyncRequest(
             sync_id=f"sync-{self._count}",
@@ -271,7 +274,7 @@ class Transport:
         loaders: Sequence[KeepingLoader] | None = None,
         ends: tuple[Sequence[WeightSender], Sequence[WeightReceiver]] | None = None,
     ) -> Outcome:
-        """One sync: offers, then sends in threads beside receives on the loop, then release."""
+        """Run one sync: offers, then sends in threads and receives on the event loop concurrently, then release."""
         senders, receivers = ends or self.ends(plan)
         kept = list(loaders) if loaders is not None else [KeepingLoader() for _ in receivers]
         offers = [sender.offer(plan) for sender in senders]
@@ -287,34 +290,34 @@ class Transport:
         return Outcome(found[: len(senders)], found[len(senders) :], kept)
 
     def ends(self, plan: SyncRequest) -> tuple[list[WeightSender], list[WeightReceiver]]:
-        """New ends for all of a plan's endpoints."""
+        """Build new senders and receivers for all endpoints of a plan."""
         return [self.sender(e) for e in plan.senders], [self.receiver(e) for e in plan.receivers]
 
     def close(self) -> None:
-        """Close every end, twice: that is fine."""
+        """Close every end twice, because ``close`` must be idempotent."""
         for end in self.closables * 2:
             end.close()
 
 
 class WeightSyncFixtures(ConformanceSuite):
-    """``transport``, which delivers by the channel under test."""
+    """The fixture ``transport``, which uses the channel and export under test."""
 
     settable: ClassVar[frozenset[str]] = ConformanceSuite.settable | {"channel", "export"}
     channel: ClassVar[Channel | None] = None
-    """One that the record declares; None: the first that carries the export under test and that the suite can drive."""
+    """A channel that the record declares; None: the first one that the suite implements for the export under test."""
     export: ClassVar[Export | None] = None
-    """One that the record declares; None: its first."""
+    """An export that the record declares; None: its first."""
 
     @classmethod
     def export_under_test(cls) -> Export:
-        """The form in which weights are streamed."""
+        """Return the export under test: the form in which weights are streamed."""
         exports: tuple[Export, ...] = cls.record().exports
         assert cls.export is None or cls.export in exports, f"the record declares {exports}, not {cls.export!r}"
         return cls.export or exports[0]
 
     @classmethod
     def channel_under_test(cls) -> Channel | None:
-        """The channel under test; None: the suite can drive none of those that the record declares."""
+        """Return the channel under test; None: the suite implements no channel that the record declares."""
         channels: tuple[Channel, ...] = cls.record().channels
         if cls.channel is not None:
             assert cls.channel in channels, f"the record declares {channels}, not {cls.channel!r}"
@@ -324,18 +327,18 @@ class WeightSyncFixtures(ConformanceSuite):
 
     @pytest.fixture
     def transport(self, tmp_path: Path) -> Iterator[Transport]:
-        """Closed at the end of the test."""
+        """The transport under test; closed after the test."""
         channel = self.channel_under_test()
         if channel is None:
-            not_applicable(f"channels {self.record().channels} need an engine behind the loader")
+            not_applicable(f"the suite's loader implements none of the channels {self.record().channels}")
         if self.record().needs_gpus:
-            not_applicable("the record declares 'needs_gpus': its ends are processes on GPUs; here one process is both")
+            not_applicable("the record declares 'needs_gpus'; the suite runs both ends in one process without GPUs")
         made = Transport(type(self), tmp_path / "workspace", self.export_under_test(), channel)
         yield made
         made.close()
 
     def run(self, work: Any) -> Any:
-        """Run to the end; hanging is an error."""
+        """Run a coroutine; raises ``TimeoutError`` after ``patience_s``."""
 
         async def bounded() -> Any:
             return await asyncio.wait_for(work, self.patience_s)
@@ -344,16 +347,16 @@ class WeightSyncFixtures(ConformanceSuite):
 
 
 def assert_loaded(loader: KeepingLoader, tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor arrived under its name, bit for bit, and nothing else."""
-    assert sorted(loader.loaded) == sorted(tensors), "names that arrived and names that were sent differ"
+    """Check that exactly these tensors arrived, bit for bit."""
+    assert sorted(loader.loaded) == sorted(tensors), "the names received differ from those sent"
     for name, tensor in tensors.items():
         found = loader.loaded[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), f"{name}: {found.dtype} {list(found.shape)}"
-        assert torch.equal(found, tensor), f"{name}: other values arrived than were sent"
+        assert torch.equal(found, tensor), f"{name}: the values received differ from those sent"
 
 
 def offers_of(senders: Sequence[WeightSender], plan: SyncRequest) -> list[SyncOffer]:
-    """Open a sync on every sender."""
+    """Open a sync on every sender; returns the offers."""
     return [sender.offer(plan) for sender in senders]
 
 

@@ -82,7 +82,7 @@ class AcmeGenerator:
         return self._problem
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
-        """Weights go to host memory; there is no KV cache, but nothing is sampled while it is said to be away."""
+        """Move weights to host memory. The model has no KV cache, but sampling requires that it is not offloaded."""
         self._offloaded |= set(parts) & {"weights", "kv_cache"}
         if "weights" in parts:
             self._weights = {name: tensor.cpu() for name, tensor in self._weights.items()}
@@ -149,19 +149,19 @@ class AcmeGenerator:
 
     @property
     def weights_are_offloaded(self) -> bool:
-        """Whether nothing can be loaded now."""
+        """Whether the weights are offloaded, so that none can be loaded."""
         return "weights" in self._offloaded
 
     def stop_serving(self) -> None:
-        """No token is sampled until ``serve``; requests that run keep what they have."""
+        """Stop sampling until ``serve``; open requests keep their tokens."""
         self._state, self._problem = "loading", "weights are being loaded"
 
     def serve(self, policy_version: int) -> None:
-        """Resume under new weights."""
+        """Resume sampling with the new weights."""
         self._policy_version, self._state, self._problem = policy_version, "serving", None
 
     def die(self, reason: str) -> None:
-        """Every request fails from now on."""
+        """Fail every open and later request."""
         self._state, self._problem = "dead", reason
 
     # Inside
@@ -169,7 +169,7 @@ class AcmeGenerator:
     async def _sample(self, rollout: Rollout, on_tokens: OnTokens | None) -> Completion:
         request, sampling = rollout.request, rollout.request.sampling
         while len(rollout.draws) < sampling.max_tokens:
-            # A turn of the event loop: other requests, an abort, a pause or new weights come in between.
+            # Yield to the event loop, so that other requests, aborts, pauses and weight loads can run.
             await asyncio.sleep(0)
             if rollout.aborted:
                 return rollout.completion("abort")

@@ -52,5 +52,5 @@ def manifest_of(weights: Mapping[str, Tensor]) -> WeightManifest:
 
 
 def decode(token_ids: list[int]) -> str:
-    """The text of tokens: a letter each, and nothing for the end of the sequence."""
+    """Decode tokens: one letter each, and nothing for the end of the sequence."""
     return "".join("" if token == END_OF_SEQUENCE else chr(ord("a") + (token - 1) % 26) for token in token_ids)

@@ -72,7 +72,7 @@ class AcmeWeightLoader:
         for name, tensor in tensors:
             live = self._replica.weights.get(name)
             if live is None:
-                await self._refuse(f"{name}: arrived, and is no tensor of the model")
+                await self._refuse(f"{name}: arrived, but the model has no tensor of that name")
             elif live.shape != tensor.shape or live.dtype != tensor.dtype:
                 await self._refuse(
                     f"{name}: {list(tensor.shape)} {tensor.dtype} arrived, "
@@ -94,7 +94,7 @@ class AcmeWeightLoader:
         if self._version is None:
             raise WeightSyncError(f"{self._replica.name}: finish without begin")
         if missing := sorted(self._expected.tensors.keys() - self._arrived):
-            await self._refuse(f"of policy version {self._version} there did not arrive: {', '.join(missing)}")
+            await self._refuse(f"tensors of policy version {self._version} did not arrive: {', '.join(missing)}")
         version, self._version = self._version, None
         self._replica.serve(version)
         return version

@@ -22,7 +22,7 @@ class AcmeReward:
         self._ready = False
 
     def setup(self) -> None:
-        """Load models, open connections: whatever the first score should not wait for."""
+        """Load models and open connections here, so that the first call of ``score`` need not wait for them."""
         self._ready = True
 
     def health(self) -> str | None:
@@ -38,7 +38,7 @@ class AcmeReward:
         self._ready = False
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result a sample, in order. A sample that cannot be judged gets an error: it is counted and left out."""
+        """Return one result per sample, in order. The run counts and drops samples whose result is an error."""
         return [self._judge(sample) for sample in samples]
 
     def _judge(self, sample: Sample) -> RewardResult:
@@ -58,7 +58,7 @@ class AcmeReward:
         return RewardResult(coverage - penalty, {"coverage": coverage, "length_penalty": -penalty})
 
     def _keywords(self, sample: Sample) -> Sequence[str]:
-        """Empty if there are none."""
+        """Return the keywords of a sample; empty if it has none."""
         wanted = self.options.keywords or sample.prompt.ground_truth
         if isinstance(wanted, str):
             return (wanted,)

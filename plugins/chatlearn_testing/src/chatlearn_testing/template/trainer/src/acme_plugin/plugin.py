@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import TrainerSpec
 
 @hookimpl
 def chatlearn_trainers() -> Iterable[TrainerSpec]:
-    """The trainer of this distribution, and what it can do: the core relies on every word of it."""
+    """Return the trainer of this distribution; the core relies on every capability that its record declares."""
     return [
         TrainerSpec(
             name="acme",

@@ -87,7 +87,7 @@ class AcmeTrainer:
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """See the protocol. The loss of a micro-batch is a part of the mini-batch's: gradients add up."""
+        """See the protocol. Losses of micro-batches add up to that of the mini-batch, and so do their gradients."""
         model = self._ready("weights", "gradients", "optimizer")
         if self._optimizer is None:
             raise BackendError(
@@ -162,7 +162,7 @@ class AcmeTrainer:
         return WeightManifest({n: TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in state.items()})
 
     def weights(self, export: Export = "full_tensors", payload: Payload = "full") -> Iterator[WeightShard]:
-        """Every tensor whole; there is one rank, which owns it."""
+        """See the protocol. Yields every tensor whole, owned by the single rank."""
         for name, tensor in self._ready("weights").state_dict().items():
             shape = tuple(tensor.shape)
             yield WeightShard(name, shape, tuple((0, size) for size in shape), 0, tensor.detach())
@@ -199,7 +199,7 @@ class AcmeTrainer:
         return {name: outputs[name] for name in request.names}
 
     def _clip(self, model: BigramModel) -> float:
-        """Clip the gradients; their norm before that."""
+        """Clip the gradients; returns their norm before clipping."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.options.grad_clip is not None:

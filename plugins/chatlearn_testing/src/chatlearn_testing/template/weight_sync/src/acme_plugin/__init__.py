@@ -1,1 +1,1 @@
-"""Weight sync acme for ChatLearn: buckets of tensors in files that both ends see."""
+"""Weight sync acme for ChatLearn: buckets of tensors in files on a disk that both ends share."""

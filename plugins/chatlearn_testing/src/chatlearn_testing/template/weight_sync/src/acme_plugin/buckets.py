@@ -1,7 +1,7 @@
-"""The conventions of both ends: where the files of a sync are, how they are named, and what they contain.
+"""The files through which both ends communicate: their directory, names and contents.
 
-In ``{workspace}/{sync_id}`` each sender rank leaves numbered buckets, whose names hold a checksum, and then an end
-marker with their number, or a failure marker with the reason. A file gets its name only when it is whole.
+In ``{workspace}/{sync_id}`` each sender rank writes numbered buckets, whose names contain a checksum, and then an end
+marker with the number of buckets, or a failure marker with the reason. A file gets its name only once it is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bucket = dict[str, Tensor]
 """Checkpoint name -> whole tensor on the host."""
 
 COPIES = 4
-"""The tensors and their bytes, at the sender and at the receiver, may be in memory at the same time."""
+"""Number of copies of a bucket in memory at a time: its tensors and its bytes, at the sender and at the receiver."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,13 +47,13 @@ class RankFiles:
         self.publish(self.directory / f"{self._prefix}-{number:06d}-{zlib.crc32(content):08x}.bucket", content)
 
     def publish(self, path: Path, content: bytes) -> None:
-        """Write under another name first, since a receiver reads whatever has its final name."""
+        """Write under a temporary name and rename, because a receiver reads any file with a final name."""
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_bytes(content)
         unfinished.rename(path)
 
     def bucket(self, number: int) -> Path | None:
-        """The path of a bucket that is there."""
+        """Return the path of a bucket; None if it has not been written yet."""
         return next(self.directory.glob(f"{self._prefix}-{number:06d}-*.bucket"), None)
 
     def clear(self) -> None:
@@ -73,7 +73,7 @@ def read_bucket(path: Path) -> Bucket:
     """Read a bucket and compare its checksum.
 
     Raises:
-        WeightSyncError: the file cannot be read, or is not what was written; names it.
+        WeightSyncError: the file cannot be read, or differs from what the sender wrote; names it.
     """
     written = path.stem.rsplit("-", 1)[-1]
     try:
@@ -90,7 +90,7 @@ def read_bucket(path: Path) -> Bucket:
 
 
 def check_tensor(name: str, tensor: Tensor, manifest: WeightManifest, where: str) -> None:
-    """Compare one tensor with what the manifest of the sync promised.
+    """Compare one tensor with the manifest of the sync.
 
     Raises:
         WeightSyncError: the name is unknown, or shape or dtype differ; names the tensor.

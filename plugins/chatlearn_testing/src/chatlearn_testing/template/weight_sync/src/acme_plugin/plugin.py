@@ -10,11 +10,11 @@ from chatlearn_core.plugins.records import WeightSyncSpec
 
 @hookimpl
 def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
-    """The transport of this distribution. It names no trainer and no generator: what it needs of them decides."""
+    """Return the transport of this distribution. Its record names required capabilities, not trainers or generators."""
     return [
         WeightSyncSpec(
             name="acme",
-            summary="Buckets of whole tensors in files that both ends see.",
+            summary="Buckets of whole tensors in files on a disk that both ends share.",
             sender="acme_plugin.sender:AcmeSender",
             receiver="acme_plugin.receiver:AcmeReceiver",
             options="acme_plugin.options:AcmeOptions",

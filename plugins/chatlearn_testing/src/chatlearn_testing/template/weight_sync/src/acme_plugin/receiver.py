@@ -16,9 +16,10 @@ from acme_plugin.options import AcmeOptions
 
 
 class AcmeReceiver:
-    """Reads the buckets of all sender ranks as they appear, and hands them to the generator's loader.
+    """Reads the buckets of all sender ranks as they appear, and passes them to the generator's loader.
 
-    Implements ``chatlearn_core.protocols.WeightReceiver``. ``begin`` and ``finish`` of the loader are the caller's.
+    Implements ``chatlearn_core.protocols.WeightReceiver``. The caller of ``receive`` calls the loader's ``begin`` and
+    ``finish``.
     """
 
     def __init__(self, options: AcmeOptions, endpoint: Endpoint) -> None:
@@ -29,8 +30,8 @@ class AcmeReceiver:
         """Take every tensor of the manifest exactly once.
 
         Raises:
-            WeightSyncError: a file is damaged, a tensor is not as the manifest says, or a sender failed.
-            BackendTimeoutError: nothing new came for ``plan.timeout_s``; names the ranks it waits for.
+            WeightSyncError: a file is damaged, a tensor differs from the manifest, or a sender failed.
+            BackendTimeoutError: no new file appeared for ``plan.timeout_s``; names the ranks that have not ended.
         """
         sources = {offer.sender_rank: self._files(plan, offer) for offer in offers}
         next_number = dict.fromkeys(sources, 0)
@@ -67,13 +68,13 @@ class AcmeReceiver:
         return received
 
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Do nothing: a receiver holds nothing between syncs."""
 
     def _files(self, plan: SyncRequest, offer: SyncOffer) -> RankFiles:
         if not isinstance(offer.content, AcmeOffer):
             raise WeightSyncError(
-                f"{self._where(plan)}: sender rank {offer.sender_rank} offered {offer.content!r}, which is no offer of "
-                "'acme'; both ends must be given the same transport"
+                f"{self._where(plan)}: sender rank {offer.sender_rank} offered {offer.content!r}, which is not an "
+                "offer of 'acme'; both ends must use the same transport"
             )
         return RankFiles(Path(offer.content.directory), offer.sender_rank)
 
@@ -85,7 +86,7 @@ class AcmeReceiver:
             arrived.add(name)
 
     def _has_ended(self, plan: SyncRequest, rank: int, files: RankFiles, num_read: int) -> bool:
-        """Whether a sender is done and all that it wrote was read."""
+        """Whether a sender has ended and all its buckets were read; raises if it failed."""
         if files.failed.exists():
             raise WeightSyncError(f"{self._where(plan)}: sender rank {rank} failed: {files.failed.read_text()}")
         return files.end.exists() and int(files.end.read_text()) == num_read

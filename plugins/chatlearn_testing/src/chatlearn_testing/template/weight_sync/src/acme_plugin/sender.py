@@ -24,7 +24,7 @@ class AcmeSender:
         self._open: dict[str, RankFiles] = {}
 
     def offer(self, plan: SyncRequest) -> SyncOffer:
-        """Make the directory that receivers will watch.
+        """Create the directory that receivers watch.
 
         Raises:
             WeightSyncError: the workspace cannot be written.
@@ -36,13 +36,13 @@ class AcmeSender:
         except OSError as error:
             raise WeightSyncError(
                 f"{self._where(plan)}: {files.directory} cannot be prepared: {error}; the run's directory must be "
-                "writable for the trainer and on a disk that the generators see"
+                "writable for the trainer and on a disk that the generators share"
             ) from error
         self._open[plan.sync_id] = files
         return SyncOffer(self.endpoint.rank, AcmeOffer(str(files.directory)))
 
     def send(self, plan: SyncRequest, trainer: Trainer) -> int:
-        """Write every bucket, then the end marker; a receiver that waits is told of a failure by its marker."""
+        """Write every bucket, then the end marker; after a failure, write the failure marker for waiting receivers."""
         files = self._open.get(plan.sync_id)
         if files is None:
             raise WeightSyncError(f"{self._where(plan)}: send was called without an open offer")
@@ -70,15 +70,15 @@ class AcmeSender:
             files.remove()
 
     def close(self) -> None:
-        """Delete what is left of syncs that were never released."""
+        """Delete the files of syncs that were never released."""
         while self._open:
             _, files = self._open.popitem()
             files.remove()
 
     def _buckets(self, plan: SyncRequest, trainer: Trainer) -> Iterator[Bucket]:
-        """This rank's tensors in buckets that fit the memory limit; a larger tensor is a bucket of its own.
+        """Yield this rank's tensors in buckets within the memory limit; a larger tensor forms a bucket alone.
 
-        The stream is stepped to its end on every rank, since a step may be a collective.
+        Every rank must run the stream to its end, because each step may be a collective.
         """
         limit = plan.bucket_bytes // COPIES
         bucket: Bucket = {}
@@ -90,7 +90,7 @@ class AcmeSender:
             if bucket and held + shard.tensor.nbytes > limit:
                 yield bucket
                 bucket, held = {}, 0
-            # A copy: the tensor may be a view of a larger one, which safetensors would not write.
+            # A copy, because safetensors refuses views of larger tensors.
             bucket[shard.name] = shard.tensor.detach().to("cpu", copy=True).contiguous()
             held += shard.tensor.nbytes
         if bucket:
