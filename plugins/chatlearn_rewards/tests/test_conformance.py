@@ -47,6 +47,12 @@ class TestFormat(RewardConformance):
     cases = (RewardCase("<think>a</think>b", 1.0), RewardCase("b", 0.0))
 
 
+class TestCode(RewardConformance):
+    backend = "code"
+    options: ClassVar = SETTINGS["reward/code"]["options"]
+    cases = SETTINGS["reward/code"]["cases"]
+
+
 class TestJudge(RewardConformance):
     backend = "judge"
     options: ClassVar = SETTINGS["reward/judge"]["options"]

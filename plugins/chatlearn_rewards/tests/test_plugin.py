@@ -12,7 +12,7 @@ RECORDS = {record.name: record for record in chatlearn_rewards()}
 
 
 def test_names():
-    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "judge", "model"}
+    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "model"}
     assert all(record.summary for record in RECORDS.values())
     assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model"}
 

@@ -41,6 +41,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
             RewardCase("raise", None),
         ),
     },
+    "reward/code": {
+        "options": {"num_workers": 1},
+        "cases": (
+            RewardCase(
+                "```python\nprint(int(input()) + 1)\n```", 1.0, ground_truth={"inputs": ["1"], "outputs": ["2"]}
+            ),
+            RewardCase("```python\ndef f(x):\n    return x\n```", 0.0, ground_truth=["assert f(1) == 2"]),
+            RewardCase("```python\npass\n```", None, ground_truth="no tests"),
+        ),
+    },
     "reward/judge": {
         "options": {"labels": {"good": 1.0, "bad": 0.0}, "template": "{completion}"},
         "handles": {"judge": ScriptedHandle(lambda prompt, sampling: prompt)},

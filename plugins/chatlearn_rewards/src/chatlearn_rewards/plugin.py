@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import RewardSpec, RoleUse
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """``math``, ``gsm8k``, ``format``, ``function``, ``judge`` and ``model``."""
+    """``math``, ``gsm8k``, ``format``, ``function``, ``code``, ``judge`` and ``model``."""
     return [
         RewardSpec(
             name="math",
@@ -37,6 +37,13 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="A plain Python function by import path or file.",
             factory="chatlearn_rewards.function_reward:FunctionReward",
             options="chatlearn_rewards.options:FunctionOptions",
+        ),
+        RewardSpec(
+            name="code",
+            summary="The completion's program passes the row's tests, in a sandbox.",
+            factory="chatlearn_rewards.code_reward:CodeReward",
+            options="chatlearn_rewards.code_options:CodeOptions",
+            check_ground_truth="chatlearn_rewards.code_reward:code_problem",
         ),
         RewardSpec(
             name="judge",
