@@ -324,7 +324,7 @@ def test_an_output_that_cannot_be_written(recipe: Any, chatlearn: Any, tmp_path:
     if blocked.is_dir():  # found when the run writes; a file in the way, as its settings are checked
         assert f"error: cannot write {blocked}/run: " in finished.output
     else:
-        assert f"lies below {blocked}, which is no directory" in finished.output
+        assert f"lies below {blocked}, which is not a directory" in finished.output
     assert "choose another directory" in finished.output
     assert "Traceback" not in finished.output
 

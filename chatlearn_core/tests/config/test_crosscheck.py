@@ -150,7 +150,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "one_process_hosts_one_rank": [
         (
             ["roles.generator.ranks=2"],
-            "roles.generator.ranks: the runtime 'local' hosts one rank a role, in this process (got 2)\n"
+            "roles.generator.ranks: the runtime 'local' hosts one rank per role, in this process (got 2)\n"
             "    runtime.backend = 'local' (default)\n"
             "    set ranks to 1, or choose a distributed runtime (chatlearn plugins list)",
         ),
@@ -263,7 +263,8 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "rolling_settings": [
         (
             ["weight_sync.max_loading=2"],
-            "weight_sync.max_loading: says how many replicas change at a time, but under 'barrier' all do (got 2)\n"
+            "weight_sync.max_loading: limits how many replicas load weights at a time, but with 'barrier' all load "
+            "together (got 2)\n"
             "    weight_sync.fleet_rule = 'barrier' (default)\n    remove it, or set fleet_rule: rolling",
         ),
     ],
@@ -277,12 +278,12 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "evaluation_has_data": [
         (
             ["eval.every=5"],
-            "eval.every: evaluates, but there is no data.eval (got 5)\n    data.eval = [] (default)\n"
+            "eval.every: configures evaluation, but there is no data.eval (got 5)\n    data.eval = [] (default)\n"
             "    add data.eval, or remove this setting",
         ),
         (
             ["eval.sampling={max_tokens: 8}"],
-            "eval.sampling: says how to sample for evaluation, but there is no data.eval\n"
+            "eval.sampling: configures evaluation, but there is no data.eval\n"
             "    data.eval = [] (default)\n    add data.eval, or remove this setting",
         ),
     ],

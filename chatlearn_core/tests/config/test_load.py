@@ -126,7 +126,7 @@ sampling: {stop: [no]}
         "installed: grpo, sft (acme 0.3.0) | Did you mean 'grpo'?",
         "<text>:12: roles.trainer.ranks: trainer 'fsdp' runs in at most 2 rank(s) (got 3) | "
         "roles.trainer.backend = 'fsdp' (<text>:11) | set ranks to 2, or choose another trainer",
-        "<text>:12: roles.trainer.ranks: the runtime 'local' hosts one rank a role, in this process (got 3) | "
+        "<text>:12: roles.trainer.ranks: the runtime 'local' hosts one rank per role, in this process (got 3) | "
         "runtime.backend = 'local' (default) | set ranks to 1, or choose a distributed runtime "
         "(chatlearn plugins list)",
         "<text>:14: roles.trainer.options.max_tokens_per_microbatch: unknown key (got 4096) | "
@@ -141,7 +141,7 @@ sampling: {stop: [no]}
         "did you mean 'train.epochs'?",
         "<text>:23: train.steps: the key is written twice, in lines 20 and 23 | keep one of the two",
         "<text>:23: train.steps: must be greater than or equal to 1 (got 0)",
-        "<text>:25: eval.every: evaluates, but there is no data.eval (got 5) | data.eval = [] (default) | "
+        "<text>:25: eval.every: configures evaluation, but there is no data.eval (got 5) | data.eval = [] (default) | "
         "add data.eval, or remove this setting",
         "<text>:26: sampling.stop.0: must be a valid string (got False) | "
         "put it in quotes: YAML reads numbers, true, false, yes, no, on and off as something else than text",

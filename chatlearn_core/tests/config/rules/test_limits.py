@@ -32,19 +32,19 @@ REFUSED = {
         ["data.eval=[{path: e}]", "eval.sampling.stop=['a', '']"],
         "eval.sampling.stop.1: String should have at least 1 character",
     ),
-    "user": (["data.train.0.path=~nosuchuser/x"], "path: '~nosuchuser' stands for the home of a user that is not"),
+    "user": (["data.train.0.path=~nosuchuser/x"], "'~nosuchuser' means the home directory of a user who does not"),
     "home": (
         ["model.path=~homeless/x"],
-        "model.path: '~homeless' stands for /nonexistent/homeless, which is not",
+        "model.path: '~homeless' means /nonexistent/homeless, which does not exist",
     ),
-    "home of data": (["data.train.0.path=~homeless/x"], "data.train.0.path: '~homeless' stands for /nonexistent/homel"),
-    "home of output": (["output_dir=~homeless"], "output_dir: '~homeless' stands for /nonexistent/homeless, which is"),
+    "home of data": (["data.train.0.path=~homeless/x"], "data.train.0.path: '~homeless' means /nonexistent/homeless"),
+    "home of output": (["output_dir=~homeless"], "output_dir: '~homeless' means /nonexistent/homeless, which does"),
     "file as directory": (
         ["output_dir=pyproject.toml"],
-        "output_dir: is a file, and a run writes a directory (got",
+        "output_dir: is a file; it must be a directory (got",
     ),
-    "device as directory": (["output_dir=/dev/null"], "output_dir: is a device, and a run writes a directory"),
-    "below a file": (["output_dir=/dev/null/runs/a"], "output_dir: lies below /dev/null, which is no directory"),
+    "device as directory": (["output_dir=/dev/null"], "output_dir: is a device; it must be a directory"),
+    "below a file": (["output_dir=/dev/null/runs/a"], "output_dir: lies below /dev/null, which is not a directory"),
     "name": ([f"output_dir=runs/{NAME}"], "output_dir: has a part of 256 bytes; file systems take names of up to 255"),
     "path": (["model.path=" + "a/" * 2100], "model.path: has "),
     "room below": (["output_dir=" + "/a" * 1900], "output_dir: has 3800 bytes; a path may have 3583"),
@@ -112,7 +112,7 @@ def test_a_relative_path_is_measured_from_the_working_directory(
 CAUTIONS = {
     "stops": (
         [f"sampling.stop={json.dumps([str(i) for i in range(10_000)])}"],
-        "sampling.stop: 10000 texts are looked for at every token of every completion",
+        "sampling.stop: sampling searches for 10000 stop texts after every token",
     ),
     "twice": (
         ["data.train=[{path: a.jsonl}, {path: b.jsonl}, {path: a.jsonl}]"],
@@ -120,7 +120,7 @@ CAUTIONS = {
     ),
     "evaluated on": (
         ["data.eval=[{path: data/train.jsonl}]"],
-        "data.eval.0.path: is trained on, too: its score says little about other data (got 'data/train.jsonl')",
+        "data.eval.0.path: the run also trains on this dataset, so its evaluation score says little about other data",
     ),
 }
 

@@ -62,26 +62,27 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
     ],
     "partial_settings": [
-        (["rollout.partial=resume"], "rollout.round_tokens: partial rollouts that resume need to know"),
+        (["rollout.partial=resume"], "rollout.round_tokens: 'rollout.partial: resume' needs the number"),
         (
             ["rollout.partial=resume", "rollout.round_tokens=512"],
-            "rollout.round_tokens: a round takes the longest completion, so that nothing is ever resumed (got 512)\n"
+            "rollout.round_tokens: a round is as long as the longest completion, so no completion would be resumed"
+            " (got 512)\n"
             "    sampling.max_tokens = 512 (default)",
         ),
-        (["rollout.round_tokens=9"], "rollout.round_tokens: says how long a round of 'resume' is (got 9)"),
+        (["rollout.round_tokens=9"], "rollout.round_tokens: sets the length of a round, which only"),
         (
             [*RESUME, "rollout.max_staleness=2"],
             "rollout.max_staleness: a completion of 4 steps has tokens that are 3 policy versions old (got 2)\n"
             "    rollout.max_rounds = 4 (default)\n    raise it to 3, remove it, or lower rollout.max_rounds",
         ),
-        (["rollout.in_flight_prompts=9"], "rollout.in_flight_prompts: without partial rollouts a step has the prompts"),
+        (["rollout.in_flight_prompts=9"], "rollout.in_flight_prompts: applies to partial rollouts only"),
         (
             ["rollout.partial=keep", "rollout.in_flight_prompts=4"],
             "rollout.in_flight_prompts: a step of 'keep' ends when prompts_per_step prompts are complete",
         ),
         (
             ["rollout.partial=keep", "rollout.request_timeout_s=3.0"],
-            "rollout.request_timeout_s: would run on while a request is kept",
+            "rollout.request_timeout_s: would also count the time during which 'keep' pauses a request",
         ),
     ],
     "partial_is_supported": [
@@ -98,14 +99,14 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
     "stale_tokens_are_corrected": [
         (
             [*RESUME, "algorithm.name=correcting"],
-            "rollout.partial: trains on tokens that older weights sampled, which this algorithm would take for the "
-            "current policy's (got 'resume')\n    algorithm.options.importance_correction = 'none' (default)\n"
+            "rollout.partial: the run trains on tokens sampled by older weights, and this algorithm would treat them "
+            "as on-policy (got 'resume')\n    algorithm.options.importance_correction = 'none' (default)\n"
             "    algorithm.options.recompute_old_logprobs = True (default)\n"
             "    set one of the two",
         ),
         (
             ["rollout.max_staleness=1", "algorithm.name=correcting"],
-            "rollout.max_staleness: trains on tokens that older weights sampled, which this algorithm would take for",
+            "rollout.max_staleness: the run trains on tokens sampled by older weights, and this algorithm would treat",
         ),
     ],
 }

@@ -53,8 +53,8 @@ def sampling_repeats(checked: Checked) -> Iterator[Problem]:
         record = checked.record(f"roles.{name}", GeneratorSpec)
         if record is not None and not record.seeded:
             rule = (
-                f"{record.name} does not sample by the seed of a request (seeded in its plugin record): two runs of "
-                "one seed differ, and a run that resumes does not end as one that was not stopped"
+                f"{record.name} does not sample by the seed of a request (seeded in its plugin record): two runs with "
+                "the same seed differ, and so do a resumed run and an uninterrupted one"
             )
             yield Problem(("roles", name, "backend"), rule, role.backend)
 
@@ -65,8 +65,8 @@ def judges_hold_still(checked: Checked) -> Iterator[Problem]:
         for used in sorted(role.used_roles):
             found = checked.config.roles.get(used)
             if found is not None and found.kind == "generator" and found.model is None:
-                rule = f"it takes the policy's weights, so that the policy judges itself in roles.{name}"
-                yield Problem(("roles", used, "model"), rule, remedy="give it a model of its own, if that is not meant")
+                rule = f"this judge of roles.{name} takes the policy's weights, so the policy judges itself"
+                yield Problem(("roles", used, "model"), rule, remedy="set model here, unless this is intended")
 
 
 MANY_STOPS = 100
@@ -81,8 +81,8 @@ def stop_texts_are_few(checked: Checked) -> Iterator[Problem]:
     ]
     for section, sampling in sections:
         if sampling is not None and len(sampling.stop) > MANY_STOPS:
-            rule = f"{len(sampling.stop)} texts are looked for at every token of every completion, which slows sampling"
-            yield Problem((*section, "stop"), rule, remedy="keep those that a completion may really end with")
+            rule = f"sampling searches for {len(sampling.stop)} stop texts after every token, which makes it slow"
+            yield Problem((*section, "stop"), rule, remedy="keep only the stop texts that completions need")
 
 
 def datasets_differ(checked: Checked) -> Iterator[Problem]:
@@ -95,9 +95,10 @@ def datasets_differ(checked: Checked) -> Iterator[Problem]:
             if earlier == path:
                 continue
             if earlier[1] == split:
-                rule, remedy = "the same dataset twice", "give one of them the sum of their weights, or another split"
+                rule, remedy = "the same dataset twice", "remove one and add up their weights, or set another split"
             else:
-                rule, remedy = "is trained on, too: its score says little about other data", "hold other rows out"
+                rule = "the run also trains on this dataset, so its evaluation score says little about other data"
+                remedy = "evaluate on rows that the run does not train on"
             yield Problem(path, rule, dataset.path, remedy, ((earlier, dataset.path),))
 
 
@@ -123,8 +124,8 @@ def stale_tokens_are_known(checked: Checked) -> Iterator[Problem]:
     value = getattr(rollout, setting)
     if value and value != "none" and algorithm is not None and not hasattr(algorithm.options, "stale_tokens"):
         rule = (
-            "trains on tokens that older weights sampled, and this algorithm does not say whether it corrects for that "
-            "(attribute stale_tokens of its options)"
+            "the run trains on tokens sampled by older weights, and this algorithm does not declare whether it "
+            "corrects for that (attribute stale_tokens of its options)"
         )
         related: Related = ((("algorithm", "name"), checked.config.algorithm.name),)
         yield Problem(("rollout", setting), rule, value, related=related)

@@ -27,7 +27,7 @@ def paths_can_exist(checked: Checked) -> Iterator[Problem]:
             expanded = Path.cwd() / Path(text).expanduser()
         except RuntimeError:
             user = text.partition("/")[0]
-            rule = f"{user!r} stands for the home of a user that is not there"
+            rule = f"{user!r} means the home directory of a user who does not exist"
             yield Problem(path, rule, text, "write the directory out, or ./~name for a file of that name")
             continue
         longest_name = max(len(os.fsencode(part)) for part in expanded.parts)
@@ -38,7 +38,7 @@ def paths_can_exist(checked: Checked) -> Iterator[Problem]:
             rule = f"has {len(os.fsencode(expanded))} bytes; a path may have {longest}"
             yield Problem(path, rule, text, "shorten it")
         elif text.startswith("~") and not text.startswith("~/") and text != "~" and not _home_of(text).exists():
-            rule = f"{text.partition('/')[0]!r} stands for {_home_of(text)}, which is not there"
+            rule = f"{text.partition('/')[0]!r} means {_home_of(text)}, which does not exist"
             yield Problem(path, rule, text, "write the directory out, or ./~name for a file of that name")
 
 
@@ -58,10 +58,10 @@ def output_is_a_directory(checked: Checked) -> Iterator[Problem]:
     except (OSError, RuntimeError, ValueError):
         return  # an invalid path, which another rule reports; or one that only the run's user may access
     if there == wanted:
-        rule = f"is a {kind}, and a run writes a directory"
+        rule = f"is a {kind}; it must be a directory"
     else:
-        rule = f"lies below {there}, which is no directory"
-    yield Problem(path, rule, text, "choose another directory, or one that is not there yet")
+        rule = f"lies below {there}, which is not a directory"
+    yield Problem(path, rule, text, "choose another directory, or one that does not exist yet")
 
 
 def _paths(checked: Checked) -> Iterator[tuple[KeyPath, str]]:

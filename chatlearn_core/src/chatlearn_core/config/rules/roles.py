@@ -180,7 +180,7 @@ def refreshed_roles(checked: Checked) -> Iterator[Problem]:
         if source is None or source.kind != "trainer" or role.refresh.role == name:
             yield Problem(path, "a role takes weights from another trainer role", role.refresh.role, remedy)
         elif source.refresh is not None:
-            yield Problem(path, "that role is refreshed itself", role.refresh.role, remedy)
+            yield Problem(path, "that role takes its weights from another role", role.refresh.role, remedy)
         elif source.head != role.head:
             related: Related = ((("roles", role.refresh.role, "head"), source.head),)
             yield Problem(
@@ -191,7 +191,7 @@ def refreshed_roles(checked: Checked) -> Iterator[Problem]:
                 related,
             )
         if role.trainable:
-            rule = "a role that learns moves its weights itself"
+            rule = "a trainable role updates its own weights and cannot take those of another role"
             yield Problem(("roles", name, "refresh"), rule, remedy="remove refresh, or trainable")
 
 
@@ -259,7 +259,7 @@ def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:
     backend = checked.config.runtime.backend
     for name, role in checked.config.roles.items():
         if _in_one_process(checked) and role.ranks > 1 and role.kind in ("trainer", "generator"):
-            rule = f"the runtime '{backend}' hosts one rank a role, in this process"
+            rule = f"the runtime '{backend}' hosts one rank per role, in this process"
             remedy = "set ranks to 1, or choose a distributed runtime (chatlearn plugins list)"
             related: Related = ((("runtime", "backend"), backend),)
             yield Problem(("roles", name, "ranks"), rule, role.ranks, remedy, related)

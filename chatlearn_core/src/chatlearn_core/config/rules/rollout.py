@@ -27,18 +27,18 @@ def partial_settings(checked: Checked) -> Iterator[Problem]:
     if rollout.partial == "resume":
         longest: Related = ((("sampling", "max_tokens"), config.sampling.max_tokens),)
         if rollout.round_tokens is None:
-            rule = "partial rollouts that resume need to know after how many tokens a round ends"
+            rule = "'rollout.partial: resume' needs the number of tokens after which a round ends"
             yield Problem(tokens, rule, remedy="set it, for example to a quarter of sampling.max_tokens")
         elif rollout.round_tokens >= config.sampling.max_tokens:
-            rule = "a round takes the longest completion, so that nothing is ever resumed"
+            rule = "a round is as long as the longest completion, so no completion would be resumed"
             yield Problem(tokens, rule, rollout.round_tokens, "lower it, or set rollout.partial: none", longest)
     elif rollout.round_tokens is not None:
-        rule = "says how long a round of 'resume' is"
+        rule = "sets the length of a round, which only 'rollout.partial: resume' has"
         yield Problem(tokens, rule, rollout.round_tokens, "remove it, or set rollout.partial: resume", partial)
     in_flight: KeyPath = ("rollout", "in_flight_prompts")
     per_step: Related = ((("train", "prompts_per_step"), config.train.prompts_per_step),)
     if rollout.partial == "none" and rollout.in_flight_prompts is not None:
-        rule = "without partial rollouts a step has the prompts that it draws"
+        rule = "applies to partial rollouts only; without them a step generates train.prompts_per_step prompts"
         yield Problem(in_flight, rule, rollout.in_flight_prompts, "remove it, or set rollout.partial", partial)
     if rollout.partial == "keep" and (rollout.in_flight_prompts or 2 * config.train.prompts_per_step) <= (
         config.train.prompts_per_step
@@ -56,7 +56,7 @@ def partial_settings(checked: Checked) -> Iterator[Problem]:
             remedy = f"raise it to {oldest}, remove it, or lower rollout.max_rounds"
             yield Problem(stale, rule, rollout.max_staleness, remedy, rounds)
     if rollout.partial == "keep" and rollout.request_timeout_s is not None:
-        rule = "would run on while a request is kept over updates and weight sync"
+        rule = "would also count the time during which 'keep' pauses a request for updates and weight syncs"
         path: KeyPath = ("rollout", "request_timeout_s")
         yield Problem(path, rule, rollout.request_timeout_s, "remove it, or set rollout.partial: resume", partial)
 
@@ -95,7 +95,7 @@ def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
     if told is not None:
         names, remedy = told
         related: Related = tuple((("algorithm", "options", name), getattr(algorithm.options, name)) for name in names)
-        rule = "trains on tokens that older weights sampled, which this algorithm would take for the current policy's"
+        rule = "the run trains on tokens sampled by older weights, and this algorithm would treat them as on-policy"
         yield Problem(("rollout", setting), rule, value, remedy, related)
 
 

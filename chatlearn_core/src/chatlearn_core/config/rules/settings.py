@@ -61,9 +61,10 @@ def evaluation_has_data(checked: Checked) -> Iterator[Problem]:
         return
     remedy = "add data.eval, or remove this setting"
     if config.eval.every > 0:
-        yield Problem(("eval", "every"), "evaluates, but there is no data.eval", config.eval.every, remedy, data)
+        rule = "configures evaluation, but there is no data.eval"
+        yield Problem(("eval", "every"), rule, config.eval.every, remedy, data)
     if config.eval.sampling is not None:
-        rule = "says how to sample for evaluation, but there is no data.eval"
+        rule = "configures evaluation, but there is no data.eval"
         yield Problem(("eval", "sampling"), rule, remedy=remedy, related=data)
 
 

@@ -98,7 +98,7 @@ def rolling_settings(checked: Checked) -> Iterator[Problem]:
     sync = checked.config.weight_sync
     if sync.fleet_rule == "barrier" and sync.max_loading > 1:
         related: Related = ((("weight_sync", "fleet_rule"), sync.fleet_rule),)
-        rule = "says how many replicas change at a time, but under 'barrier' all do"
+        rule = "limits how many replicas load weights at a time, but with 'barrier' all load together"
         remedy = "remove it, or set fleet_rule: rolling"
         yield Problem(("weight_sync", "max_loading"), rule, sync.max_loading, remedy, related)
 
