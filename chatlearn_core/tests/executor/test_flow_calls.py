@@ -234,6 +234,35 @@ async def test_a_role_is_called_several_times_under_names_with_arguments_of_its_
         assert sample.sequence_data["style_reward"] == pytest.approx(0.1 * tokens[3:].sum())
 
 
+async def test_a_sample_that_a_named_reward_or_a_score_fails_on_is_excluded_and_the_others_go_on() -> None:
+    class Undecided(Roles):
+        def reward(self, role: str) -> Any:
+            return Silent(role) if role == "style" else Reward(role)
+
+    class Silent(Reward):
+        async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+            return [RewardResult(None, error="none") if s.id == "p0@0#0" else RewardResult(2.0) for s in samples]
+
+    def flow(prompts: Any, m: Any) -> Any:
+        samples = m.generator.generate(prompts)
+        style, scored = m.style.score(samples, name="style"), m.rival.score(samples)
+        return m.join(samples, style, scored, m.trainer.logprobs(m.join(samples, style, scored)))
+
+    roles = Undecided()
+    roles.refuses = {"p1@0#1?2"}
+    samples = await run(flow, roles)
+    assert [sample.exclusion for sample in samples] == [
+        "reward failed: none",
+        None,
+        None,
+        "scoring failed: generation failed: it does not fit",
+    ]
+    [(_, batch, _)] = roles.computed
+    assert batch.sequence_data["style_reward"].tolist() == [0.0, 2.0, 2.0, 2.0]
+    assert batch.token_data["rival_score_logprobs"][-5:].tolist() == [0.0] * 5
+    assert all("trainer_logprobs" in sample.token_data for sample in samples)
+
+
 async def test_two_generators_play_against_each_other_in_the_groups_of_their_prompts() -> None:
     def self_play(prompts: Any, m: Any) -> Any:
         ours = m.generator.generate(prompts)

@@ -79,12 +79,16 @@ async def score_tokens(call: FlowCall, requests: Sequence[RolloutRequest]) -> No
     """``generator.score``: a generator's logprobs of the tokens after each sample's prompt, as ``token_data`` that is 0
     where ``loss_mask`` is False.
     """
+    name = call.node.fields[0]
     answers = await _together(_forced(call, request) for request in requests)
     scored = [answer for answer in answers if answer is not None]
     values = await call.runtime.data.aget_completions([found for _, found in scored], {"logprobs"})
     for (sample, _), found in zip(scored, values, strict=True):
         logprobs = np.concatenate([np.zeros(sample.num_prompt_tokens, np.float32), found.logprobs])
-        sample.token_data[call.node.fields[0]] = np.where(sample.loss_mask, logprobs, np.float32(0.0))
+        sample.token_data[name] = np.where(sample.loss_mask, logprobs, np.float32(0.0))
+    for request, answer in zip(requests, answers, strict=True):
+        if answer is None and request.filled.loss_mask.any():  # excluded, but packed with the others by later calls
+            request.filled.token_data[name] = np.zeros(len(request.filled.token_ids), np.float32)
 
 
 async def _forced(call: FlowCall, request: RolloutRequest) -> tuple[Sample, Completion] | None:
@@ -152,8 +156,8 @@ async def judge(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
     results = checked_rewards(verdicts, judged)
     for index, sample in enumerate(judged):
         result = RewardResult(None, error=results) if isinstance(results, str) else results[index]
-        if call.node.given_name is not None and result.value is not None:
-            sample.sequence_data[call.node.fields[0]] = result.value
+        if call.node.given_name is not None:  # a sample without a value is excluded, but later calls pack it, too
+            sample.sequence_data[call.node.fields[0]] = 0.0 if result.value is None else result.value
         for one in [sample, *extras[index]]:
             if call.node.given_name is None:
                 one.reward = result
