@@ -47,6 +47,41 @@ class TestFormat(RewardConformance):
     cases = (RewardCase("<think>a</think>b", 1.0), RewardCase("b", 0.0))
 
 
+class TestMultipleChoice(RewardConformance):
+    backend = "multiple_choice"
+    cases = SETTINGS["reward/multiple_choice"]["cases"]
+
+
+class TestExactMatch(RewardConformance):
+    backend = "exact_match"
+    options: ClassVar = SETTINGS["reward/exact_match"]["options"]
+    cases = SETTINGS["reward/exact_match"]["cases"]
+
+
+class TestFuzzyMatch(RewardConformance):
+    backend = "fuzzy_match"
+    options: ClassVar = SETTINGS["reward/fuzzy_match"]["options"]
+    cases = SETTINGS["reward/fuzzy_match"]["cases"]
+
+
+class TestJsonSchema(RewardConformance):
+    backend = "json_schema"
+    options: ClassVar = SETTINGS["reward/json_schema"]["options"]
+    cases = SETTINGS["reward/json_schema"]["cases"]
+
+
+class TestLength(RewardConformance):
+    backend = "length"
+    options: ClassVar = SETTINGS["reward/length"]["options"]
+    cases = SETTINGS["reward/length"]["cases"]
+
+
+class TestRepetition(RewardConformance):
+    backend = "repetition"
+    options: ClassVar = SETTINGS["reward/repetition"]["options"]
+    cases = SETTINGS["reward/repetition"]["cases"]
+
+
 class TestCode(RewardConformance):
     backend = "code"
     options: ClassVar = SETTINGS["reward/code"]["options"]

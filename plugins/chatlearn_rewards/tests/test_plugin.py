@@ -12,7 +12,8 @@ RECORDS = {record.name: record for record in chatlearn_rewards()}
 
 
 def test_names():
-    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "model"}
+    rules = {"multiple_choice", "exact_match", "fuzzy_match", "json_schema", "length", "repetition"}
+    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "model"} | rules
     assert all(record.summary for record in RECORDS.values())
     assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model"}
 
@@ -26,8 +27,8 @@ def test_import_strings_lead_somewhere(name, attribute):
 
 def test_listing_imports_nothing_heavy():
     code = (
-        "import sys, chatlearn_rewards.plugin, chatlearn_rewards.options;"
-        "print([m for m in ('torch', 'sympy', 'math_verify', 'numpy') if m in sys.modules])"
+        "import sys, chatlearn_rewards.plugin, chatlearn_rewards.options, chatlearn_rewards.rule_options;"
+        "print([m for m in ('torch', 'sympy', 'math_verify', 'numpy', 'jsonschema') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

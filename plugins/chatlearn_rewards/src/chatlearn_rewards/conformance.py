@@ -41,6 +41,45 @@ SETTINGS: dict[str, dict[str, Any]] = {
             RewardCase("raise", None),
         ),
     },
+    "reward/multiple_choice": {
+        "cases": (
+            RewardCase("The answer is (B).", 1.0, ground_truth="B"),
+            RewardCase("The answer is A or B.", 0.0, ground_truth="B"),
+            RewardCase("A", None, ground_truth="none"),
+        ),
+    },
+    "reward/exact_match": {
+        "options": {"ignore_case": True},
+        "cases": (
+            RewardCase("paris", 1.0, ground_truth="Paris"),
+            RewardCase("Rome", 0.0, ground_truth="Paris"),
+            RewardCase("Rome", None),
+        ),
+    },
+    "reward/fuzzy_match": {
+        "options": {"num_workers": 1},
+        "cases": (
+            RewardCase("abcd", 0.75, ground_truth="bcde"),
+            RewardCase("xyz", 0.0, ground_truth="abc"),
+            RewardCase("Rome", None),
+        ),
+    },
+    "reward/json_schema": {
+        "options": {"num_workers": 1},
+        "cases": (
+            RewardCase('{"a": 1}', 1.0, ground_truth={"type": "object"}),
+            RewardCase("[]", 0.0, ground_truth={"type": "object"}),
+            RewardCase("[]", None, ground_truth={"type": "tree"}),
+        ),
+    },
+    "reward/length": {
+        "options": {"maximum": 3, "band": 1},
+        "cases": (RewardCase("abc", 1.0), RewardCase("abcd", 0.5), RewardCase("abcdef", 0.0)),
+    },
+    "reward/repetition": {
+        "options": {"n": 1},
+        "cases": (RewardCase("a b c", 0.0), RewardCase("a a a a", -0.75)),
+    },
     "reward/code": {
         "options": {"num_workers": 1},
         "cases": (

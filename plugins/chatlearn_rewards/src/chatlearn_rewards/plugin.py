@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import RewardSpec, RoleUse
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """``math``, ``gsm8k``, ``format``, ``function``, ``code``, ``judge`` and ``model``."""
+    """Rules, programs, plain functions, judges and reward models."""
     return [
         RewardSpec(
             name="math",
@@ -31,6 +31,46 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="The completion matches a regular expression.",
             factory="chatlearn_rewards.format_reward:FormatReward",
             options="chatlearn_rewards.options:FormatOptions",
+        ),
+        RewardSpec(
+            name="multiple_choice",
+            summary="The letter that the completion chooses equals the ground truth.",
+            factory="chatlearn_rewards.rule_rewards:MultipleChoiceReward",
+            options="chatlearn_rewards.rule_options:MultipleChoiceOptions",
+            check_ground_truth="chatlearn_rewards.rule_rewards:choice_problem",
+        ),
+        RewardSpec(
+            name="exact_match",
+            summary="The completion, or its answer, equals the ground truth.",
+            factory="chatlearn_rewards.rule_rewards:ExactMatchReward",
+            options="chatlearn_rewards.rule_options:ExactMatchOptions",
+            check_ground_truth="chatlearn_rewards.answer_text:text_problem",
+        ),
+        RewardSpec(
+            name="fuzzy_match",
+            summary="Similarity of the completion, or its answer, to the ground truth.",
+            factory="chatlearn_rewards.pooled_rules:FuzzyMatchReward",
+            options="chatlearn_rewards.rule_options:FuzzyMatchOptions",
+            check_ground_truth="chatlearn_rewards.answer_text:text_problem",
+        ),
+        RewardSpec(
+            name="json_schema",
+            summary="The completion is JSON that a schema allows.",
+            factory="chatlearn_rewards.pooled_rules:JsonSchemaReward",
+            options="chatlearn_rewards.rule_options:JsonSchemaOptions",
+            check_ground_truth="chatlearn_rewards.pooled_rules:row_schema_problem",
+        ),
+        RewardSpec(
+            name="length",
+            summary="The completion's length is within limits, or near them.",
+            factory="chatlearn_rewards.rule_rewards:LengthReward",
+            options="chatlearn_rewards.rule_options:LengthOptions",
+        ),
+        RewardSpec(
+            name="repetition",
+            summary="A penalty for n-grams that occur again.",
+            factory="chatlearn_rewards.rule_rewards:RepetitionReward",
+            options="chatlearn_rewards.rule_options:RepetitionOptions",
         ),
         RewardSpec(
             name="function",

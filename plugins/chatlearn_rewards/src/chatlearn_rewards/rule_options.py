@@ -1,0 +1,130 @@
+"""Options of the rewards that compare a completion with a rule."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from chatlearn_rewards.options import RewardOptions, RuleOptions
+
+Take = Literal["whole", "answer", "last_line"]
+TAKE = (
+    "The text that is compared: the whole completion; the answer in its last \\boxed{} or <answer> tag, and none "
+    "without one; or its last line that is not blank."
+)
+
+
+class MultipleChoiceOptions(RewardOptions):
+    """Options of ``multiple_choice``."""
+
+    correct: float = Field(1.0, allow_inf_nan=False, description="Reward of the right choice.")
+    incorrect: float = Field(0.0, allow_inf_nan=False, description="Reward of another one, of several, or of none.")
+    choices: str = Field("ABCDEFGHIJ", description="The letters of the choices, in order.")
+    strict: bool = Field(
+        False,
+        description="Only a choice in \\boxed{}, an <answer> tag or after 'answer is' or 'answer:' counts; otherwise a "
+        "completion may also end with it.",
+    )
+
+    @field_validator("choices")
+    @classmethod
+    def _different_letters(cls, choices: str) -> str:
+        if not re.fullmatch("[A-Z]{2,}", choices) or len(set(choices)) < len(choices):
+            raise ValueError(f"choices {choices!r} must be at least two different capital letters, such as ABCD")
+        return choices
+
+
+class LengthOptions(RewardOptions):
+    """Options of ``length``."""
+
+    unit: Literal["tokens", "characters"] = Field("tokens", description="What is counted of the completion.")
+    minimum: int = Field(0, ge=0, description="Shortest length with the full reward.")
+    maximum: int | None = Field(None, ge=0, description="Longest length with the full reward; none if null.")
+    target: int | None = Field(None, ge=0, description="The one length with the full reward, instead of both limits.")
+    band: int = Field(0, ge=0, description="Over so many units beyond a limit the reward falls evenly to outside.")
+    inside: float = Field(1.0, allow_inf_nan=False, description="Reward within the limits.")
+    outside: float = Field(0.0, allow_inf_nan=False, description="Reward beyond the band.")
+
+    @model_validator(mode="after")
+    def _has_limits(self) -> LengthOptions:
+        if self.target is not None and (self.minimum or self.maximum is not None):
+            raise ValueError(
+                f"target is {self.target}, and minimum {self.minimum} or maximum {self.maximum} is set, too: set "
+                "either target, or minimum and maximum"
+            )
+        if self.target is None and not self.minimum and self.maximum is None:
+            raise ValueError("no length is asked for: set minimum, maximum or target")
+        if self.maximum is not None and self.maximum < self.minimum:
+            raise ValueError(f"maximum is {self.maximum} and minimum is {self.minimum}: maximum must not be below it")
+        return self
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Shortest and longest length with the full reward."""
+        if self.target is not None:
+            return self.target, self.target
+        return self.minimum, float("inf") if self.maximum is None else self.maximum
+
+
+class RepetitionOptions(RewardOptions):
+    """Options of ``repetition``."""
+
+    n: int = Field(3, ge=1, le=100, description="Size of the n-grams.")
+    unit: Literal["tokens", "words"] = Field("words", description="What n-grams consist of; words ignore case.")
+    penalty: float = Field(
+        -1.0, le=0, allow_inf_nan=False, description="Reward of a completion that repeats itself all the time, below 0."
+    )
+    tolerated: float = Field(
+        0.0, ge=0, lt=1, description="Share of repeated n-grams without a penalty; above, it grows evenly."
+    )
+
+
+class ExactMatchOptions(RewardOptions):
+    """Options of ``exact_match``."""
+
+    correct: float = Field(1.0, allow_inf_nan=False, description="Reward of a text equal to the ground truth.")
+    incorrect: float = Field(0.0, allow_inf_nan=False, description="Reward of any other.")
+    take: Take = Field("whole", description=TAKE)
+    ignore_case: bool = Field(False, description="Whether capital letters equal small ones.")
+    ignore_punctuation: bool = Field(False, description="Whether punctuation is left out on both sides.")
+    ignore_articles: bool = Field(False, description="Whether a, an and the are left out, as SQuAD does.")
+
+
+class FuzzyMatchOptions(RuleOptions):
+    """Options of ``fuzzy_match``."""
+
+    take: Take = Field("whole", description=TAKE)
+    ignore_case: bool = Field(True, description="Whether capital letters equal small ones.")
+    threshold: float = Field(0.0, ge=0, le=1, description="A similarity below it has reward 0.")
+    timeout_s: float = Field(
+        2.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
+    )
+
+
+class JsonSchemaOptions(RuleOptions):
+    """Options of ``json_schema``."""
+
+    json_schema: dict[str, Any] | bool | None = Field(
+        None, description="The JSON Schema; the ground truth of each row if null."
+    )
+    take: Literal["block", "whole"] = Field(
+        "block", description="The last fenced block, or without one the whole completion; or always the whole."
+    )
+    valid: float = Field(1.0, allow_inf_nan=False, description="Reward of JSON that the schema allows.")
+    invalid: float = Field(0.0, allow_inf_nan=False, description="Reward of other JSON.")
+    not_json: float = Field(0.0, allow_inf_nan=False, description="Reward of what is no JSON.")
+    timeout_s: float = Field(
+        2.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
+    )
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_a_schema(cls, schema: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
+        from chatlearn_rewards.json_checking import schema_problem
+
+        problem = None if schema is None else schema_problem(schema)
+        if problem is not None:
+            raise ValueError(f"json_schema {problem}")
+        return schema
