@@ -31,6 +31,28 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "a flow calls it as m.<name> (got '_x')\n    rename the role",
         ),
     ],
+    "gates_are_parts": [
+        (
+            ["~roles.reward.backend", "roles.reward.parts=[{backend: math, gate: {part: 0, at_least: 1}}]"],
+            "roles.reward.parts.0.gate.part: a gate is another part of the same role, by its place from 0; "
+            "0 is this part itself (got 0)\n    name another part, or remove gate",
+        ),
+        (
+            ["~roles.reward.backend", "roles.reward.parts=[{backend: math, gate: {part: 1, at_least: 1}}]"],
+            "roles.reward.parts.0.gate.part: a gate is another part of the same role, by its place from 0; "
+            "1 is no part: there are 1 (got 1)\n    name another part, or remove gate",
+        ),
+        (
+            [
+                "~roles.reward.backend",
+                "roles.reward.parts=[{backend: math}, {backend: math, data_sources: [a]}]",
+                "roles.reward.parts.0.gate={part: 1, at_least: 1}",
+            ],
+            "roles.reward.parts.0.gate.part: a gate must judge every sample that its part judges, and it judges fewer "
+            "data sources (got 1)\n    roles.reward.parts.1.data_sources = ['a'] (MARK)\n"
+            "    let the gate judge these data sources, too",
+        ),
+    ],
     "backend_given": [
         (
             ["~roles.trainer.backend"],

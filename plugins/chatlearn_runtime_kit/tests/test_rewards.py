@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatlearn_core.runtime.plan import RewardGate
 from chatlearn_core.types import (
     RAW_BASIS,
     Completion,
@@ -66,6 +67,23 @@ async def test_the_value_is_the_weighted_sum_and_parts_are_components() -> None:
     assert result.value == 2.0 * 1.0 - 0.5 * 0.5
     assert result.components == {"math": 1.0, "format": 0.5, "accuracy": 1.0, "tags": 1.0}
     assert result.error is None
+
+
+@pytest.mark.parametrize(("at_least", "value", "counted"), [(0.5, 3.5, 1.5), (0.500001, 0.5, 0.0)])
+async def test_a_part_with_a_gate_counts_where_the_other_is_high_enough(
+    at_least: float, value: float, counted: float
+) -> None:
+    """0.5 + 2 x 1.5, or the gate's 0.5 alone; the gate looks at the value before the weight."""
+    tokens = np.ones(2, np.float32)
+    given = FakeReward(lambda samples: [RewardResult(1.5, {"accuracy": 1.0}, tokens)])
+    parts = [
+        RewardPart("correct", given, weight=2.0, gate=RewardGate(1, at_least)),
+        RewardPart("format", constant(0.5)),
+    ]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    assert result.value == value
+    assert result.components == {"correct": counted, "format": 0.5, "accuracy": 1.0}
+    assert (result.token_values is None) is (counted == 0.0)
 
 
 @settings(deadline=None)

@@ -80,6 +80,13 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = Field("error", description="skip: leave out bad rows, listed and counted.")
 
 
+class RewardGate(Section):
+    """When a part of a reward counts: another part's value must reach a threshold."""
+
+    part: int = Field(ge=0, description="The other part, by its place in parts, from 0.")
+    at_least: float = Field(description="The smallest value of the other part, before its weight.")
+
+
 class RewardPart(Section):
     """One reward of several that a reward role combines."""
 
@@ -87,6 +94,7 @@ class RewardPart(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     weight: float = 1.0
     data_sources: list[str] | None = Field(None, description="Only samples of these data sources; all by default.")
+    gate: RewardGate | None = Field(None, description="Counts only where another part's value is high enough, else 0.")
     uses: dict[str, str] = Field(default_factory=dict, description="Handle -> the role that the reward calls by it.")
 
 

@@ -31,7 +31,7 @@ from chatlearn_core.plugins.records import (
 )
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import ModelSource
-from chatlearn_core.runtime.plan import BackendPlan, Refresh, RolePlan, RunPlan, WeightRoute
+from chatlearn_core.runtime.plan import BackendPlan, Refresh, RewardGate, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import Payload
 
 _MIB = 1 << 20
@@ -137,7 +137,9 @@ def _reward_part(loaded: LoadedConfig, role: str, index: int, part: RewardPart) 
     choice = loaded.plugin("roles", role, "parts", index)
     assert isinstance(choice.record, RewardSpec)
     sources = None if part.data_sources is None else frozenset(part.data_sources)
-    return BackendPlan(f"roles.{role}.parts.{index}", choice.record, choice.options, part.weight, sources, part.uses)
+    gate = None if part.gate is None else RewardGate(part.gate.part, part.gate.at_least)
+    key = f"roles.{role}.parts.{index}"
+    return BackendPlan(key, choice.record, choice.options, part.weight, sources, part.uses, gate)
 
 
 def _weight_syncs(

@@ -27,6 +27,16 @@ from chatlearn_core.types import FleetRule, Payload
 
 
 @dataclass(slots=True, frozen=True)
+class RewardGate:
+    """When a part of a reward role counts. Picklable."""
+
+    part: int
+    """Index of the part whose value decides."""
+    at_least: float
+    """The smallest value of that part, before its weight."""
+
+
+@dataclass(slots=True, frozen=True)
 class BackendPlan:
     """One backend of a role, selected and validated. Picklable: workers on other machines build it by name."""
 
@@ -38,6 +48,8 @@ class BackendPlan:
     data_sources: frozenset[str] | None = None
     uses: Mapping[str, str] = field(default_factory=dict)
     """For an environment or a reward: handle -> the role that it calls by it."""
+    gate: RewardGate | None = None
+    """For a part of a reward role."""
 
     @property
     def unit(self) -> Literal["sample", "group"]:

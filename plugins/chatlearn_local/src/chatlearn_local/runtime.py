@@ -143,7 +143,7 @@ class LocalRuntime:
                 context = replace(self.plan.context(role), handles=handles)
                 reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
                 name = part_name(role, backend.key)
-                parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit))
+                parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit, backend.gate))
                 self._rewards[role.name] = CombinedReward(role.name, parts, role.timeout_s)
                 await executor.run(f"setup of {backend.record.name}", reward.setup)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
-from chatlearn_core.runtime.plan import RolePlan
+from chatlearn_core.runtime.plan import RewardGate, RolePlan
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_runtime_kit.own_time import CURRENT, OwnTime
 
@@ -25,6 +25,8 @@ class RewardPart:
     """None: every data source."""
     unit: Literal["sample", "group"] = "sample"
     """The unit that the reward judges at a time (``RewardSpec.unit``)."""
+    gate: RewardGate | None = None
+    """None: it always counts."""
 
     def applies_to(self, sample: Sample) -> bool:
         """Whether this part judges the sample."""
@@ -36,7 +38,7 @@ class CombinedReward:
 
     The value of a sample is the weighted sum over the parts that apply to it. If one of them fails on it (an
     exception, a timeout, NaN, a wrong number of results), the sample has an error instead of a value, because a sum
-    without that part would be a different reward.
+    without that part would be a different reward. A part with a gate counts as 0 where the gate's value is too low.
 
     Timing determines which samples share a call, but must not determine which samples fail. If a call fails as a whole,
     each of its units (samples or groups) is judged again separately, and only units that fail separately get an error.
@@ -129,14 +131,21 @@ class CombinedReward:
             result = verdict.get(part.name)
             if result is None or result.value is None:
                 continue
-            value += part.weight * result.value
-            components[part.name] = result.value
+            counts = self._counts(part, verdict)
+            value += part.weight * result.value if counts else 0.0
+            components[part.name] = result.value if counts else 0.0
             for name, component in result.components.items():
                 components.setdefault(name, component)
-            if result.token_values is not None:
+            if result.token_values is not None and counts:
                 weighted = part.weight * result.token_values
                 token_values = weighted if token_values is None else token_values + weighted
         return checked_reward(RewardResult(value, components, token_values), sample, "the weighted sum")
+
+    def _counts(self, part: RewardPart, verdict: dict[str, RewardResult]) -> bool:
+        if part.gate is None:
+            return True
+        decisive = verdict.get(self.parts[part.gate.part].name)
+        return decisive is not None and decisive.value is not None and decisive.value >= part.gate.at_least
 
     async def offload(self, parts: Collection[MemoryPart]) -> None:
         """Pass on to every part."""

@@ -29,7 +29,7 @@ class RewardWorker(AskingWorker, Worker):
         for share in self.spec.shares:
             handles = build_handles(self.context.role, share.uses, self.registry, _ask)
             reward = self.build(share.plugin, handles=handles)
-            parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit))
+            parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit, share.gate))
             self._group = CombinedReward(self.context.role, parts, self.spec.timeout_s)
             await self.set_up(reward)
         return self.facts()

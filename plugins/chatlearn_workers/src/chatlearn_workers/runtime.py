@@ -389,6 +389,7 @@ class WorkersRuntime(ABC):
                     part.data_sources,
                     part.unit,
                     self.plan.used_by(part),
+                    part.gate,
                 )
                 for part in role.backends
             )

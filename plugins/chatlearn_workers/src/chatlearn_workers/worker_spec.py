@@ -17,7 +17,7 @@ from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.plugins.requirements import installed_where
 from chatlearn_core.protocols import RoleContext
-from chatlearn_core.runtime.plan import UsedRole
+from chatlearn_core.runtime.plan import RewardGate, UsedRole
 from chatlearn_runtime_kit.environments import EnvironmentRole
 
 
@@ -70,6 +70,7 @@ class RewardShare:
     unit: Literal["sample", "group"]
     uses: Mapping[str, UsedRole] = field(default_factory=dict)
     """Handle -> the role that the reward calls by it."""
+    gate: RewardGate | None = None
 
 
 @dataclass(slots=True, frozen=True)

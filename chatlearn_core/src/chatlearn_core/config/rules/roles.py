@@ -51,6 +51,26 @@ def backend_given(checked: Checked) -> Iterator[Problem]:
             )
 
 
+def gates_are_parts(checked: Checked) -> Iterator[Problem]:
+    """A gate names another part of its role, which judges at least the same data sources."""
+    for name, role in checked.config.roles.items():
+        for index, part in enumerate(role.parts):
+            if part.gate is None:
+                continue
+            path: KeyPath = ("roles", name, "parts", index, "gate", "part")
+            other = part.gate.part
+            if other == index or other >= len(role.parts):
+                rule = "a gate is another part of the same role, by its place from 0"
+                what = "this part itself" if other == index else f"no part: there are {len(role.parts)}"
+                yield Problem(path, f"{rule}; {other} is {what}", other, "name another part, or remove gate")
+                continue
+            sources = role.parts[other].data_sources
+            if sources is not None and (part.data_sources is None or not set(part.data_sources) <= set(sources)):
+                related: Related = ((("roles", name, "parts", other, "data_sources"), sources),)
+                rule = "a gate must judge every sample that its part judges, and it judges fewer data sources"
+                yield Problem(path, rule, other, "let the gate judge these data sources, too", related)
+
+
 def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:
     """A role must not set keys that its kind does not take."""
     defaults = RoleConfig(kind="trainer")
@@ -274,6 +294,7 @@ def _in_one_process(checked: Checked) -> bool:
 ROLE_RULES: tuple[Rule, ...] = (
     role_names,
     backend_given,
+    gates_are_parts,
     keys_of_other_kinds,
     reward_replicas_are_hosted,
     heads_and_ranks,
