@@ -79,4 +79,5 @@ def _message(error: BaseException) -> str:
         return ""
 
 
-main()
+if __name__ == "__main__":
+    main()
