@@ -18,7 +18,10 @@ from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import DatasetSpec
 from chatlearn_core.plugins.registry import PluginRegistry
+from chatlearn_data.plugin import chatlearn_datasets
 from chatlearn_testing.fakes.tokenizer import CharacterTokenizer
+
+TEXT_READERS = [spec for spec in chatlearn_datasets() if spec.reads & {".csv", ".json", ".jsonl"}]
 
 
 class PlainOptions(BaseModel):
@@ -85,7 +88,7 @@ def make_registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginRegist
     for member in (PlainOptions, PlainFormat, DoublingReader):
         setattr(module, member.__name__, member)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return lambda *specs: registry_of(*(dataset_spec(name, **fields) for name, fields in specs))
+    return lambda *specs: registry_of(*TEXT_READERS, *(dataset_spec(name, **fields) for name, fields in specs))
 
 
 @pytest.fixture

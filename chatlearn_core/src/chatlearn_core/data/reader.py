@@ -1,34 +1,19 @@
-"""Reads rows of files: JSON Lines, JSON and CSV itself, other formats through readers that plugins register."""
+"""Reads rows of files and hub datasets through the readers that plugins register."""
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from chatlearn_core.data.format import Row
 from chatlearn_core.exceptions import DataError
 
-_EXCERPT = 60
-"""Number of characters of a malformed line that an error shows."""
+_FILES_OF_CHATLEARN_DATA = (".csv", ".json", ".jsonl", ".parquet")
 _SPLITS = ("train", "test", "valid", "dev", "eval")
 """Prefixes of file names that indicate a split."""
-
-
-class RowReader(Protocol):
-    """Reads one kind of file, or hub datasets. Built as ``factory(options)`` from a ``DatasetSpec`` with ``reads``."""
-
-    def rows(self, path: str, split: str | None) -> Iterator[Row]:
-        """Rows in stored order. ``split`` selects a split of a hub dataset; readers of files ignore it.
-
-        Raises:
-            DataError: the file or dataset cannot be read.
-        """
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,10 +26,27 @@ class LocatedRow:
     error: str | None = None
 
 
+class RowReader(Protocol):
+    """Reads one kind of file, or hub datasets. Built as ``factory(options)`` from a ``DatasetSpec`` with ``reads``."""
+
+    def rows(self, path: str, split: str | None) -> Iterator[Row | LocatedRow]:
+        """Rows in stored order, plain or located; messages give plain ones their number as place.
+
+        A reader that can continue after a row which it cannot use yields a ``LocatedRow`` with the error.
+
+        Args:
+            path: a file; for a reader of ``hub``, the id of a dataset.
+            split: split of a hub dataset; readers of files ignore it.
+
+        Raises:
+            DataError: the file or dataset cannot be read.
+        """
+
+
 def read_rows(path: str, split: str | None, readers: Mapping[str, Callable[[], RowReader]]) -> Iterator[LocatedRow]:
     """Rows of a file, of every data file below a directory (sorted by path), or of a hub dataset.
 
-    A line without a valid row (malformed JSON, not UTF-8, not an object) is yielded with its error; reading continues.
+    A row that its reader cannot use is yielded with its error; reading continues.
 
     Args:
         path: a file, a directory, or a hub id ``owner/name``, with a configuration ``owner/name:main``.
@@ -75,12 +77,12 @@ def read_rows(path: str, split: str | None, readers: Mapping[str, Callable[[], R
 def _looks_like_hub_id(path: str, readers: Mapping[str, object]) -> bool:
     """Whether ``path``, which does not exist locally, has the form ``owner/name``."""
     parts = path.split("/")
-    is_file = Path(path).suffix.lower() in _readable(readers)
+    is_file = Path(path).suffix.lower() in {*_FILES_OF_CHATLEARN_DATA, *readers}
     return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and not is_file
 
 
 def _readable(readers: Mapping[str, object]) -> list[str]:
-    return sorted({*_TEXT_READERS, *(suffix for suffix in readers if suffix.startswith("."))})
+    return sorted(suffix for suffix in readers if suffix.startswith("."))
 
 
 def _missing(source: Path) -> str:
@@ -120,121 +122,17 @@ def _data_files(directory: Path, split: str | None, readers: Mapping[str, object
 def _file_rows(file: Path, readers: Mapping[str, Callable[[], RowReader]]) -> Iterator[LocatedRow]:
     suffix = file.suffix.lower()
     try:
-        if suffix in _TEXT_READERS:
-            yield from _TEXT_READERS[suffix](file)
-        elif suffix in readers:
-            yield from _numbered(readers[suffix]().rows(str(file), None), str(file))
-        else:
+        if suffix not in readers:
             raise DataError(
                 f"Data file '{file}' has the suffix '{suffix}', which nothing installed reads.\n"
-                f"  Readable: {', '.join(_readable(readers))}."
-                + (" Parquet needs chatlearn-data installed." if suffix == ".parquet" else "")
+                f"  Readable: {', '.join(_readable(readers)) or 'no file'}."
+                + (" Install chatlearn-data, which reads it." if suffix in _FILES_OF_CHATLEARN_DATA else "")
             )
+        yield from _numbered(readers[suffix]().rows(str(file), None), str(file))
     except OSError as error:
         raise DataError(f"Data file '{file}' cannot be read: {error.strerror or error}.") from error
 
 
-def _numbered(rows: Iterator[Row], name: str) -> Iterator[LocatedRow]:
+def _numbered(rows: Iterator[Row | LocatedRow], name: str) -> Iterator[LocatedRow]:
     for number, row in enumerate(rows, start=1):
-        yield LocatedRow(f"{name} row {number}", row)
-
-
-def _read_json_lines(file: Path) -> Iterator[LocatedRow]:
-    """Rows of a JSON Lines file, streamed. Blank lines and a byte-order mark are skipped."""
-    offset = 0
-    with file.open("rb") as stream:
-        for number, raw in enumerate(stream, start=1):
-            place = f"{file} line {number}"
-            start, offset = offset, offset + len(raw)
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                yield LocatedRow(place, error=_not_utf8(error, raw, start))
-                continue
-            if line:
-                yield _json_row(line, place)
-
-
-def _json_row(line: str, place: str) -> LocatedRow:
-    try:
-        row = json.loads(line)
-        if "\\ud" in line.lower():  # an escape such as \\ud83d needs its other half to be a character
-            json.dumps(row, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        return LocatedRow(place, error=f"not valid JSON ({error.msg} at column {error.colno}): {_excerpt(line)}")
-    except UnicodeEncodeError:
-        return LocatedRow(place, error="holds half of a surrogate pair (\\ud800 to \\udfff), which is no character")
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-        return LocatedRow(place, error=f"JSON that cannot be read ({error}): {_excerpt(line)}")
-    return _object_row(row, place)
-
-
-def _object_row(row: Any, place: str) -> LocatedRow:
-    if not isinstance(row, dict):
-        return LocatedRow(
-            place, error=f"a row must be a JSON object, this is a {type(row).__name__}: {row!r:.{_EXCERPT}}"
-        )
-    return LocatedRow(place, row)
-
-
-def _read_json(file: Path) -> Iterator[LocatedRow]:
-    """Rows of a JSON file: an array of objects, or JSON Lines under that suffix, as often published."""
-    raw = file.read_bytes()
-    if raw.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
-        yield from _read_json_lines(file)
-        return
-    try:
-        rows = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"Data file '{file}': {_not_utf8(error, raw, 0)}") from error
-    except json.JSONDecodeError as error:
-        line = raw.decode("utf-8-sig").split("\n")[error.lineno - 1]
-        raise DataError(
-            f"Data file '{file}' line {error.lineno}: not valid JSON "
-            f"({error.msg} at column {error.colno}): {_excerpt(line)}"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"Data file '{file}' is JSON that cannot be read: {error}.") from error
-    for number, row in enumerate(rows, start=1):
-        yield _object_row(row, f"{file} row {number}")
-
-
-def _read_csv(file: Path) -> Iterator[LocatedRow]:
-    """Rows of a CSV file with a header line; every value is text."""
-    raw = file.read_bytes()
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"Data file '{file}': {_not_utf8(error, raw, 0)}") from error
-    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise DataError(f"Data file '{file}' line {rows.line_num}: not valid CSV: {error}.") from error
-        place = f"{file} line {rows.line_num}"
-        if None in row or None in row.values():
-            columns = len(rows.fieldnames or ())
-            yield LocatedRow(place, error=f"has another number of values than the header's {columns} columns")
-        else:
-            yield LocatedRow(place, row)
-
-
-def _not_utf8(error: UnicodeDecodeError, raw: bytes, start: int) -> str:
-    return (
-        f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {start + error.start} of the file. "
-        "Convert the file to UTF-8"
-    )
-
-
-def _excerpt(line: str) -> str:
-    return line if len(line) <= _EXCERPT else line[:_EXCERPT] + "..."
-
-
-_TEXT_READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-}
+        yield row if isinstance(row, LocatedRow) else LocatedRow(f"{name} row {number}", row)

@@ -14,7 +14,7 @@ _READERS = "chatlearn_data.readers."
 
 @hookimpl
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """Register formats by columns or name, and readers for files that the core cannot read."""
+    """Register formats by columns or name, and readers of files and hub datasets."""
     return [
         DatasetSpec(
             name="verifiable",
@@ -84,6 +84,7 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
             options=_OPTIONS + "InstructionOptions",
             columns=frozenset({"problem", "solution"}),
         ),
+        *_text_readers(),
         DatasetSpec(
             name="parquet",
             summary="Reads rows of .parquet files.",
@@ -98,6 +99,20 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
             options=_OPTIONS + "NoOptions",
             reads=frozenset({"hub"}),
         ),
+    ]
+
+
+def _text_readers() -> Iterable[DatasetSpec]:
+    readers = {".jsonl": "JsonLinesReader", ".json": "JsonReader", ".csv": "CsvReader"}
+    return [
+        DatasetSpec(
+            name=suffix[1:],
+            summary=f"Reads rows of {suffix} files.",
+            factory=f"{_READERS}text:{reader}",
+            options=_OPTIONS + "NoOptions",
+            reads=frozenset({suffix}),
+        )
+        for suffix, reader in readers.items()
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from chatlearn_core.data.format import DatasetFormat, Row
@@ -14,9 +15,17 @@ from chatlearn_data.formats.math import MathFormat
 from chatlearn_data.options import InstructionOptions, NoOptions
 from chatlearn_data.readers.hub import HubReader
 from chatlearn_data.readers.parquet import ParquetReader
+from chatlearn_data.readers.text import CsvReader, JsonLinesReader, JsonReader
 
 Recipe = Literal["gsm8k", "math"]
 _FORMATS: dict[Recipe, type[Gsm8kFormat] | type[MathFormat]] = {"gsm8k": Gsm8kFormat, "math": MathFormat}
+_READERS: dict[str, Callable[[NoOptions], RowReader]] = {
+    ".jsonl": JsonLinesReader,
+    ".json": JsonReader,
+    ".csv": CsvReader,
+    ".parquet": ParquetReader,
+    "hub": HubReader,
+}
 _QUESTION: dict[Recipe, str] = {"gsm8k": "question", "math": "problem"}
 
 
@@ -45,10 +54,7 @@ def prepared_rows(
         DataError: the file cannot be read.
     """
     row_format = _FORMATS[recipe](InstructionOptions(instruction=instruction))
-    readers: dict[str, Callable[[], RowReader]] = {
-        ".parquet": lambda: ParquetReader(NoOptions()),
-        "hub": lambda: HubReader(NoOptions()),
-    }
+    readers = {source: partial(reader, NoOptions()) for source, reader in _READERS.items()}
     for index, located in enumerate(read_rows(path, hub_split, readers)):
         if located.row is None:
             yield PreparedRow(located.place, error=located.error)

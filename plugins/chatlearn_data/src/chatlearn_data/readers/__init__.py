@@ -1,1 +1,1 @@
-"""Row readers for files that the standard library cannot read, one module each."""
+"""Readers of data files and hub datasets, by format."""
