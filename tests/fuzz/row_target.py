@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from chatlearn_algorithms.example_kinds import Demonstrations, Preferences
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import Demonstrations, Preferences, Prompts, build_dataset
+from chatlearn_core.data import Prompts, build_dataset
 from chatlearn_core.exceptions import ChatLearnError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_data.show import described_rows

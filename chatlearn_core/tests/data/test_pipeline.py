@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from chatlearn_algorithms.example_kinds import Demonstrations
 from chatlearn_chat import ChatTemplateRenderer
-from chatlearn_core.data import Demonstrations, ExampleSet, Prompts, build_dataset
+from chatlearn_core.data import ExampleSet, Prompts, build_dataset
 from chatlearn_core.exceptions import DataError, PluginNotFoundError
 from chatlearn_core.types import Demonstration, Prompt
 

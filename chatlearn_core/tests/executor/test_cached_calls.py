@@ -14,8 +14,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from chatlearn_algorithms.example_kinds import Preferences
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.data import Preferences
 from chatlearn_core.exceptions import BackendError, CheckpointError, ConfigError, DataError, FlowError
 from chatlearn_core.executor import cached_calls
 from chatlearn_core.executor.cached_calls import (

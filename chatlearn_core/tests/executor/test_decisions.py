@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.exceptions import CheckpointError, ConfigError, PluginError
+from chatlearn_core.exceptions import CheckpointError, ConfigError, PluginError, PluginNotFoundError
 from chatlearn_core.executor.decisions import Decisions, build_decisions, build_sampler, option_schedules
+from chatlearn_core.plugins.loader import discover_plugins
+from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Decision, SampleFilter, StepPolicy
 from chatlearn_core.types import Prompt, Sample, SamplingParams
 
@@ -161,5 +163,7 @@ def test_without_a_choice_the_sampler_is_the_shuffled_one() -> None:
     dataset: Any = SimpleNamespace(
         name="d", weight=1.0, fingerprint="f", examples=[Prompt(name, np.arange(2), name) for name in "abc"]
     )
-    sampler = build_sampler(loaded(), REGISTRY, [dataset])
+    sampler = build_sampler(loaded(), discover_plugins(), [dataset])
     assert [draw.example.id for draw in sampler.next_batch(4)] == ["a", "b", "c", "a"], "data.shuffle is false"
+    with pytest.raises(PluginNotFoundError, match=r"(?s)sampler.*'shuffled'.*data\.sampler"):
+        build_sampler(loaded(), PluginRegistry(), [dataset])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.data import Preferences
+from chatlearn_algorithms.example_kinds import Preferences
 from chatlearn_core.executor.rollout_producer import (
     RolloutProducer,
     make_requests,

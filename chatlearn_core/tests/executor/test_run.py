@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatlearn_algorithms.example_kinds import Demonstrations
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.data import Dataset, DatasetReport, Demonstrations
+from chatlearn_core.data import Dataset, DatasetReport
 from chatlearn_core.exceptions import (
     BackendError,
     BackendTimeoutError,
@@ -47,6 +48,8 @@ from chatlearn_core.types import (
     SamplingParams,
     TrainBatch,
 )
+from chatlearn_data.options import ShuffledOptions
+from chatlearn_data.shuffled_sampler import shuffled_sampler
 
 STEPS = 5
 
@@ -198,7 +201,14 @@ def make_run(
             warnings=("run.yaml:3: odd",),
             chosen=lambda *path: SimpleNamespace(record=spec, options=None) if path == ("runtime",) else None,
         ),
-        registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: runtime, entries=()),
+        registry=SimpleNamespace(
+            load_factory=lambda record: (
+                shuffled_sampler if record.name == "shuffled" else lambda options, plan: runtime
+            ),
+            load_options=lambda record: ShuffledOptions,
+            select=lambda kind, name, where: SimpleNamespace(name=name),
+            entries=(),
+        ),
         algorithm=ReadingAlgorithm(),
         learning=learning_plan(ReadingAlgorithm(), config.train, "reading"),
         policy="trainer",

@@ -39,6 +39,8 @@ from chatlearn_core.types import (
     VersionSpan,
     end_to_end,
 )
+from chatlearn_data.options import ShuffledOptions
+from chatlearn_data.shuffled_sampler import shuffled_sampler
 
 ROLES = {"learner": "trainer", "sampler": "generator", "judge": "reward"}
 SAMPLING = SamplingParams(4)
@@ -216,7 +218,14 @@ class Looped:
                 warnings=(),
                 chosen=lambda *at: plugin.get(at),
             ),
-            registry=SimpleNamespace(load_factory=lambda record: lambda options, plan: self.engines, entries=()),
+            registry=SimpleNamespace(
+                load_factory=lambda record: (
+                    shuffled_sampler if record.name == "shuffled" else lambda options, plan: self.engines
+                ),
+                load_options=lambda record: ShuffledOptions,
+                select=lambda kind, name, where: SimpleNamespace(name=name),
+                entries=(),
+            ),
             algorithm=algorithm,
             learning=learning_plan(algorithm, config.train, "spread"),
             policy="learner",

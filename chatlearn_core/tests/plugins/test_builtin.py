@@ -19,7 +19,7 @@ def test_what_the_core_registers() -> None:
     assert not {"cli_command", "runtime"} & names.keys(), "they are plugins' own"
     assert {"logprobs", "entropy", "values", "scores"} <= set(names["output"])
     assert {"generator.generate", "reward.score", "trainer.logprobs"} <= set(names["flow_method"])
-    assert names["example_kind"] == ["demonstrations", "preferences", "prompts"]
+    assert names["example_kind"] == ["prompts"]
 
 
 def test_everything_that_the_core_registers_can_be_imported() -> None:

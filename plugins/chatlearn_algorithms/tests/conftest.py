@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chatlearn_algorithms import plugin
-from chatlearn_core.data import Preferences
+from chatlearn_algorithms.example_kinds import Preferences
 from chatlearn_core.executor.aggregations import select_aggregation
 from chatlearn_core.plugins.loader import load_plugins
 from chatlearn_core.plugins.sources import PluginSource

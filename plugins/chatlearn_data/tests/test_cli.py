@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from chatlearn_algorithms.example_kinds import Demonstrations
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import Demonstrations, ExampleSet, Prompts, build_dataset
+from chatlearn_core.data import ExampleSet, Prompts, build_dataset
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration

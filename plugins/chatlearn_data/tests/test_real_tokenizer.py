@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from chatlearn_algorithms.example_kinds import Demonstrations
 from chatlearn_chat import ChatTemplateRenderer
 from chatlearn_core.config.models import DataConfig
-from chatlearn_core.data import Demonstrations, Tokenizer, build_dataset
+from chatlearn_core.data import Tokenizer, build_dataset
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.types import Demonstration
 from chatlearn_data.answers import last_boxed

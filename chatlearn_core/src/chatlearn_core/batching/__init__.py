@@ -1,7 +1,7 @@
 """Packing of a step's samples, and their division into mini-batches, ranks' shares and micro-batches."""
 
 from chatlearn_core.batching.balance import balance
-from chatlearn_core.batching.micro_batch import micro_batches, padded_micro_batches, padded_tokens
+from chatlearn_core.batching.micro_batch import micro_batches
 from chatlearn_core.batching.mini_batch import mini_batches
 from chatlearn_core.batching.sample_packer import SamplePacker
 
@@ -10,6 +10,4 @@ __all__ = [
     "balance",
     "micro_batches",
     "mini_batches",
-    "padded_micro_batches",
-    "padded_tokens",
 ]

@@ -1,12 +1,11 @@
-"""The way from data files to batches of examples: reading, formats, filtering, mixing, a resumable sampler."""
+"""The way from data files to batches of examples: reading, formats, filtering."""
 
-from chatlearn_core.data.builtin_kinds import Demonstrations, Preferences, Prompts
 from chatlearn_core.data.example_kind import ExampleKind, RowRenderer
 from chatlearn_core.data.format import Content, DatasetFormat, Message, RawExample, Row
 from chatlearn_core.data.pipeline import Dataset, ExampleSet, build_dataset
+from chatlearn_core.data.prompts import Prompts
 from chatlearn_core.data.reader import LocatedRow, RowReader, read_rows
 from chatlearn_core.data.report import DatasetReport
-from chatlearn_core.data.sampler import Sampler
 from chatlearn_core.data.settings import DatasetSettings, DataSettings, OnBadRow, Split
 from chatlearn_core.data.tokenizer import Tokenizer
 
@@ -17,19 +16,16 @@ __all__ = [
     "DatasetFormat",
     "DatasetReport",
     "DatasetSettings",
-    "Demonstrations",
     "ExampleKind",
     "ExampleSet",
     "LocatedRow",
     "Message",
     "OnBadRow",
-    "Preferences",
     "Prompts",
     "RawExample",
     "Row",
     "RowReader",
     "RowRenderer",
-    "Sampler",
     "Split",
     "Tokenizer",
     "build_dataset",

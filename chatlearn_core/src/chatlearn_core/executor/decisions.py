@@ -11,15 +11,15 @@ from typing import Any
 
 from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.data import Dataset
-from chatlearn_core.data.sampler import shuffled_sampler
 from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError, PluginError
+from chatlearn_core.plugins.records import PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
-from chatlearn_core.plugins.sampler_options import ShuffledOptions
 from chatlearn_core.protocols import Decision, ExampleSampler, SampleFilter, SamplerContext, Schedule, StepPolicy
 from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.protocols.decisions import Stateful
 from chatlearn_core.types import Sample, SamplingParams
 
+DEFAULT_SAMPLER = "shuffled"
 MAX_TOKENS = "max_tokens"
 """The only sampling parameter that may change during a run; the others determine the distribution of logprobs."""
 _OPTIONS = "algorithm.options."
@@ -200,13 +200,21 @@ def option_schedules(loaded: LoadedConfig, registry: PluginRegistry) -> dict[str
 
 
 def build_sampler(loaded: LoadedConfig, registry: PluginRegistry, datasets: Sequence[Dataset]) -> ExampleSampler:
-    """The sampler that ``data.sampler`` names, at the start of its stream."""
+    """The sampler that ``data.sampler`` names, at the start of its stream.
+
+    Raises:
+        PluginNotFoundError: nothing installed provides it; the default one is in chatlearn-data.
+    """
     choice = loaded.chosen("data", "sampler")
     context = SamplerContext(datasets, loaded.config.seed, loaded.config.data.shuffle)
+    record: PluginRecord
     if choice is None:
-        return shuffled_sampler(ShuffledOptions(), context)
-    with _named(f"data.sampler ({choice.record.name})"):
-        sampler: ExampleSampler = registry.load_factory(choice.record)(choice.options, context)
+        record = registry.select("sampler", DEFAULT_SAMPLER, "data.sampler")
+        options = registry.load_options(record)()
+    else:
+        record, options = choice.record, choice.options
+    with _named(f"data.sampler ({record.name})"):
+        sampler: ExampleSampler = registry.load_factory(record)(options, context)
     return sampler
 
 

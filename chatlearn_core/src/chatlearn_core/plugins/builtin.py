@@ -3,96 +3,41 @@
 from __future__ import annotations
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import (
-    ExampleKindSpec,
-    FlowMethodSpec,
-    OutputSpec,
-    SamplerSpec,
-)
+from chatlearn_core.plugins.records import ExampleKindSpec, FlowMethodSpec, OutputSpec
 
 _ARGUMENTS = "chatlearn_core.flow.arguments"
 _CALLS = "chatlearn_core.executor.flow_calls"
 
 
 @hookimpl
-def chatlearn_samplers() -> list[SamplerSpec]:
-    """The default sampler."""
-    return [
-        SamplerSpec(
-            name="shuffled",
-            summary="Every dataset epoch by epoch, mixed by weight, each epoch in a new random order.",
-            factory="chatlearn_core.data.sampler:shuffled_sampler",
-            options="chatlearn_core.plugins.sampler_options:ShuffledOptions",
-        )
-    ]
-
-
-@hookimpl
 def chatlearn_example_kinds() -> list[ExampleKindSpec]:
-    """The kinds of examples that algorithms can take."""
-    kinds = "chatlearn_core.data.builtin_kinds:"
-    return [
-        ExampleKindSpec(name="prompts", summary="Prompts to complete.", factory=f"{kinds}Prompts", has_samples=False),
-        ExampleKindSpec(name="demonstrations", summary="Completions to imitate.", factory=f"{kinds}Demonstrations"),
-        ExampleKindSpec(
-            name="preferences", summary="Completions of one prompt, ranked or labelled.", factory=f"{kinds}Preferences"
-        ),
-    ]
+    """The kind of examples that every algorithm with a generator can take."""
+    factory = "chatlearn_core.data.prompts:Prompts"
+    return [ExampleKindSpec(name="prompts", summary="Prompts to complete.", factory=factory, has_samples=False)]
 
 
 @hookimpl
 def chatlearn_outputs() -> list[OutputSpec]:
     """The outputs that the core's flow methods and losses request from trainers."""
+    k_likeliest = "The k most likely tokens at each position, most likely first."
+    given_ids = "Logprobs, at each position, of the token ids in the token data named by 'ids'."
+    entropy = "Entropy, nats, of the distribution behind each token."
+    score = "The reward head's output at the last token."
     return [
         OutputSpec(name="logprobs", summary="Logprob of each token.", head="lm", at_most=0.0),
-        OutputSpec(
-            name="entropy",
-            summary="Entropy, nats, of the distribution behind each token.",
-            head="lm",
-            at_least=0.0,
-        ),
-        OutputSpec(
-            name="topk_ids",
-            summary="The k most likely tokens at each position, most likely first.",
-            shape=("k",),
-            dtype="int",
-            head="lm",
-            at_least=0.0,
-        ),
-        OutputSpec(
-            name="topk_logprobs",
-            summary="Logprobs of topk_ids.",
-            shape=("k",),
-            head="lm",
-            at_most=0.0,
-        ),
-        OutputSpec(
-            name="logprobs_at",
-            summary="Logprobs, at each position, of the token ids in the token data named by 'ids'.",
-            shape=("ids",),
-            head="lm",
-            from_batch=("ids",),
-            at_most=0.0,
-        ),
-        OutputSpec(
-            name="values",
-            summary="Value of the state in which each token was chosen.",
-            head="value",
-        ),
-        OutputSpec(name="scores", summary="The reward head's output at the last token.", per="sequence", head="reward"),
-        OutputSpec(
-            name="hidden_states",
-            summary="Last hidden state of each token.",
-            shape=(None,),
-            masked=False,
-        ),
+        OutputSpec(name="entropy", summary=entropy, head="lm", at_least=0.0),
+        OutputSpec(name="topk_ids", summary=k_likeliest, shape=("k",), dtype="int", head="lm", at_least=0.0),
+        OutputSpec(name="topk_logprobs", summary="Logprobs of topk_ids.", shape=("k",), head="lm", at_most=0.0),
+        OutputSpec(name="logprobs_at", summary=given_ids, shape=("ids",), head="lm", from_batch=("ids",), at_most=0.0),
+        OutputSpec(name="values", summary="Value of the state in which each token was chosen.", head="value"),
+        OutputSpec(name="scores", summary=score, per="sequence", head="reward"),
+        OutputSpec(name="hidden_states", summary="Last hidden state of each token.", shape=(None,), masked=False),
     ]
 
 
 @hookimpl
 def chatlearn_flow_methods() -> list[FlowMethodSpec]:
     """The calls available to every flow."""
-    compute = f"{_ARGUMENTS}:KeptComputeArguments"
     return [
         FlowMethodSpec(
             name="generator.generate",
@@ -140,46 +85,26 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
             adds=("reward",),
             action=f"{_CALLS}:judge",
         ),
-        FlowMethodSpec(
-            name="trainer.logprobs",
-            summary="Logprobs of the tokens.",
-            arguments=compute,
-            outputs=("logprobs",),
-            granularity="batch",
-        ),
-        FlowMethodSpec(
-            name="trainer.entropy",
-            summary="Entropies of the distributions behind the tokens.",
-            arguments=compute,
-            outputs=("entropy",),
-            granularity="batch",
-        ),
-        FlowMethodSpec(
-            name="trainer.topk",
-            summary="Ids and logprobs of the k most likely tokens at each position.",
-            arguments=f"{_ARGUMENTS}:TopKArguments",
+        _computed("logprobs", "Logprobs of the tokens.", "KeptComputeArguments"),
+        _computed("entropy", "Entropies of the distributions behind the tokens.", "KeptComputeArguments"),
+        _computed(
+            "topk",
+            "Ids and logprobs of the k most likely tokens at each position.",
+            "TopKArguments",
             outputs=("topk_ids", "topk_logprobs"),
-            granularity="batch",
         ),
-        FlowMethodSpec(
-            name="trainer.logprobs_at",
-            summary="Logprobs of given tokens at each position.",
-            arguments=f"{_ARGUMENTS}:LogprobsAtArguments",
-            outputs=("logprobs_at",),
-            granularity="batch",
-        ),
-        FlowMethodSpec(
-            name="trainer.values",
-            summary="Values of the states in which the tokens were chosen.",
-            arguments=f"{_ARGUMENTS}:NoArguments",
-            outputs=("values",),
-            granularity="batch",
-        ),
-        FlowMethodSpec(
-            name="trainer.scores",
-            summary="Scores of whole sequences.",
-            arguments=f"{_ARGUMENTS}:NoArguments",
-            outputs=("scores",),
-            granularity="batch",
-        ),
+        _computed("logprobs_at", "Logprobs of given tokens at each position.", "LogprobsAtArguments"),
+        _computed("values", "Values of the states in which the tokens were chosen.", "NoArguments"),
+        _computed("scores", "Scores of whole sequences.", "NoArguments"),
     ]
+
+
+def _computed(method: str, summary: str, arguments: str, outputs: tuple[str, ...] = ()) -> FlowMethodSpec:
+    """A trainer's computation without gradients; by default of the output with the method's name."""
+    return FlowMethodSpec(
+        name=f"trainer.{method}",
+        summary=summary,
+        arguments=f"{_ARGUMENTS}:{arguments}",
+        outputs=outputs or (method,),
+        granularity="batch",
+    )

@@ -62,8 +62,18 @@ def _preference_algorithms() -> Iterable[AlgorithmSpec]:
 
 @hookimpl
 def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
-    """What preference algorithms take from the data."""
+    """What algorithms take from the data that holds their samples."""
     return [
+        ExampleKindSpec(
+            name="demonstrations",
+            summary="Completions to imitate.",
+            factory="chatlearn_algorithms.example_kinds:Demonstrations",
+        ),
+        ExampleKindSpec(
+            name="preferences",
+            summary="Completions of one prompt, ranked or labelled.",
+            factory="chatlearn_algorithms.example_kinds:Preferences",
+        ),
         ExampleKindSpec(
             name="ranked_completions",
             summary="Completions of one prompt, of which one is better than another.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chatlearn_core.data import Preferences
+from chatlearn_algorithms.example_kinds import Preferences
 from chatlearn_core.data.example_kind import RowRenderer
 from chatlearn_core.data.format import RawExample
 from chatlearn_core.exceptions import DataError

@@ -1,4 +1,4 @@
-"""Options of the dataset formats."""
+"""Options of the dataset formats and of the sampler."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class _Options(BaseModel):
 
 class NoOptions(_Options):
     """Model for formats without options."""
+
+
+class ShuffledOptions(_Options):
+    """No options: datasets have their own weights, and ``data.shuffle`` turns shuffling on."""
 
 
 class AnswerOptions(_Options):

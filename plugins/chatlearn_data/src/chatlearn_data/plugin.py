@@ -1,11 +1,11 @@
-"""Registers dataset formats, row readers, and the command ``chatlearn data``."""
+"""Registers dataset formats, row readers, the default sampler, and the command ``chatlearn data``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import CliCommandSpec, DatasetSpec
+from chatlearn_core.plugins.records import CliCommandSpec, DatasetSpec, SamplerSpec
 
 _OPTIONS = "chatlearn_data.options:"
 _FORMATS = "chatlearn_data.formats."
@@ -113,6 +113,19 @@ def _text_readers() -> Iterable[DatasetSpec]:
             reads=frozenset({suffix}),
         )
         for suffix, reader in readers.items()
+    ]
+
+
+@hookimpl
+def chatlearn_samplers() -> Iterable[SamplerSpec]:
+    """Register the default sampler."""
+    return [
+        SamplerSpec(
+            name="shuffled",
+            summary="Every dataset epoch by epoch, mixed by weight, each epoch in a new random order.",
+            factory="chatlearn_data.shuffled_sampler:shuffled_sampler",
+            options=_OPTIONS + "ShuffledOptions",
+        )
     ]
 
 

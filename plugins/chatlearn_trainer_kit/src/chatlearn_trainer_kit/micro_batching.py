@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chatlearn_core.batching import micro_batches, padded_micro_batches, padded_tokens
+from chatlearn_core.batching import micro_batches
 from chatlearn_core.batching.balance import units_in_order
 from chatlearn_core.types import Outputs, TrainBatch
+from chatlearn_trainer_kit.padded_micro_batch import padded_micro_batches, padded_tokens
 from chatlearn_trainer_kit.shared_prompts import SharedPrompts, find_shared_prompts
 
 REPEATED_TOKEN_SHARE = 8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatlearn_core.data.mixing import next_dataset, shares
+from chatlearn_data.mixing import next_dataset, shares
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 0.3, 1.0, 1.5, 2.0, 7.0, 100.0]), min_size=1, max_size=6)
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatlearn_algorithms.example_kinds import Demonstrations, Preferences
 from chatlearn_chat import ChatTemplateRenderer
-from chatlearn_core.data import Demonstrations, ExampleSet, Preferences, Prompts, RawExample, RowRenderer, build_dataset
+from chatlearn_core.data import ExampleSet, Prompts, RawExample, RowRenderer, build_dataset
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.types import (
     Answer,

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chatlearn_core.data.mixing import next_dataset, shares
 from chatlearn_core.data.pipeline import Dataset
 from chatlearn_core.exceptions import CheckpointError
-from chatlearn_core.plugins.sampler_options import ShuffledOptions
 from chatlearn_core.protocols.decisions import ExampleSampler, SamplerContext
 from chatlearn_core.types import Example, ExampleDraw, Sample
+from chatlearn_data.mixing import next_dataset, shares
+from chatlearn_data.options import ShuffledOptions
 
 _STATE_VERSION = 2
 
 
-class Sampler(ExampleSampler):
+class ShuffledSampler(ExampleSampler):
     """An endless stream of examples over one or several datasets.
 
     Each dataset is drawn epoch by epoch, each epoch in a new order: draw k of epoch e of a dataset is a pure function
@@ -143,6 +143,6 @@ class Sampler(ExampleSampler):
         return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-def shuffled_sampler(options: ShuffledOptions, context: SamplerContext) -> Sampler:
+def shuffled_sampler(options: ShuffledOptions, context: SamplerContext) -> ShuffledSampler:
     """The factory of the plugin ``shuffled``."""
-    return Sampler(context.datasets, seed=context.seed, shuffle=context.shuffle)
+    return ShuffledSampler(context.datasets, seed=context.seed, shuffle=context.shuffle)

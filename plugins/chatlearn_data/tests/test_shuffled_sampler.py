@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatlearn_core.data import Dataset, DatasetReport, Sampler
+from chatlearn_core.data import Dataset, DatasetReport
 from chatlearn_core.exceptions import CheckpointError
 from chatlearn_core.types import Demonstration, Prompt
+from chatlearn_data.shuffled_sampler import ShuffledSampler
 
 
 def dataset(name: str, size: int, weight: float = 1.0, first_token: int = 0) -> Dataset:
@@ -33,7 +34,7 @@ SETS = st.lists(st.tuples(st.integers(1, 7), st.sampled_from([0.5, 1.0, 3.0])), 
 @given(st.integers(1, 30), st.integers(0, 5), st.booleans())
 def test_an_epoch_holds_every_example_once(size: int, seed: int, shuffle: bool) -> None:
     data = dataset("a", size)
-    sampler = Sampler([data], seed=seed, shuffle=shuffle)
+    sampler = ShuffledSampler([data], seed=seed, shuffle=shuffle)
     for _ in range(3):
         epoch = ids(sampler.next_batch(size))
         assert sorted(epoch) == sorted(prompt.id for prompt in data.examples)
@@ -45,14 +46,14 @@ def test_an_epoch_holds_every_example_once(size: int, seed: int, shuffle: bool) 
 def test_resumed_anywhere_it_continues_as_if_never_stopped(
     sets: list[Dataset], sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
-    whole = Sampler(sets, seed=seed)
+    whole = ShuffledSampler(sets, seed=seed)
     expected = [ids(whole.next_batch(size)) for size in sizes]
     stop = data.draw(st.integers(0, len(sizes) - 1))
-    before = Sampler(sets, seed=seed)
+    before = ShuffledSampler(sets, seed=seed)
     for size in sizes[:stop]:
         before.next_batch(size)
     state = json.loads(json.dumps(before.state_dict()))
-    after = Sampler(sets, seed=seed)
+    after = ShuffledSampler(sets, seed=seed)
     after.next_batch(3)
     after.load_state_dict(state)
     assert [ids(after.next_batch(size)) for size in sizes[stop:]] == expected[stop:]
@@ -61,32 +62,32 @@ def test_resumed_anywhere_it_continues_as_if_never_stopped(
 
 @given(SETS, st.integers(1, 40))
 def test_the_stream_does_not_depend_on_batch_sizes(sets: list[Dataset], total: int) -> None:
-    one_by_one = Sampler(sets, seed=1)
-    at_once = Sampler(sets, seed=1)
+    one_by_one = ShuffledSampler(sets, seed=1)
+    at_once = ShuffledSampler(sets, seed=1)
     stream = [one_by_one.next_batch(1)[0].example.id for _ in range(total)]
     assert ids(at_once.next_batch(total)) == stream
 
 
 @given(SETS, st.integers(1, 40))
 def test_groups_and_seeds_are_unique_in_a_run(sets: list[Dataset], size: int) -> None:
-    sampler = Sampler(sets, seed=0)
+    sampler = ShuffledSampler(sets, seed=0)
     draws = [draw for _ in range(3) for draw in sampler.next_batch(size)]
     assert len({draw.group_id for draw in draws}) == len({draw.seed_key for draw in draws}) == 3 * size
 
 
 def test_draws_of_an_example_are_numbered() -> None:
     data = dataset("a", 1)
-    sampler = Sampler([data], seed=0)
+    sampler = ShuffledSampler([data], seed=0)
     draws = [*sampler.next_batch(3), *sampler.next_batch(1)]
     assert [draw.group_id for draw in draws] == ["a/0@0", "a/0@1", "a/0@2", "a/0@3"]
     assert [draw.seed_key for draw in draws] == ["a/0@1", "a/0~2@1", "a/0~3@1", "a/0@2"]
     assert all(draw.example is data.examples[0] for draw in draws)
     shown = Dataset("a", 1.0, (Demonstration(data.examples[0].prompt, np.array([5])),), data.report)
-    assert [draw.group_id for draw in Sampler([shown], seed=0).next_batch(2)] == ["a/0@0", "a/0@1"]
+    assert [draw.group_id for draw in ShuffledSampler([shown], seed=0).next_batch(2)] == ["a/0@0", "a/0@1"]
 
 
 def test_several_datasets_are_mixed_by_ratio_each_wrapping_on_its_own() -> None:
-    sampler = Sampler([dataset("small", 2, 3.0), dataset("large", 50, 1.0)], seed=0)
+    sampler = ShuffledSampler([dataset("small", 2, 3.0), dataset("large", 50, 1.0)], seed=0)
     drawn = [sampler.next_batch(1)[0].example.id for _ in range(40)]
     assert Counter(name.split("/")[0] for name in drawn) == {"small": 30, "large": 10}
     assert Counter(name for name in drawn if "small" in name) == {"small/0": 15, "small/1": 15}
@@ -96,7 +97,7 @@ def test_several_datasets_are_mixed_by_ratio_each_wrapping_on_its_own() -> None:
 
 def test_seed_epoch_and_dataset_change_the_order() -> None:
     def order(seed: int, name: str = "a", skip: int = 0) -> list[str]:
-        sampler = Sampler([dataset(name, 20)], seed=seed)
+        sampler = ShuffledSampler([dataset(name, 20)], seed=seed)
         for _ in range(skip):
             sampler.next_batch(20)
         return [prompt_id.split("/")[1] for prompt_id in ids(sampler.next_batch(20))]
@@ -107,7 +108,7 @@ def test_seed_epoch_and_dataset_change_the_order() -> None:
 
 def test_the_order_is_the_same_in_every_version() -> None:
     """Recorded once; a change here breaks resuming of every run that exists."""
-    assert ids(Sampler([dataset("a", 6)], seed=0).next_batch(6)) == ["a/1", "a/2", "a/5", "a/4", "a/3", "a/0"]
+    assert ids(ShuffledSampler([dataset("a", 6)], seed=0).next_batch(6)) == ["a/1", "a/2", "a/5", "a/4", "a/3", "a/0"]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,8 @@ def test_the_order_is_the_same_in_every_version() -> None:
     ],
 )
 def test_a_state_of_other_data_is_refused(changed: list[Dataset], words: list[str]) -> None:
-    state = Sampler([dataset("a", 6)], seed=0).state_dict()
-    sampler = Sampler(changed, seed=0)
+    state = ShuffledSampler([dataset("a", 6)], seed=0).state_dict()
+    sampler = ShuffledSampler(changed, seed=0)
     with pytest.raises(CheckpointError) as caught:
         sampler.load_state_dict(state)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -130,14 +131,14 @@ def test_a_state_of_other_data_is_refused(changed: list[Dataset], words: list[st
 
 
 def test_a_state_of_another_seed_or_order_is_refused() -> None:
-    state = Sampler([dataset("a", 6)], seed=0).state_dict()
+    state = ShuffledSampler([dataset("a", 6)], seed=0).state_dict()
     with pytest.raises(CheckpointError, match="seed: 0 in the checkpoint, 1 now"):
-        Sampler([dataset("a", 6)], seed=1).load_state_dict(state)
+        ShuffledSampler([dataset("a", 6)], seed=1).load_state_dict(state)
     with pytest.raises(CheckpointError, match="shuffle: True in the checkpoint, False now"):
-        Sampler([dataset("a", 6)], seed=0, shuffle=False).load_state_dict(state)
+        ShuffledSampler([dataset("a", 6)], seed=0, shuffle=False).load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [{}, {"datasets": 3}, {"datasets": [{}], "version": 1, "seed": 0, "shuffle": True}])
 def test_a_damaged_state_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
-        Sampler([dataset("a", 6)], seed=0).load_state_dict(state)
+        ShuffledSampler([dataset("a", 6)], seed=0).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The core's own kinds of examples: prompts, demonstrations, preferences."""
+"""Kinds of examples that hold their samples: demonstrations to imitate, and completions that are ranked or labelled."""
 
 from __future__ import annotations
 
@@ -10,29 +10,7 @@ import numpy as np
 from chatlearn_core.data.example_kind import RowRenderer
 from chatlearn_core.data.format import RawExample
 from chatlearn_core.exceptions import DataError
-from chatlearn_core.types import (
-    Answer,
-    Demonstration,
-    ExampleDraw,
-    Preference,
-    Prompt,
-    Sample,
-    sample_from_tokens,
-)
-
-
-class Prompts:
-    """Prompts that a generator completes."""
-
-    def build(self, raw: RawExample, row: RowRenderer) -> Prompt:
-        """The prompt of a row; raises if its rewards need an answer and the row has none."""
-        prompt = row.prompt(raw)
-        row.require_answer(raw)
-        return prompt
-
-    def samples(self, draw: ExampleDraw) -> list[Sample]:
-        """Empty: a generator makes the samples."""
-        return []
+from chatlearn_core.types import Answer, Demonstration, ExampleDraw, Preference, Sample, sample_from_tokens
 
 
 class Demonstrations:
