@@ -88,15 +88,16 @@ def make_registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginRegist
     for member in (PlainOptions, PlainFormat, DoublingReader):
         setattr(module, member.__name__, member)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return lambda *specs: registry_of(*TEXT_READERS, *(dataset_spec(name, **fields) for name, fields in specs))
+    return lambda *specs: registry_of(*(dataset_spec(name, **fields) for name, fields in specs))
 
 
 @pytest.fixture
 def plugins(make_registry: Callable[..., PluginRegistry]) -> PluginRegistry:
-    return make_registry(
+    registry = make_registry(
         ("plain", {"columns": frozenset({"prompt"})}),
         ("doubling", {"factory": "DoublingReader", "reads": frozenset({".rows"})}),
     )
+    return PluginRegistry((*registry.entries, *registry_of(*TEXT_READERS).entries))
 
 
 @pytest.fixture
