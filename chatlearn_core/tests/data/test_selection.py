@@ -41,7 +41,7 @@ def test_auto_without_a_fit_names_columns_and_formats(formats: Any) -> None:
 
 
 def test_unknown_name_lists_what_is_installed(formats: Any) -> None:
-    with pytest.raises(PluginNotFoundError, match=r"(?s)plian.*data.train\[0\].format.*plain \(plain 1.0\)"):
+    with pytest.raises(PluginNotFoundError, match=r"(?s)plian.*data.train\[0\].format.*plain, ranked \(plain 1.0\)"):
         select_format(formats, "plian", {}, WHERE)
 
 
