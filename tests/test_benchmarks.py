@@ -48,6 +48,16 @@ def test_plugin_listing() -> None:
 
 
 @pytest.mark.slow
+def test_reward_throughput() -> None:
+    result = run_benchmark(
+        "reward_throughput", "--samples", "6", "--starts", "2", "--workers", "1", "2", "--repeats", "1"
+    )
+    assert result["samples_per_s"].keys() == {"math", "code"}
+    assert all(rates.keys() == {"1", "2"} for rates in result["samples_per_s"].values())
+    assert min(spread["lowest"] for spread in result["start_s"].values()) > 0.0
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 def test_weight_sync() -> None:
     result = run_benchmark("weight_sync", "--quick", "--engines", "transformers", "vllm")
