@@ -50,7 +50,8 @@ TRL_CHUNK = 32768
 """Columns of the vocabulary in a tile of TRL's fused head; its trainers' number."""
 TOLERANCE = 1e-4
 """Relative; float32 sums over other orders."""
-WARM_UP_TOKENS = 32
+WARM_UP_TOKENS, WARM_UP_VOCABULARY = 80, 1 << 19
+"""More than one chunk, so that what recomputing imports is not measured."""
 COPIES = {"chatlearn": 0.0, "trl": 0.0, "naive": 4.0, "trl_logits": 4.0}
 """Tensors of [tokens, vocabulary] in float32 that a way holds at once at least; decides only what is left out."""
 GIB = 1 << 30
@@ -152,7 +153,7 @@ def one_step(way: Way, tokens: int, vocabulary: int, width: int, device: str) ->
 
 def measure_way(name: str, tokens: int, vocabulary: int, width: int, device: str, repeats: int) -> dict[str, Any]:
     """Seconds and the peak of one way at one size; runs in a process of its own."""
-    one_step(WAYS[name], WARM_UP_TOKENS, 64, width, device)()  # imports and threads
+    one_step(WAYS[name], WARM_UP_TOKENS, WARM_UP_VOCABULARY, width, device)()  # imports and threads
     step = one_step(WAYS[name], tokens, vocabulary, width, device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -159,7 +159,7 @@ def test_a_step_without_any_spread_trains_on_nothing(recipe, chatlearn):
     assert line["samples/trained"] == 0
     assert line["samples/excluded/zero_spread_group"] == 8
     assert line["rollout/discarded_tokens"] > 0
-    assert "algorithm 'dapo' wants 2 examples more; the step trains on 4 groups" in finished.output
+    assert "algorithm 'dapo' would draw 2 more prompts; the step trains on 4 groups" in finished.output
 
 
 @pytest.mark.parametrize(

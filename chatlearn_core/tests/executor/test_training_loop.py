@@ -332,7 +332,8 @@ async def test_refills_have_a_bound_and_reaching_it_is_said(loop: Loop) -> None:
     assert looped.lines[0]["samples/total"] == 2 * (2 + 8), "a step of two, and the eight that were missing then"
     [said] = [text for text in looped.said.warnings if "max_refills" in text]
     assert said == (
-        "after 1 refills (rollout.max_refills) algorithm 'spread' wants 5 examples more; the step trains on 10 groups"
+        "after 1 refills (rollout.max_refills) algorithm 'spread' would draw 5 more prompts; "
+        "the step trains on 10 groups"
     )
 
 

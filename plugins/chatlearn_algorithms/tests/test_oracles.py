@@ -20,13 +20,14 @@ from chatlearn_algorithms.group_advantages import group_advantages
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.objectives import Clip
 from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
+from chatlearn_core.batching.partition import partition
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.types import TrainBatch, cumulative_lengths
-from chatlearn_losses import clipped_policy_loss, importance_weights, kl_estimate
+from chatlearn_losses import aggregation_weights, clipped_policy_loss, importance_weights, kl_estimate
 
 Case = dict[str, Any]
 CASES: list[Case] = json.loads(Path(__file__).with_name("oracles.json").read_text())
-DIFFERS = ("entropy bonus as a token mean", "GRPO, absolute final clip")
+DIFFERS = ("entropy bonus as a token mean", "GRPO, absolute final clip", "token_mean_legacy")
 
 NAMES = {
     "old_log_probs": "trainer_logprobs",
@@ -194,6 +195,64 @@ def openrlhf_correction(case: Case) -> None:
     )
 
 
+def kept_sequences(case: Case) -> None:
+    """Sequences are kept by the ratio's product or geometric mean; verl bounds the reciprocal."""
+    low, high = case["settings"]["bounds"]
+    if case["source"]["repo"] == "verl-project/verl":
+        low, high = 1 / high, 1 / low
+    batch = batch_of(case["inputs"])
+    found = importance_weights(
+        batch.token_data["trainer_logprobs"],
+        batch.token_data["generator_logprobs"],
+        batch,
+        mode="mask_sequences",
+        level="sequence" if case["quantity"] == "product" else "sequence_geometric",
+        threshold=high,
+        minimum=low,
+    )
+    kept = (batch.loss_mask & ~found.limited).double()
+    expected = tensor(case["expected"]["value"]) * tensor(case["inputs"]["mask"])
+    close(kept, expected.tolist(), case)
+    assert torch.equal(found.weights > 0, kept > 0)
+
+
+def ratio_rejection(case: Case) -> None:
+    """What is kept and its weights; of a sequence, the geometric mean at each of its tokens."""
+    settings = case["settings"]
+    batch = batch_of(case["inputs"])
+    found = importance_weights(
+        batch.token_data["trainer_logprobs"],
+        batch.token_data["generator_logprobs"],
+        batch,
+        mode="mask",
+        level="token" if settings["level"] == "token" else "sequence_geometric",
+        threshold=settings["upper"],
+        minimum=settings["lower"],
+    )
+    close((batch.loss_mask & ~found.limited).double(), case["expected"]["mask"], case)
+    close(found.weights, case["expected"]["weights"], case)
+
+
+def unclipped_ratio(case: Case) -> None:
+    """A sum over tokens: a mean over sequences of sums, times their number."""
+    inputs = case["inputs"]
+    batch, num_sequences = batch_of(inputs), len(inputs["mask"])
+    loss = PolicyLoss(objective=Clip(1.0, float("inf")), aggregation="seq_mean_token_sum", log_entropy=False)
+    logprobs = tensor(inputs["log_probs"]).reshape(-1).requires_grad_()
+    total = num_sequences * loss({"logprobs": logprobs}, loss.prepare(batch)).total
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    close(total, case["expected"]["value"], case)
+    close(gradient, case["expected"]["grad_log_probs"], case)
+
+
+def balanced_bins(case: Case) -> None:
+    """Any split is as good whose fullest bin holds no more; bins of equal counts are not asked for here."""
+    lengths = case["inputs"]["lengths"]
+    bins = partition(lengths, case["settings"]["k"])
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert max(sum(lengths[index] for index in members) for members in bins) <= max(case["expected"]["sums"])
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "dual clip": dual_clip,
     "KL weighted by importance": weighted_kl,
@@ -208,6 +267,11 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "TIS cap below 1": cap_below_one,
     "seq-mask-TIS": masked_sequences,
     "vLLM correction": openrlhf_correction,
+    "sequence rejection with free bounds": kept_sequences,
+    "rejection by ratio bounds": kept_sequences,
+    "rejection sampling": ratio_rejection,
+    "importance sampling loss": unclipped_ratio,
+    "partition into bins of equal size": balanced_bins,
 }
 
 
@@ -241,6 +305,22 @@ def test_the_dual_clip_is_relative_to_the_advantage():
     )
     assert case["expected"]["value"] == [3.0, 3.0, -1.2]
     assert found.per_token.tolist() == pytest.approx([6.0, 3.0, -1.2])
+
+
+def test_the_token_mean_does_not_depend_on_micro_batches():
+    """The other project's legacy mode averages the means of micro-batches of two sequences, and here the mean is
+    over all tokens.
+    """
+    case = only("token_mean_legacy")
+    losses, mask = tensor(case["inputs"]["loss"]), tensor(case["inputs"]["mask"])
+    batch = batch_of(case["inputs"])
+    found = (aggregation_weights(batch, "token_mean") * losses.reshape(-1)).sum()
+    assert found.item() == pytest.approx(((losses * mask).sum() / mask.sum()).item())
+    size = case["settings"]["micro_batch_size"]
+    parts = zip(losses.split(size), mask.split(size), strict=True)
+    means = [(part * kept).sum() / kept.sum() for part, kept in parts]
+    assert torch.stack(means).mean().item() == pytest.approx(case["expected"]["value"])
+    assert found.item() != pytest.approx(case["expected"]["value"])
 
 
 def test_the_entropy_bonus_is_weighed_as_the_loss_is():

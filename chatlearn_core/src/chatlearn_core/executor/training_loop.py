@@ -125,8 +125,9 @@ class TrainingLoop:
                 refills += 1
                 metrics.append(await self._produce(step, wanted, timers))
             else:
-                text = f"after {refills} refills (rollout.max_refills) algorithm {self.config.algorithm.name!r} wants "
-                self.journal.warn(f"{text}{wanted} examples more; the step trains on {len(groups)} groups", "refill")
+                text = f"after {refills} refills (rollout.max_refills) algorithm {self.config.algorithm.name!r} would "
+                text += f"draw {wanted} more prompts; the step trains on {len(groups)} groups"
+                self.journal.warn(text, "refill")
                 break
         if refills:
             metrics.append({"rollout/refills": Metric(refills, reducer="sum")})

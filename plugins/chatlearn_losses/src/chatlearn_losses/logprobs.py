@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 DEFAULT_CHUNK_TOKENS = 1024
 """1024 rows of a 150k vocabulary are 0.6 GB in float32."""
-MAX_TEMPORARY_ELEMENTS = 1 << 23
-"""Elements of the tensors that the softmax of a chunk of logits works with at once, 32 MiB in float32: so a chunk costs
-little more memory than its logits and their gradient."""
+MAX_TEMPORARY_ELEMENTS = 1 << 24
+"""Elements of the tensors that the softmax of a chunk of logits works with at once, 64 MiB in float32: so a chunk costs
+little more memory than its logits and their gradient. On a CPU, glibc returns tensors above 32 MiB to the system at
+once; smaller ones of changing sizes would fragment its heap.
+"""
 
 
 class TokenLogprobs(NamedTuple):
