@@ -125,6 +125,16 @@ def completions_longer_than_the_model(recipe: Any) -> list[str]:
     return ["sampling.max_tokens", "512"]
 
 
+def group_of_one(recipe: Any) -> list[str]:
+    recipe.content["algorithm"]["options"]["group_size"] = 1
+    return ["algorithm.options.group_size: must be greater than or equal to 2 (got 1)"]
+
+
+def critic_that_nothing_calls(recipe: Any) -> list[str]:
+    recipe.content["roles"]["critic"] = {"kind": "trainer", "backend": "fsdp", "head": "value"}
+    return ["roles.critic is defined, but the flow of algorithm 'grpo' never calls it. Remove the role"]
+
+
 def raw_logprobs_in_a_ratio(recipe: Any) -> list[str]:
     recipe.content["roles"]["generator"]["backend"] = "raw"
     recipe.content["sampling"]["temperature"] = 0.7
@@ -155,6 +165,8 @@ BAD_INPUT = [
     unknown_key,
     several_mistakes_at_once,
     completions_longer_than_the_model,
+    group_of_one,
+    critic_that_nothing_calls,
     raw_logprobs_in_a_ratio,
     logprobs_of_another_basis_than_declared,
 ]
