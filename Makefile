@@ -21,7 +21,7 @@ ifneq ($(wildcard $(DATA)/gsm8k),)
 export CHATLEARN_TEST_DATA = $(abspath $(DATA))
 endif
 
-.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-models test-grid test-fuzz lint format wheels clean
+.PHONY: help install install-dev install-engines demo test test-fast test-matrix test-models test-grid test-fuzz learning lint format wheels clean
 
 help:  ## Show what can be made.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1 — /'
@@ -78,6 +78,9 @@ test-fuzz: install-dev  ## Try generated configurations, rows, model directories
 
 test-fast: install-dev  ## Run the quick tests (no engine, nothing slow).
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not engine and not slow and not gpu" $(ARGS)
+
+learning: install-dev  ## Run every algorithm from one warm start, and make a table and a plot of what was learned.
+	$(BIN)/python benchmarks/learning.py $(ARGS)
 
 lint: install-dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .

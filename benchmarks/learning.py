@@ -1,0 +1,431 @@
+"""Does every algorithm learn? Runs each from one warm start on the arithmetic task, and prints a table with seeds.
+
+A small Qwen3 is fine-tuned on demonstrations that show their working only sometimes (SFT, once). Every run starts from
+this warm start and is judged on held-out problems by the rule reward, with greedy answers. Preferences are pairs of a
+right and a wrong completion that the warm start sampled. A run is a directory: finished ones are kept, and a run that
+was stopped resumes. Delete a run's directory after a change of its recipe.
+
+    python benchmarks/learning.py                              # every algorithm, one seed
+    python benchmarks/learning.py --seeds 0 1 2 --processes 8
+    python benchmarks/learning.py --only grpo ppo dpo
+
+Writes ``table.md``, ``learning.svg`` and ``learning.json`` to ``--directory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import machine_facts
+
+from chatlearn_data import arithmetic
+from chatlearn_data.output import write_records
+from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NUM_HELDOUT, NUM_PAIR_PROMPTS, NUM_HELDOUT_PAIRS, NUM_TRAIN = 100, 240, 60, 2000
+WORKED_SHARES = (0.35, 0.85)
+"""Demonstrations show their working seldom for some wordings, often for others; answers with working are mostly right,
+so an algorithm that learns makes the model show its working everywhere."""
+SFT_STEPS, SFT_BATCH = 260, 32
+ROLES = ("trainer", "generator", "reward")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an algorithm is run, and what it must reach."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str = ""
+    """By default the name of the recipe."""
+    roles: Sequence[str] = ROLES
+    learning_rate: float = 3e-4
+    steps: int = 20
+    batch: int = 16
+    mini_batches: int = 2
+    gain: float = 0.05
+    """What held-out accuracy must rise by."""
+    pairs: bool = False
+    """Learns from the pairs, and is evaluated on held-out pairs."""
+    of_pairs: float = 0.0
+    """Smallest accuracy on held-out pairs after training."""
+    needs: str = ""
+    """A recipe whose model this one uses."""
+
+
+GROUPS = {"group_size": 8}
+KL = {"kl_coef": 0.02}
+CRITIC = (*ROLES, "critic")
+ON_PAIRS = Recipe(roles=("trainer", "reference"), pairs=True, steps=24, of_pairs=0.6, gain=0.0, learning_rate=1e-4)
+RECIPES: dict[str, Recipe] = {
+    "grpo": Recipe(GROUPS),
+    "dr_grpo": Recipe(GROUPS),
+    "dapo": Recipe(GROUPS),
+    "gspo": Recipe(GROUPS | {"clip_low": 0.2, "clip_high": 0.2}),
+    "cispo": Recipe(GROUPS),
+    "gdpo": Recipe(GROUPS | {"rewards": {"math": 1.0, "format": 0.5}}, roles=("trainer", "generator", "two_rewards")),
+    "rloo": Recipe(GROUPS),
+    "reinforce_pp": Recipe(batch=128),
+    "reinforce_pp_baseline": Recipe(GROUPS),
+    "maxrl": Recipe(GROUPS),
+    "ppo": Recipe({"gae_lambda": 1.0, "critic_epochs": 2}, roles=CRITIC, batch=128),
+    "decoupled_ppo": Recipe({"gae_lambda": 1.0, "critic_epochs": 2}, roles=CRITIC, batch=128),
+    "dpo": ON_PAIRS,
+    "ipo": ON_PAIRS,
+    "simpo": replace(ON_PAIRS, roles=("trainer",)),
+    "orpo": replace(ON_PAIRS, roles=("trainer",)),
+    "kto": ON_PAIRS,
+    "online_dpo": Recipe(GROUPS | {"pairing": "all"}, roles=(*ROLES, "reference")),
+    "rejection_sampling": Recipe(GROUPS | {"keep": 2, "min_reward": 1.0}),
+    "distillation": Recipe(
+        {"divergence": "reverse_kl", "top_k": 16}, roles=(*ROLES, "teacher"), batch=64, needs="grpo"
+    ),
+    "reward_model": replace(ON_PAIRS, roles=("scorer",), of_pairs=0.75, steps=60, learning_rate=1e-3),
+    "ppo_reward_model": Recipe(
+        {"gae_lambda": 1.0, "critic_epochs": 2} | KL,
+        algorithm="ppo",
+        roles=("trainer", "generator", "critic", "reference", "learned_reward"),
+        batch=128,
+        gain=0.03,
+        needs="reward_model",
+    ),
+}
+
+
+def roles_of(recipe: Recipe, directory: Path, seed: int) -> dict[str, Any]:
+    """The roles of a configuration; all run on one thread."""
+    one = {"num_threads": 1}
+    learner = {"backend": "fsdp", "options": {"learning_rate": recipe.learning_rate, "adam_beta2": 0.95, **one}}
+    frozen = {"kind": "trainer", "backend": "fsdp", "options": one}
+    other = {"model": {"path": str(directory / f"{recipe.needs}-{seed}" / "model")}}
+    parts = [{"backend": "math"}, {"backend": "format", "weight": 0.5, "options": {"pattern": "=", "match": "search"}}]
+    known: dict[str, dict[str, Any]] = {
+        "trainer": {"trainer": {"kind": "trainer", **learner}},
+        "scorer": {"trainer": {"kind": "trainer", "head": "reward", **learner}},
+        "critic": {"critic": {"kind": "trainer", "head": "value", **learner}},
+        "reference": {"reference": frozen},
+        "teacher": {"teacher": frozen | other},
+        "generator": {"generator": {"kind": "generator", "backend": "transformers", "options": one}},
+        "reward": {"reward": {"kind": "reward", "backend": "math"}},
+        "two_rewards": {"reward": {"kind": "reward", "parts": parts}},
+        "learned_reward": {
+            "scores": {**frozen, "head": "reward", **other},
+            "reward": {"kind": "reward", "backend": "model", "uses": {"model": "scores"}},
+        },
+    }
+    return {role: content for name in recipe.roles for role, content in known[name].items()}
+
+
+def configuration(name: str, seed: int, directory: Path) -> dict[str, Any]:
+    """The configuration of a run."""
+    recipe, data = RECIPES[name], directory / "data"
+    train, heldout = ("pairs", "heldout_pairs") if recipe.pairs else ("train", "heldout")
+    kind = {"format": "preference"} if recipe.pairs else {}
+    content: dict[str, Any] = {
+        "name": f"{name}-{seed}",
+        "output_dir": str(directory / f"{name}-{seed}"),
+        "seed": seed,
+        "model": {"path": str(directory / "sft" / "model")},
+        "data": {
+            "train": [{"path": str(data / f"{train}.jsonl"), "name": "arithmetic", **kind}],
+            "eval": [{"path": str(data / f"{heldout}.jsonl"), "name": "arithmetic", **kind}],
+        },
+        "algorithm": {"name": recipe.algorithm or name, "options": dict(recipe.options)},
+        "roles": roles_of(recipe, directory, seed),
+        "train": {"steps": recipe.steps, "prompts_per_step": recipe.batch, "mini_batches": recipe.mini_batches},
+        "checkpoint": {"every": 10, "keep_last": 1},
+        "log": {"progress": False, "rollouts": 16},
+    }
+    if not recipe.pairs:
+        content["sampling"] = {"max_tokens": 32, "temperature": 1.0}
+    return content
+
+
+def chatlearn(command: str, content: Mapping[str, Any], file: Path, *arguments: str) -> str:
+    """Run a command of the command line, in a process of its own; its standard output.
+
+    Raises:
+        RuntimeError: it failed; the message ends with its output.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-m", "chatlearn_cli.main", command, str(file), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"chatlearn {command} {file} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def summary_of(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of a completed run; None if it is not there yet."""
+    file = run_dir / "summary.json"
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return summary if summary.get("status") == "completed" else None
+
+
+def warm_start(directory: Path) -> None:
+    """Make model, data, the warm start and the pairs that it samples, unless they are there."""
+    data = directory / "data"
+    if not (data / "sft.jsonl").exists():
+        every = arithmetic.problems(["add"])
+        splits = arithmetic.split_problems(every, validation=0, heldout=NUM_HELDOUT, seed=0)
+        write_records(data / "heldout.jsonl", arithmetic.prompt_records(splits.heldout, "heldout", NUM_HELDOUT, 0))
+        write_records(data / "train.jsonl", arithmetic.prompt_records(splits.train, "train", NUM_TRAIN, 0))
+        rows = arithmetic.prompt_records(splits.train, "pairs", NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIRS, 0)
+        write_records(data / "to_pair.jsonl", rows)
+        demonstrations = arithmetic.demonstration_records(
+            splits.train, "sft", SFT_STEPS * SFT_BATCH, 0, worked_shares=WORKED_SHARES
+        )
+        make_model(directory / "start", every)
+        write_records(data / "sft.jsonl", demonstrations)
+    if summary_of(directory / "sft") is None:
+        options = {"learning_rate": 3e-3, "adam_beta2": 0.99, "schedule": "linear", "warmup_steps": 20}
+        content = configuration("grpo", 0, directory) | {
+            "name": "sft",
+            "output_dir": str(directory / "sft"),
+            "model": {"path": str(directory / "start")},
+            "data": {"train": [{"path": str(data / "sft.jsonl"), "format": "sft", "name": "arithmetic"}]},
+            "algorithm": {"name": "sft"},
+            "roles": {
+                "trainer": {
+                    "kind": "trainer",
+                    "backend": "fsdp",
+                    "options": {**options, "min_lr_ratio": 0.1, "num_threads": 1},
+                }
+            },
+            "train": {"steps": SFT_STEPS, "prompts_per_step": SFT_BATCH},
+            "checkpoint": {"every": 0},
+        }
+        chatlearn("run", content, directory / "configs" / "sft.yaml")
+    if not (data / "pairs.jsonl").exists():
+        pairs = list(sampled_pairs(directory))
+        write_records(data / "heldout_pairs.jsonl", pairs[:NUM_HELDOUT_PAIRS])
+        write_records(data / "pairs.jsonl", pairs[NUM_HELDOUT_PAIRS:])
+
+
+def make_model(directory: Path, problems: Sequence[arithmetic.Problem]) -> None:
+    """A random Qwen3 of 0.2 million parameters; its tokenizer writes numbers digit by digit."""
+    rng = random.Random(0)
+    chats = [
+        f"user\n{arithmetic.render(problem, rng)}\nassistant\n{arithmetic.solution(problem)}"
+        for problem in rng.choices(problems, k=2000)
+    ]
+    build_tiny_model(
+        directory,
+        "qwen3",
+        tokenizer=build_tiny_tokenizer(384, chats, extra_tokens=[*"0123456789", "\\boxed{"]),
+        hidden=96,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=256,
+        initializer_range=0.05,
+        seed=0,
+    )
+
+
+def sampled_pairs(directory: Path) -> Iterator[dict[str, Any]]:
+    """A right and a wrong completion of each prompt that the warm start sampled both of."""
+    content = configuration("grpo", 0, directory) | {
+        "output_dir": str(directory / "sampled"),
+        "train": {"steps": 1, "prompts_per_step": NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIRS},
+        "eval": {"at_start": False, "at_end": False},
+        "checkpoint": {"every": 0, "export": False},
+        "log": {"rollouts": 10**6, "progress": False},
+    }
+    content["data"]["train"][0]["path"] = str(directory / "data" / "to_pair.jsonl")
+    if summary_of(directory / "sampled") is None:
+        chatlearn("run", content, directory / "configs" / "sampled.yaml")
+    file = directory / "sampled" / "rollouts" / "step_000001.jsonl"  # sampled before the first update
+    rows = (directory / "data" / "to_pair.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = {row["id"]: row["prompt"] for row in map(json.loads, rows)}
+    sampled: dict[str, dict[bool, str]] = {}
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        sampled.setdefault(row["group"].partition("@")[0], {}).setdefault(row["reward"] > 0.5, row["completion"])
+    for name, by_verdict in sampled.items():
+        if len(by_verdict) == 2:
+            yield {"prompt": prompts[name], "chosen": by_verdict[True], "rejected": by_verdict[False], "id": name}
+
+
+def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
+    """Make a run, unless it is finished, and judge its model.
+
+    Returns:
+        ``before`` and ``after``: held-out accuracy; of pairs also ``pairs`` and ``margin``, each before and after.
+    """
+    recipe, run_dir = RECIPES[name], directory / f"{name}-{seed}"
+    result_file = run_dir / "learning.json"
+    if result_file.exists():
+        found: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+        return found
+    if summary_of(run_dir) is None:
+        chatlearn("run", configuration(name, seed, directory), directory / "configs" / f"{name}-{seed}.yaml")
+    summary = summary_of(run_dir)
+    assert summary is not None
+    result: dict[str, Any] = {"name": name, "seed": seed, "wall_s": round(summary["wall_s"], 1)}
+    result["commit"], result["date"] = commit(), datetime.now(UTC).strftime("%Y-%m-%d")
+    if recipe.pairs:
+        if "eval/margin" in summary:
+            pairs = {"pairs": summary["eval/accuracy"], "margin": summary["eval/margin"]}
+        else:  # kto, whose completions are no pairs
+            good, bad = summary["eval/desirable_score"], summary["eval/undesirable_score"]
+            pairs = {"margin": {when: good[when] - bad[when] for when in good}}
+        result |= {key: [value["before"], value["after"]] for key, value in pairs.items()}
+    elif "eval/accuracy" in summary:  # the run itself was evaluated by the rule reward
+        result |= summary["eval/accuracy"]
+    if name != "reward_model" and "before" not in result:
+        model = directory / "sft" / "model"
+        result["before"], result["after"] = accuracy(model, directory), accuracy(run_dir / "model", directory)
+    result["met"] = is_met(recipe, result)
+    result_file.write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def accuracy(model: Path, directory: Path) -> float:
+    """Of the model's greedy answers to the held-out problems."""
+    file = model / "heldout_accuracy.json"
+    if not file.exists():
+        content = configuration("grpo", 0, directory) | {"output_dir": str(model.parent / "judged")}
+        config = directory / "configs" / f"judge-{model.parent.name}.yaml"
+        text = chatlearn("eval", content, config, "--model", str(model), "--json")
+        file.write_text(json.dumps(json.loads(text)["eval/accuracy"]), encoding="utf-8")
+    return float(json.loads(file.read_text(encoding="utf-8")))
+
+
+def is_met(recipe: Recipe, result: Mapping[str, Any]) -> bool:
+    """Whether a run reached what its recipe asks for."""
+    answers = "before" not in result or result["after"] >= result["before"] + (recipe.gain)
+    pairs = "pairs" not in result or result["pairs"][1] >= max(recipe.of_pairs, result["pairs"][0])
+    return answers and pairs and ("margin" not in result or result["margin"][1] > result["margin"][0])
+
+
+def commit() -> str:
+    """Of the repository; with ``+`` where files differ from it."""
+    git = ["git", "-C", str(REPOSITORY)]
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    changed = subprocess.run([*git, "status", "--short"], capture_output=True, text=True, check=False).stdout
+    return name.strip() + ("+" if changed.strip() else "")
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean and, of several, the range."""
+    text = format(statistics.mean(values), form)
+    return text if len(values) == 1 else f"{text} ({format(min(values), form)} .. {format(max(values), form)})"
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each algorithm; those without a finished run say so."""
+    lines = [
+        "| algorithm | seeds | accuracy before | after | asked gain | pairs before -> after | margin gain | met |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, recipe in RECIPES.items():
+        runs = [result for result in results if result["name"] == name]
+        if not runs:
+            lines.append(f"| `{name}` | not run | | | | | | |")
+            continue
+        answers = [("", "", "")]
+        if "after" in runs[0]:
+            answers = [
+                (
+                    f"{runs[0]['before']:.0%}",
+                    spread([r["after"] for r in runs], ".0%"),
+                    f"{100 * recipe.gain:+.0f} points",
+                )
+            ]
+        pairs = margin = ""
+        if "pairs" in runs[0]:
+            pairs = " -> ".join(spread([r["pairs"][i] for r in runs], ".0%") for i in (0, 1))
+        if "margin" in runs[0]:
+            margin = spread([r["margin"][1] - r["margin"][0] for r in runs], "+.2f")
+        met = f"{sum(r['met'] for r in runs)} of {len(runs)}"
+        lines.append(f"| `{name}` | {len(runs)} | " + " | ".join((*answers[0], pairs, margin, met)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Sequence[Mapping[str, Any]]) -> str:
+    """SVG: held-out accuracy before (tick) and after (bar: mean; line: range over seeds)."""
+    names = [name for name in RECIPES if any(r["name"] == name and "after" in r for r in results)]
+    width, left, row = 640, 170, 22
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{row * len(names) + 50}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="16">Held-out accuracy: warm start (red), after training (mean, range over seeds)</text>',
+    ]
+    scale = width - left - 60
+    for index, name in enumerate(names):
+        runs = [r for r in results if r["name"] == name]
+        after, top = [r["after"] for r in runs], 26 + row * index
+        mean, before = statistics.mean(after), left + scale * runs[0]["before"]
+        low, high = left + scale * min(after), left + scale * max(after)
+        parts += [
+            f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{name}</text>',
+            f'<rect x="{left}" y="{top + 2}" width="{scale * mean:.1f}" height="{row - 8}" fill="#7aa6d8"/>',
+            f'<path d="M{low:.1f} {top + 9}H{high:.1f}" stroke="black"/>',
+            f'<path d="M{before:.1f} {top}V{top + row - 4}" stroke="#c0392b" stroke-width="2"/>',
+            f'<text x="{left + scale + 8}" y="{top + 13}">{mean:.0%}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs/learning"), help="where runs and results are kept")
+    parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument(
+        "--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="runs at a time"
+    )
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory.resolve()
+    warm_start(directory)
+    wanted = [name for name in RECIPES if name in arguments.only]
+    needed = [RECIPES[name].needs for name in wanted if RECIPES[name].needs]
+    first = [name for name in RECIPES if name in needed]
+    failed = 0
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for stage in (first, [name for name in wanted if name not in first]):
+            runs = {pool.submit(run, name, seed, directory): (name, seed) for seed in arguments.seeds for name in stage}
+            for future in as_completed(runs):
+                error = future.exception()
+                failed += error is not None
+                print(*runs[future], error or future.result(), flush=True)
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*-*/learning.json"))]
+    record = {
+        "benchmark": "learning",
+        "met": not failed and all(result["met"] for result in found),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "runs": found,
+        "machine": machine_facts(),
+    }
+    (directory / "table.md").write_text(table(found), encoding="utf-8")
+    (directory / "learning.svg").write_text(plot(found), encoding="utf-8")
+    (directory / "learning.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
+    print(json.dumps(record))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
