@@ -122,3 +122,25 @@ def test_on_ray_the_rewards_are_the_same(judged: Any, chatlearn: Any) -> None:
         assert finished.code == 0, finished.output
         rewards.append([(row["token_ids"], row["reward"]) for row in rollouts(run_dir, 1)])
     assert rewards[0] == rewards[1]
+
+
+def test_a_remote_judge_gives_the_rewards_and_its_key_is_written_nowhere(recipe: Any, chatlearn: Any) -> None:
+    from chatlearn_testing.fakes.http_server import FakeHttpServer, HttpReply, chat_completion
+
+    def reply(body: Any, number: int) -> HttpReply:
+        """The length of the question, after one refusal."""
+        return chat_completion(f"Score: {len(body['messages'][-1]['content'])}") if number else HttpReply({}, 429)
+
+    with FakeHttpServer(reply) as server:
+        endpoint = {"base_url": server.url, "model": "grader", "api_key_env": "JUDGE_KEY", "backoff_s": 0.01}
+        options = {"endpoint": endpoint, "template": "{completion}", "nonsense_value": -1.0}
+        recipe.content["roles"]["reward"] = {"kind": "reward", "backend": "judge", "options": options}
+        recipe.content["train"]["steps"] = 2
+        finished = chatlearn("run", recipe.write(), JUDGE_KEY="sk-very-secret", NO_PROXY="127.0.0.1")
+    assert finished.code == 0, finished.output
+    rows = [row for step in (1, 2) for row in rollouts(recipe.run_dir, step)]
+    asked = {float(len(body["messages"][-1]["content"])) for _, _, body in server.requests}
+    assert {row["reward"] for row in rows} == asked
+    assert "sk-very-secret" not in finished.output
+    for file in recipe.run_dir.rglob("*"):
+        assert file.is_dir() or b"sk-very-secret" not in file.read_bytes(), file

@@ -188,7 +188,8 @@ class RewardSpec(BackendRecord):
     unit: Literal["sample", "group"] = "sample"
     uses: Mapping[str, RoleUse] = field(default_factory=dict)
     """Handles of the roles that it calls; ``uses`` of the role, or of its part, says which role each is, and
-    ``RoleContext.handles`` has them.
+    ``RoleContext.handles`` has them. An options model with an attribute ``used_handles``, a set, says which of them its
+    options need: a remote endpoint may stand for a role.
 
     Example:
         ``{"judge": RoleUse(kinds=frozenset({"generator"}))}``"""

@@ -27,6 +27,9 @@ class JudgeModel(Protocol):
     def setup(self) -> None:
         """Load what it needs. Called once, before it is asked."""
 
+    def close(self) -> None:
+        """Release everything. Twice is fine."""
+
     async def answer(
         self, messages: Sequence[Message], sampling: SamplingParams, *, request_id: str, group_id: str
     ) -> str:
@@ -56,6 +59,9 @@ class GeneratorJudge:
     def setup(self) -> None:
         """Load tokenizer and chat template."""
         _ = self._handle.renderer
+
+    def close(self) -> None:
+        """Nothing is held: the role is not the reward's."""
 
     async def answer(
         self, messages: Sequence[Message], sampling: SamplingParams, *, request_id: str, group_id: str

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from chatlearn_rewards.endpoint_options import JudgeEndpoint
 from chatlearn_rewards.options import RewardOptions
 from chatlearn_rewards.question import PLACES, unknown_places
 
@@ -21,6 +22,9 @@ DEFAULT_PATTERN = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
 class JudgeOptions(RewardOptions):
     """What a judge is asked, how its answer becomes a number, and what becomes of an answer without one."""
 
+    endpoint: JudgeEndpoint | None = Field(
+        None, description="An OpenAI-compatible endpoint that judges; without it uses names a generator role."
+    )
     template: str = Field(
         DEFAULT_TEMPLATE,
         description="What the judge is asked, a user's turn: {prompt}, {completion} and {ground_truth} are filled in.",
@@ -64,6 +68,11 @@ class JudgeOptions(RewardOptions):
     )
     cache_path: Path | None = Field(None, description="File of the cache on disk; several runs may share it.")
     cache_entries: int = Field(100_000, ge=1, description="Answers that the cache in memory keeps.")
+
+    @property
+    def used_handles(self) -> frozenset[str]:
+        """Handles of the record that these options need: an endpoint takes the place of a generator role."""
+        return frozenset({"judge"} if self.endpoint is None else ())
 
     @field_validator("template")
     @classmethod

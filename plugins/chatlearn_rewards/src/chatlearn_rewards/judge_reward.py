@@ -13,6 +13,8 @@ from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample, SamplingParams
 from chatlearn_core.types.keyed_seed import keyed_seed
 from chatlearn_rewards.answer_cache import AnswerCache, DiskCache, MemoryCache, NoCache
+from chatlearn_rewards.endpoint_judge import EndpointJudge
+from chatlearn_rewards.http_endpoint import EndpointFailedError
 from chatlearn_rewards.judge_model import GeneratorJudge, JudgeModel, Message
 from chatlearn_rewards.judge_options import JudgeOptions
 from chatlearn_rewards.question import fill
@@ -39,14 +41,17 @@ class JudgeReward:
     asked for nor on which sample with the same text came first.
 
     Args:
-        judge: who is asked; by default the generator role under the handle ``judge``.
+        judge: who is asked; by default the option ``endpoint``, or the generator role under the handle ``judge``.
     """
 
     def __init__(self, options: JudgeOptions, context: RoleContext, judge: JudgeModel | None = None) -> None:
+        if judge is None and options.endpoint is not None:
+            judge = EndpointJudge(options.endpoint, f"reward 'judge' of role {context.role!r}")
         if judge is None:
             if "judge" not in context.handles:
                 raise ConfigError(
-                    f"reward 'judge' of role {context.role!r} has no judge: set uses: {{judge: <generator role>}}"
+                    f"reward 'judge' of role {context.role!r} has no judge: set uses: {{judge: <generator role>}}, "
+                    "or the option endpoint"
                 )
             judge = GeneratorJudge(context.handles["judge"])
         self._judge = judge
@@ -85,6 +90,7 @@ class JudgeReward:
         """Nothing is on a device."""
 
     def close(self) -> None:
+        self._judge.close()
         self._cache.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
@@ -128,6 +134,8 @@ class JudgeReward:
                 raise
             except DataError as error:
                 return _Vote(None, f"the judge cannot be asked: {error}")
+            except EndpointFailedError as error:
+                return _Vote(None, f"the judge did not answer: {error}")
             except BackendError as error:
                 vote = _Vote(None, f"the judge did not answer: {error}")
                 continue

@@ -87,7 +87,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
         ),
         RewardSpec(
             name="judge",
-            summary="The verdict of a generator role that is shown the question and the answer.",
+            summary="The verdict of a generator role or a remote endpoint that is shown the question and the answer.",
             factory="chatlearn_rewards.judge_reward:JudgeReward",
             options="chatlearn_rewards.judge_options:JudgeOptions",
             uses={"judge": RoleUse()},

@@ -226,13 +226,20 @@ def handles_are_roles(checked: Checked) -> Iterator[Problem]:
     for name, role in checked.roles("reward"):
         if not role.parts:
             reward = checked.record(f"roles.{name}", RewardSpec)
-            uses = None if reward is None else reward.uses
+            uses = None if reward is None else _needed(checked, f"roles.{name}", reward)
             yield from _handles(checked, name, ("roles", name), f"reward '{role.backend}'", role.uses, uses)
         for index, part in enumerate(role.parts):
             reward = checked.record(f"roles.{name}.parts.{index}", RewardSpec)
-            uses = None if reward is None else reward.uses
+            uses = None if reward is None else _needed(checked, f"roles.{name}.parts.{index}", reward)
             section: KeyPath = ("roles", name, "parts", index)
             yield from _handles(checked, name, section, f"reward '{part.backend}'", part.uses, uses)
+
+
+def _needed(checked: Checked, key: str, reward: RewardSpec) -> dict[str, RoleUse]:
+    """The handles that a reward needs with the options given."""
+    choice = checked.choices.selected.get(key)
+    needed = getattr(choice.options if choice else None, "used_handles", reward.uses.keys())
+    return {handle: use for handle, use in reward.uses.items() if handle in needed}
 
 
 def _handles(

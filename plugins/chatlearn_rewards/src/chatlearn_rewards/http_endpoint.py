@@ -1,0 +1,209 @@
+"""Requests to an HTTP endpoint: bounded in number, with a time limit, and repeated where that may help."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from chatlearn_core.exceptions import BackendError, ConfigError, DataError, RoleLostError
+from chatlearn_rewards.endpoint_options import EndpointOptions
+
+_SHOWN = 200
+"""Characters of a response that an error shows."""
+_LARGEST_BYTES = 64 << 20
+"""Longest response that is read: more is no verdict."""
+_TEMPORARY = frozenset({408, 425, 429})
+"""Besides 5xx, the statuses after which the same request may succeed."""
+_CLOSING_S = 10.0
+
+
+class EndpointFailedError(BackendError):
+    """A request failed although it was repeated as often as the options allow."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Failure:
+    """One failed try of a request that may be repeated."""
+
+    reason: str
+    retry_after_s: float | None = None
+
+
+class HttpEndpoint:
+    """Posts JSON to one URL.
+
+    Connections live in a thread of their own with its own event loop, so any event loop may call ``post`` and ``close``
+    ends them whether or not a loop still runs.
+
+    Args:
+        url: absolute URL of every request.
+        what: what calls the endpoint, for errors, such as ``reward 'judge' of role 'reward'``.
+
+    Raises:
+        ConfigError: the environment variable with the key is not set, or its value cannot be sent. The message names
+            the variable and never shows its value.
+    """
+
+    def __init__(self, url: str, options: EndpointOptions, what: str) -> None:
+        self._url = url
+        self._options = options
+        self._what = what
+        self._key = None if options.api_key_env is None else _key(options.api_key_env, what)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._open = asyncio.Semaphore(options.max_concurrent)
+
+    def start(self) -> None:
+        """Start the thread."""
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        limits = httpx.Limits(max_connections=self._options.max_concurrent)
+        self._client = httpx.AsyncClient(headers=headers, timeout=self._options.timeout_s, limits=limits)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End requests under way, connections and thread. Twice is fine."""
+        loop, thread, client = self._loop, self._thread, self._client
+        self._loop = self._thread = self._client = None
+        if loop is None or thread is None or client is None:
+            return
+        asyncio.run_coroutine_threadsafe(_end(client), loop).result(_CLOSING_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_CLOSING_S)
+        loop.close()
+
+    async def post(self, body: Mapping[str, Any]) -> Any:
+        """The decoded JSON of the response.
+
+        Raises:
+            DataError: the endpoint refuses this request (400, 413, 422).
+            RoleLostError: it refuses every request: the key is wrong (401, 403), or there is nothing at the URL.
+            EndpointFailedError: it did not answer, at the last of ``retries + 1`` tries.
+        """
+        assert self._loop is not None, "an endpoint is started before it is asked"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._post(body), self._loop))
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        options, tries = self._options, self._options.retries + 1
+        for attempt in range(1, tries + 1):
+            async with self._open:
+                answer = await self._try(body)
+            if not isinstance(answer, _Failure):
+                return answer.value
+            wait_s = min(options.backoff_s * 2.0 ** (attempt - 1), options.max_wait_s)
+            wait_s *= random.uniform(0.5, 1.0)  # callers that failed together do not come back together
+            if answer.retry_after_s is not None:
+                wait_s = max(wait_s, answer.retry_after_s)
+            if attempt == tries or wait_s > options.max_wait_s:
+                asked = (
+                    f", and asks to wait {wait_s:g} s (max_wait_s: {options.max_wait_s:g})" if attempt < tries else ""
+                )
+                raise EndpointFailedError(
+                    f"{self._what}: {self._url} failed at try {attempt} of {tries}: {answer.reason}{asked}"
+                )
+            await asyncio.sleep(wait_s)
+        raise AssertionError("the last try returns or raises")
+
+    async def _try(self, body: Mapping[str, Any]) -> _Json | _Failure:
+        assert self._client is not None
+        timeout_s = self._options.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._client.stream("POST", self._url, json=dict(body)) as response:
+                content = await _content(response)
+        except (TimeoutError, httpx.TimeoutException):
+            return _Failure(f"no complete response within timeout_s, {timeout_s:g} s")
+        except httpx.TransportError as error:
+            return _Failure(self._without_key(f"{type(error).__name__}: {error}"))
+        if content is None:
+            return _Failure(f"the response is longer than {_LARGEST_BYTES >> 20} MiB")
+        return self._read(response, content)
+
+    def _read(self, response: httpx.Response, content: bytes) -> _Json | _Failure:
+        status = response.status_code
+        shown = self._without_key(content.decode("utf-8", "replace"))[:_SHOWN]
+        told = f"HTTP status {status}: {shown!r}"
+        if status in _TEMPORARY or status >= 500:
+            return _Failure(told, _retry_after_s(response.headers.get("Retry-After")))
+        if status in (401, 403):
+            key = self._options.api_key_env
+            remedy = (
+                "set api_key_env to the variable that holds its key"
+                if key is None
+                else (f"the environment variable {key} must hold a key that it accepts")
+            )
+            raise RoleLostError(f"{self._what}: {self._url} refuses access, {told}; {remedy}")
+        if status in (400, 413, 422):
+            raise DataError(f"{self._url} refuses the request, {told}")
+        if status != 200:
+            raise RoleLostError(f"{self._what}: {self._url} answered with {told}; correct the address or the model")
+        try:
+            return _Json(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            return _Failure(f"the response is no JSON ({error}): {shown!r}")
+
+    def _without_key(self, text: str) -> str:
+        return text if self._key is None else text.replace(self._key, "***")
+
+
+@dataclass(slots=True, frozen=True)
+class _Json:
+    value: Any
+
+
+async def _end(client: httpx.AsyncClient) -> None:
+    """Cancel requests, which their callers see as cancelled, and close connections."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await client.aclose()
+
+
+async def _content(response: httpx.Response) -> bytes | None:
+    """The body; None if it is too long."""
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > _LARGEST_BYTES:
+            return None
+    return bytes(content)
+
+
+def _key(variable: str, what: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(
+            f"{what}: the environment variable {variable} (api_key_env) is not set or empty; it must hold the key of "
+            "the endpoint where rewards are computed"
+        )
+    if not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(
+            f"{what}: the key in the environment variable {variable} (api_key_env) has spaces, line ends or letters "
+            "outside ASCII; an HTTP header cannot hold it. Set it to the key alone"
+        )
+    return key
+
+
+def _retry_after_s(header: str | None) -> float | None:
+    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), a number or a date; None without a readable one."""
+    if header is None:
+        return None
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        until = parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    return max(0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
