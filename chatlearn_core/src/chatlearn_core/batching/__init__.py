@@ -5,9 +5,4 @@ from chatlearn_core.batching.micro_batch import micro_batches
 from chatlearn_core.batching.mini_batch import mini_batches
 from chatlearn_core.batching.sample_packer import SamplePacker
 
-__all__ = [
-    "SamplePacker",
-    "balance",
-    "micro_batches",
-    "mini_batches",
-]
+__all__ = ["SamplePacker", "balance", "micro_batches", "mini_batches"]

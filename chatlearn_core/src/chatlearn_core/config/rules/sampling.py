@@ -77,8 +77,4 @@ def mini_batches_have_samples(checked: Checked) -> Iterator[Problem]:
     yield Problem(("train", "mini_batches"), rule, train.mini_batches, remedy, tuple(related))
 
 
-SAMPLING_RULES: tuple[Rule, ...] = (
-    completion_fits_model,
-    several_samples_differ,
-    mini_batches_have_samples,
-)
+SAMPLING_RULES: tuple[Rule, ...] = (completion_fits_model, several_samples_differ, mini_batches_have_samples)

@@ -8,14 +8,7 @@ from typing import TypedDict
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import RoleSize, mismatches, placement_of
-from chatlearn_core.plugins.records import (
-    Export,
-    GeneratorSpec,
-    Placement,
-    RuntimeSpec,
-    TrainerSpec,
-    WeightSyncSpec,
-)
+from chatlearn_core.plugins.records import Export, GeneratorSpec, Placement, RuntimeSpec, TrainerSpec, WeightSyncSpec
 
 
 class Asked(TypedDict):
@@ -32,10 +25,7 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
     """
     sync = checked.config.weight_sync
     path: KeyPath = ("weight_sync", "backend")
-    asked: Asked = {
-        "export": None if sync.export == "auto" else sync.export,
-        "rolling": sync.fleet_rule == "rolling",
-    }
+    asked: Asked = {"export": None if sync.export == "auto" else sync.export, "rolling": sync.fleet_rule == "rolling"}
     if sync.backend == "auto" and sync.options:
         rule = "options belong to a named transport, and backend is 'auto'"
         related: Related = ((path, "auto"),)
@@ -57,10 +47,7 @@ def weight_sync_fits(checked: Checked) -> Iterator[Problem]:
                 for role, record in ((policy, trainer), (name, generator))
             ]
             placement = placement_of(runtime.record, runtime.options, *sizes)
-        ends: Related = (
-            (("roles", policy, "backend"), trainer.name),
-            (("roles", name, "backend"), generator.name),
-        )
+        ends: Related = ((("roles", policy, "backend"), trainer.name), (("roles", name, "backend"), generator.name))
         if transport is not None:
             remedy = "choose another transport, or 'auto' (chatlearn plugins matrix shows what fits together)"
             reasons = mismatches(trainer, generator, transport, placement, sync.payload, **asked, devices=devices)
@@ -103,7 +90,4 @@ def rolling_settings(checked: Checked) -> Iterator[Problem]:
         yield Problem(("weight_sync", "max_loading"), rule, sync.max_loading, remedy, related)
 
 
-WEIGHT_SYNC_RULES: tuple[Rule, ...] = (
-    weight_sync_fits,
-    rolling_settings,
-)
+WEIGHT_SYNC_RULES: tuple[Rule, ...] = (weight_sync_fits, rolling_settings)
