@@ -40,4 +40,4 @@ def test_completions_stop_at_the_templates_end_of_turn(
     assembly = assemble(load_config(recipe.file, (), registry), registry)
     expected = tuple(tokenizer.convert_tokens_to_ids(stops))
     assert assembly.sampling.stop_token_ids == expected
-    assert assembly.eval_sampling.stop_token_ids == expected
+    assert assembly.evaluations[0].sampling.stop_token_ids == expected

@@ -342,7 +342,33 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "(got 600)\n    model.max_length = 600 (MARK)\n    lower max_tokens or raise max_length",
         ),
     ],
-    "several_samples_differ": [
+    "sets_name_what_exists": [
+        (
+            ["data.eval=[{path: aime24.jsonl}]", "eval.sets={hard: {datasets: [aime25]}}"],
+            "eval.sets.hard.datasets.0: names no dataset of data.eval; Did you mean 'aime24'? data.eval has aime24 "
+            "(got 'aime25')\n    correct it, or add the dataset to data.eval",
+        ),
+        (
+            ["data.eval=[{path: a/test.jsonl}, {path: b/test.jsonl}]", "eval.sets={hard: {datasets: [test]}}"],
+            "eval.sets.hard.datasets.0: names 2 datasets of data.eval (got 'test')\n"
+            "    give each of them a name of its own (data.eval.N.name)",
+        ),
+        (
+            ["data.eval=[{path: e}]", "eval.sets={hard: {datasets: [e, e]}}"],
+            "eval.sets.hard.datasets.1: names the dataset twice (got 'e')\n    remove one",
+        ),
+        (
+            ["data.eval=[{path: e}]", "eval.sets={a/b: {datasets: [e]}}"],
+            "eval.sets.'a/b': the name of an evaluation set is part of its metrics' names: it must not be empty, "
+            "'dataset', or hold a '/' (got 'a/b')\n    choose another name",
+        ),
+        (
+            ["data.eval=[{path: e}]", "eval.sets={hard: {datasets: [e], reward: generator}}"],
+            "eval.sets.hard.reward: names no role of kind reward; there are reward (got 'generator')\n"
+            "    correct it, or add roles.generator",
+        ),
+    ],
+    "several_samples_of_a_set_differ": [
         (
             ["data.eval=[{path: e}]", "eval.samples_per_prompt=4"],
             "eval.samples_per_prompt: evaluation is greedy: the 4 samples of a prompt would all be the same (got 4)\n"
@@ -355,6 +381,19 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    eval.sampling.temperature = 0.0 (MARK)\n"
             "    set eval.sampling with a temperature above 0, or remove samples_per_prompt",
         ),
+        (
+            ["data.eval=[{path: e}]", "eval.sets={hard: {datasets: [e], samples_per_prompt: 4}}"],
+            "eval.sets.hard.samples_per_prompt: evaluation is greedy: the 4 samples of a prompt would all be the same "
+            "(got 4)\n    eval.sets.hard.sampling = None (default)\n"
+            "    set eval.sets.hard.sampling with a temperature above 0, or remove samples_per_prompt",
+        ),
+        (
+            ["data.eval=[{path: e}]", "eval.k=[1, 8]"],
+            "eval.k: k samples of a prompt are drawn from its 1, so 8 are too many (got [1, 8])\n"
+            "    eval.samples_per_prompt = 1 (default)\n    lower k, or raise samples_per_prompt",
+        ),
+    ],
+    "several_samples_differ": [
         (
             ["sampling.temperature=0.0"],
             "sampling.temperature: greedy sampling makes all 4 completions of a group the same: no reward differs "

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from chatlearn_core.exceptions import ConfigError
-from chatlearn_core.executor.evaluator import (
-    EvaluationRoles,
-    Evaluator,
-    accuracy,
-    evaluation_flow,
-    evaluation_metrics,
-    evaluation_roles,
-)
+from chatlearn_core.executor.evaluation_metrics import Measures, accuracy, evaluation_metrics, usual_k
+from chatlearn_core.executor.evaluator import EvaluationRoles, Evaluator, evaluation_flow, evaluation_roles
 from chatlearn_core.flow import Graph, trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.types import (
@@ -34,10 +28,12 @@ from chatlearn_core.types import (
 SAMPLING = SamplingParams(8, temperature=0.5)
 
 
-def finished(sample_id: str, source: str, reward: RewardResult | None, length: int = 2) -> Sample:
+def finished(
+    sample_id: str, source: str, reward: RewardResult | None, length: int = 2, group_id: str = "", example_id: str = ""
+) -> Sample:
     prompt = Prompt(sample_id, np.array([1]), "?", source)
     completion = Completion(sample_id, np.arange(length), np.zeros(length, np.float32), RAW_BASIS, "stop", SAMPLING, ())
-    sample = sample_from_completion(sample_id, sample_id, prompt, completion)
+    sample = sample_from_completion(sample_id, group_id or sample_id, prompt, completion, example_id=example_id)
     sample.reward = reward
     if reward is None or reward.error:
         sample.exclusion = "reward failed: x"
@@ -56,12 +52,20 @@ class FakeScheduler:
     async def run(self, requests: Any, timers: Any) -> list[Sample]:
         self.runs.append([(request.sample_id, request.generate_request.sampling.seed) for request in requests])
         return [
-            finished(request.sample_id, request.prompt.data_source, reward)
+            finished(
+                request.sample_id,
+                request.prompt.data_source,
+                reward,
+                group_id=request.group_id,
+                example_id=request.prompt.id,
+            )
             for request, reward in zip(requests, self.rewards, strict=True)
         ]
 
 
-def make_evaluator(rewards: list[RewardResult | None], sources: list[str], samples_per_prompt: int = 1) -> Any:
+def make_evaluator(
+    rewards: list[RewardResult | None], sources: list[str], samples_per_prompt: int = 1, **settings: Any
+) -> Any:
     prompts = [Prompt(f"p{i}", np.array([1]), "?", source) for i, source in enumerate(sources)]
     return Evaluator(
         FakeScheduler(rewards),  # type: ignore[arg-type]  # the part that is used
@@ -69,6 +73,7 @@ def make_evaluator(rewards: list[RewardResult | None], sources: list[str], sampl
         SAMPLING,
         samples_per_prompt=samples_per_prompt,
         seed=3,
+        **settings,
     )
 
 
@@ -187,3 +192,83 @@ def test_samples_that_were_too_hard_to_judge_are_counted() -> None:
     metrics = evaluation_metrics("eval", [finished(f"s{i}", "a", reward) for i, reward in enumerate(rewards)])
     assert metrics["eval/accuracy"] == Metric(1.0, 2), "its function never got to say what is right"
     assert "eval/ungraded" not in evaluation_metrics("eval", [finished("s", "a", rewards[1])])
+
+
+def graded(answer: str | None, right: bool, value: float | None = None) -> RewardResult:
+    return RewardResult(float(right) if value is None else value, {"accuracy": float(right)}, answer=answer)
+
+
+MEASURES = Measures(k=(1, 2, 4), resamples=200, seed=3)
+
+
+async def test_several_samples_give_estimates_that_are_means_over_prompts() -> None:
+    """Prompt 0: 3, 3, 5, 7 with 3 right. Prompt 1: 8, -, 9, failed with none right."""
+    rewards = [graded("3", True), graded("3", True), graded("5", False), graded("7", False)]
+    rewards += [graded("8", False), graded(None, False), graded("9", False), None]  # type: ignore[list-item]
+    evaluator = make_evaluator(rewards, ["math"] * 2, 4, measures=MEASURES)
+    metrics, _ = await evaluator.evaluate(Timers())
+    found = {name.removeprefix("eval/"): metric.value for name, metric in metrics.items()}
+    assert found["accuracy"] == found["avg@4"] == found["pass@1"] == 0.25
+    assert found["maj@1"] == pytest.approx(0.25)
+    assert found["pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # of 6 pairs one has no right sample
+    assert found["maj@2"] == pytest.approx((1 + 4 * 0.5) / 6 / 2)  # one pair of 3s; four pairs tie 3 with another
+    assert (found["pass@4"], found["maj@4"]) == (0.5, 0.5)
+    assert found["best@2"] == pytest.approx((1 - 1 / 6) / 2)  # the failed sample has no reward
+    assert found["best@4"] == 1.0  # prompt 1 has three rewards only
+    assert found["pass@2/low"] == 0.0
+    assert found["pass@2/high"] == pytest.approx(5 / 6)
+    assert "best@4/low" not in found  # one prompt has no spread
+
+
+async def test_without_answers_there_is_no_majority_and_without_a_threshold_nothing_passes() -> None:
+    rewards: list[Any] = [RewardResult(value) for value in (0.2, 0.9, 0.4, 0.4)]
+    plain, _ = await make_evaluator(rewards, ["poems"] * 2, 2, measures=Measures(k=(2,))).evaluate(Timers())
+    assert {"eval/best@2", "eval/reward"} <= plain.keys()
+    assert not {"eval/pass@2", "eval/maj@2", "eval/accuracy"} & plain.keys()
+    measures = Measures(k=(1, 2), pass_threshold=0.4)
+    passing, _ = await make_evaluator(rewards, ["poems"] * 2, 2, measures=measures).evaluate(Timers())
+    assert passing["eval/pass@1"].value == 0.75
+    assert passing["eval/pass@2"].value == 1.0
+    assert "eval/accuracy" not in passing
+
+
+def test_a_partly_right_sample_passes_by_the_threshold_alone() -> None:
+    samples = [finished("a", "s", judged(0.5, 0.5)), finished("b", "s", judged(1.0, 1.0))]
+    by_default = evaluation_metrics("eval", samples, Measures(k=(1,)))
+    assert (by_default["eval/pass@1"].value, by_default["eval/accuracy"].value) == (0.5, 0.75)
+    assert evaluation_metrics("eval", samples, Measures(k=(1,), pass_threshold=0.5))["eval/pass@1"].value == 1.0
+
+
+async def test_a_named_set_has_names_and_samples_of_its_own() -> None:
+    rewards: list[Any] = [judged(1.0, 1.0), judged(0.0, 0.0), judged(0.0, 0.0)]
+    datasets = {"p0": "easy", "p1": "hard", "p2": "hard"}
+    evaluator = make_evaluator(rewards, ["math", "math", "code"], name="mixed", dataset_of=datasets)
+    metrics, samples = await evaluator.evaluate(Timers())
+    accuracies = {name: metric.value for name, metric in metrics.items() if name.endswith("/accuracy")}
+    assert accuracies == {
+        "eval/mixed/accuracy": pytest.approx(1 / 3),
+        "eval/mixed/math/accuracy": 0.5,
+        "eval/mixed/code/accuracy": 0.0,
+        "eval/mixed/dataset/easy/accuracy": 1.0,
+        "eval/mixed/dataset/hard/accuracy": 0.0,
+    }
+    assert [sample.id for sample in samples] == ["p0@eval:mixed#0", "p1@eval:mixed#0", "p2@eval:mixed#0"]
+
+
+async def test_a_dataset_that_is_one_data_source_is_measured_once() -> None:
+    rewards: list[Any] = [judged(1.0, 1.0), judged(0.0, 0.0)]
+    evaluator = make_evaluator(rewards, ["math", "code"], dataset_of={"p0": "math", "p1": "code"})
+    metrics, _ = await evaluator.evaluate(Timers())
+    assert not [name for name in metrics if "dataset" in name]
+
+
+def test_usual_k() -> None:
+    assert [usual_k(n) for n in (1, 2, 8, 10)] == [(), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8, 10)]
+
+
+def test_an_evaluation_set_has_a_reward_of_its_own() -> None:
+    config: Any = SimpleNamespace(roles={}, algorithm=SimpleNamespace(name="grpo"))
+    flow = evaluation_flow(EvaluationRoles("sampler", "generate", "judge"))
+    graph = trace(flow, {"sampler": "generator", "judge": "reward"})
+    assert evaluation_roles(config, graph, "strict").reward == "strict"
+    assert evaluation_roles(config, graph).reward == "judge"

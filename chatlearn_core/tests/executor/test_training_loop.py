@@ -232,11 +232,11 @@ class Looped:
             home="learner",
             kind=Prompts(),
             graph=trace(algorithm.flow, ROLES, name="spread"),
-            evaluation=None,
+            evaluations=(),
+            eval_reports=(),
             plan=SimpleNamespace(run_dir=run_dir, weight_syncs=routes, roles={}, refreshes={}),
             cached_roles={},
             train_set=[*prompts],
-            eval_set=None,
             sampling=SAMPLING,
             group_rewards=frozenset(),
         )

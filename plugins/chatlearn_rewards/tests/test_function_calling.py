@@ -25,7 +25,8 @@ from chatlearn_rewards.pool_worker import TaskConfigError
     ],
 )
 def test_scores(score, value, components):
-    assert check_score(score) == {"value": value, "components": components}
+    answer = {"answer": score["answer"]} if isinstance(score, dict) else {}
+    assert check_score(score) == {"value": value, "components": components, **answer}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from chatlearn_core.config.problems import Problem
 from chatlearn_core.config.rules.cautions import CAUTION_RULES
 from chatlearn_core.config.rules.checked import Checked, Rule
+from chatlearn_core.config.rules.evaluation import EVALUATION_RULES
 from chatlearn_core.config.rules.paths import PATH_RULES
 from chatlearn_core.config.rules.roles import ROLE_RULES
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
@@ -19,6 +20,7 @@ from chatlearn_core.config.rules.weight_sync import WEIGHT_SYNC_RULES
 
 RULES: tuple[Rule, ...] = (
     *SETTING_RULES,
+    *EVALUATION_RULES,
     *PATH_RULES,
     *SIZE_RULES,
     *ROLE_RULES,

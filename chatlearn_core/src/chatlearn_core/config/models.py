@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -244,6 +244,17 @@ class TrainConfig(Section):
     )
 
 
+class EvalSetConfig(Section):
+    """An evaluation set: eval datasets with a reward, sampling and measures of their own."""
+
+    datasets: list[str] = Field(min_length=1, description="Names of data.eval: name, or the stem of path.")
+    reward: str | None = Field(None, description="A reward role of its own; by default the flow's.")
+    sampling: SamplingConfig | None = Field(None, description="By default that of eval.")
+    samples_per_prompt: Copies | None = Field(None, description="By default that of eval.")
+    k: list[Positive] | None = Field(None, description="By default that of eval.")
+    pass_threshold: FiniteFloat | None = Field(None, description="By default that of eval.")
+
+
 class EvalConfig(Section):
     """Evaluation on the eval datasets."""
 
@@ -252,6 +263,19 @@ class EvalConfig(Section):
     at_end: bool = True
     sampling: SamplingConfig | None = Field(None, description="By default greedy, with the rollout's length.")
     samples_per_prompt: Copies = 1
+    k: list[Positive] | None = Field(
+        None,
+        description="The k of pass@k, maj@k and best@k; by default the powers of two up to samples_per_prompt, and it.",
+    )
+    pass_threshold: FiniteFloat | None = Field(
+        None,
+        description="Accuracy from which a sample passes, 1 by default; reward where rewards give no accuracy.",
+    )
+    confidence: float = Field(0.95, gt=0, lt=1, description="Confidence of the bootstrap intervals.")
+    resamples: NonNegative = Field(1000, description="Bootstrap resamples of the intervals; 0: no intervals.")
+    sets: dict[str, EvalSetConfig] = Field(
+        default_factory=dict, description="Evaluation sets by name; datasets in none follow the keys above."
+    )
 
 
 class CheckpointConfig(Section):

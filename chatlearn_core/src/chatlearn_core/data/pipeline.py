@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -72,7 +72,7 @@ def build_dataset(
     max_prompt_tokens: int,
     max_length: int,
     split: Split = "train",
-    check: ExampleCheck | None = None,
+    check: ExampleCheck | Sequence[ExampleCheck] | None = None,
 ) -> ExampleSet:
     """Read, interpret, render, tokenise and filter the datasets of one split.
 
@@ -88,7 +88,7 @@ def build_dataset(
         max_length: longest sequence, tokens: also bounds prompt and completion together if examples have both.
         split: which list of ``config`` to build.
         check: returns the reason why the run cannot use a prompt, such as a ground truth that no reward can read, or
-            None; a row with an unusable prompt is a bad row.
+            None; a row with an unusable prompt is a bad row. A sequence has one check per dataset.
 
     Raises:
         DataError: a file is missing, empty or unreadable; there are bad rows and ``config.on_bad_row`` is not ``skip``;
@@ -100,9 +100,9 @@ def build_dataset(
     datasets: list[Dataset] = []
     for index, settings in enumerate(config.train if split == "train" else config.eval):
         name = _unique(settings.name or Path(settings.path).stem, {dataset.name for dataset in datasets})
-        builder = _Builder(
-            settings, name, f"data.{split}[{index}]", split, renderer, kind, limits, config.on_bad_row, places, check
-        )
+        of_dataset = check[index] if isinstance(check, Sequence) else check
+        where = f"data.{split}[{index}]"
+        builder = _Builder(settings, name, where, split, renderer, kind, limits, config.on_bad_row, places, of_dataset)
         datasets.append(builder.build(plugins))
     return ExampleSet(tuple(datasets))
 

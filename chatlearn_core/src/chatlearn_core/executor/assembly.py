@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from chatlearn_core.config.load import LoadedConfig
-from chatlearn_core.config.models import RunConfig, SamplingConfig
+from chatlearn_core.config.models import EvalSetConfig, RunConfig, SamplingConfig
+from chatlearn_core.config.rules.evaluation import datasets_of_sets, with_defaults
 from chatlearn_core.data import ExampleKind, ExampleSet, build_dataset
+from chatlearn_core.data.pipeline import ExampleCheck
+from chatlearn_core.data.report import DatasetReport
 from chatlearn_core.data.tokenizer import Tokenizer
 from chatlearn_core.exceptions import ConfigError, PluginError
 from chatlearn_core.executor.aggregations import select_aggregation
 from chatlearn_core.executor.cached_calls import check_cached, kept_roles, reading_graph
 from chatlearn_core.executor.decisions import option_schedules
+from chatlearn_core.executor.evaluation_metrics import Measures, usual_k
 from chatlearn_core.executor.evaluator import evaluation_flow, evaluation_roles
 from chatlearn_core.executor.flow_checks import (
     called_by_text,
@@ -47,6 +51,21 @@ from chatlearn_core.types import LogprobBasis, SamplingParams
 
 
 @dataclass(slots=True, frozen=True)
+class EvaluationSet:
+    """The examples of one evaluation set, and how they are evaluated."""
+
+    name: str
+    """Empty for datasets that no set names."""
+    graph: Graph
+    calls: Graph
+    """``graph`` with every call made, for an evaluation without a run."""
+    examples: ExampleSet
+    sampling: SamplingParams
+    samples_per_prompt: int
+    measures: Measures
+
+
+@dataclass(slots=True, frozen=True)
 class Assembly:
     """A run that passed every check possible without starting an engine."""
 
@@ -61,21 +80,19 @@ class Assembly:
     eval_kind: ExampleKind
     """Kind of the examples that evaluations take."""
     graph: Graph
-    evaluation: Graph | None
-    """None if the configuration has no evaluation."""
+    evaluations: tuple[EvaluationSet, ...]
+    """Empty if the configuration has no evaluation."""
     plan: RunPlan
     train_set: ExampleSet
-    eval_set: ExampleSet | None
     max_length: int
     """Longest sequence, tokens."""
     sampling: SamplingParams
-    eval_sampling: SamplingParams
     group_rewards: frozenset[str]
     cached_roles: Mapping[str, RolePlan] = field(default_factory=dict)
-    """Frozen roles that ``plan`` does without: ``graph`` and ``evaluation`` read their results from the disk
-    (``executor/cached_calls.py``)."""
-    evaluation_calls: Graph | None = None
-    """``evaluation`` with every call made, for an evaluation without a run."""
+    """Frozen roles that ``plan`` does without: ``graph`` and those of ``evaluations`` read their results from the
+    disk (``executor/cached_calls.py``)."""
+    eval_reports: tuple[DatasetReport, ...] = ()
+    """Of the eval datasets."""
 
     @property
     def config(self) -> RunConfig:
@@ -100,7 +117,8 @@ class FlowAssembly:
     eval_kind: ExampleKind
     """Kind of the examples that evaluations take."""
     graph: Graph
-    evaluation: Graph | None
+    evaluations: Mapping[str, Graph]
+    """By evaluation set; the name of the set of datasets that no set names is empty."""
     plan: RunPlan
 
 
@@ -114,27 +132,28 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     algorithm = build_algorithm(loaded, registry)
     graph = trace_flow(loaded, algorithm, registry)
     learning = learning_plan(algorithm, config.train, config.algorithm.name)
-    evaluation = trace_evaluation(loaded, algorithm, graph, registry) if config.data.eval else None
-    check_roles(config, graph, learning.losses, registry.outputs, evaluation)
+    evaluations = {
+        name: trace_evaluation(loaded, algorithm, graph, registry, name) for name in datasets_of_sets(config)
+    }
+    check_roles(config, graph, learning.losses, registry.outputs, evaluations.values())
     policy = policy_of(algorithm, learning.learners, config)
     check_outputs(loaded, registry, graph, learning.losses)
-    if evaluation is not None:
-        check_outputs(loaded, registry, evaluation, {})
+    for one in evaluations.values():
+        check_outputs(loaded, registry, one, {})
     check_scores(loaded, graph)
-    check_uses(loaded, registry, _called(graph, evaluation, learning))
+    check_uses(loaded, registry, _called(graph, evaluations.values(), learning))
     check_partial_rollouts(config, graph)
     follow = [name for name, role in config.roles.items() if role.refresh is not None]
     check_stages(config, graph, (*learning.losses, *follow))
-    for one in (graph, evaluation):
-        if one is not None:
-            check_cached(config, one, (*learning.losses, *follow))
+    for one in (graph, *evaluations.values()):
+        check_cached(config, one, (*learning.losses, *follow))
     check_devices(config)
-    plan = plan_run(loaded, registry, graph, evaluation, learning, policy)
+    plan = plan_run(loaded, registry, graph, evaluations.values(), learning, policy)
     kind, eval_kind = (
         registry.load_factory(example_kind(loaded, registry, name))()
         for name in (algorithm.input, algorithm.evaluation_input or "prompts")
     )
-    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluation, plan)
+    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluations, plan)
 
 
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
@@ -150,14 +169,19 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         family = model_family(registry, source)
         facts = family.facts(source)
     sampling = sampling_params(config.sampling)
-    eval_sampling = sampling_params(config.eval.sampling) if config.eval.sampling else greedy(sampling)
-    evaluates = flow.evaluation is not None and bool(flow.evaluation.calls("generator.generate"))
+    settings = {name: with_defaults(config.eval, name) for name in flow.evaluations}
+    eval_sampling = {
+        name: sampling_params(one.sampling) if one.sampling else greedy(sampling) for name, one in settings.items()
+    }
+    evaluates = any(one.calls("generator.generate") for one in flow.evaluations.values())
     max_length = min(config.model.max_length or facts.max_length, facts.max_length)
     room = 1
     if evaluates or flow.graph.calls("generator.generate"):
-        turns = flow.graph.sampled_tokens(sampling.max_tokens)
-        held_out = (flow.evaluation or flow.graph).sampled_tokens(eval_sampling.max_tokens)
-        room = max(sampling.max_tokens, eval_sampling.max_tokens, turns, held_out)
+        lengths = [sampling.max_tokens, flow.graph.sampled_tokens(sampling.max_tokens)]
+        for name, one in flow.evaluations.items():
+            held_out = eval_sampling[name].max_tokens
+            lengths += [held_out, one.sampled_tokens(held_out)]
+        room = max(lengths)
     if room >= max_length:
         raise ConfigError(
             f"{loaded.source}: {_sampled(room, sampling)}, but the longest sequence of the model is {max_length} "
@@ -178,13 +202,12 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             control_tokens=config.data.control_tokens,
             max_tokens=max_length,
         )
-    by_text = called_by_text(loaded, _called(flow.graph, flow.evaluation, flow.learning))
+    by_text = called_by_text(loaded, _called(flow.graph, flow.evaluations.values(), flow.learning))
     models = check_role_models(loaded, family, flow.plan.roles, tokenizer, facts, by_text)
     check_served_families(loaded, models)
     plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
     stop_token_ids = _ends_of_turns(renderer, tokenizer)
     sampling = replace(sampling, stop_token_ids=stop_token_ids)
-    eval_sampling = replace(eval_sampling, stop_token_ids=stop_token_ids)
     train_set = build_dataset(
         config.data,
         renderer,
@@ -195,8 +218,10 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         split="train",
         check=ground_truth_check(flow.graph, flow.plan),
     )
-    eval_set = None
-    if flow.evaluation is not None:
+    indices = datasets_of_sets(config)
+    eval_set = ExampleSet(())
+    if indices:
+        checks = {name: ground_truth_check(one, flow.plan) for name, one in flow.evaluations.items()}
         eval_set = build_dataset(
             config.data,
             renderer,
@@ -205,13 +230,25 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
             max_prompt_tokens=room_for_prompt,
             max_length=max_length,
             split="eval",
-            check=ground_truth_check(flow.evaluation, flow.plan),
+            check=[
+                _first_problem([checks[name] for name, of_set in indices.items() if index in of_set])
+                for index in range(len(config.data.eval))
+            ],
         )
-    cached_roles = kept_roles(plan, flow.graph, flow.evaluation)
-    graph, evaluation = (
-        None if one is None else reading_graph(one, cached_roles) for one in (flow.graph, flow.evaluation)
+    cached_roles = kept_roles(plan, flow.graph, *flow.evaluations.values())
+    evaluations = tuple(
+        EvaluationSet(
+            name=name,
+            graph=reading_graph(flow.evaluations[name], cached_roles),
+            calls=flow.evaluations[name],
+            examples=ExampleSet(tuple(eval_set.datasets[index] for index in of_set)),
+            sampling=replace(eval_sampling[name], stop_token_ids=stop_token_ids),
+            samples_per_prompt=settings[name].samples_per_prompt or 1,
+            measures=_measures(config, settings[name]),
+        )
+        for name, of_set in indices.items()
     )
-    assert graph is not None
+    _check_metric_names(loaded, evaluations)
     return Assembly(
         loaded=loaded,
         registry=registry,
@@ -220,18 +257,44 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         policy=flow.policy,
         kind=flow.kind,
         eval_kind=flow.eval_kind,
-        graph=graph,
-        evaluation=evaluation,
+        graph=reading_graph(flow.graph, cached_roles),
+        evaluations=evaluations,
         plan=replace(plan, roles={name: role for name, role in plan.roles.items() if name not in cached_roles}),
         train_set=train_set,
-        eval_set=eval_set,
         max_length=max_length,
         sampling=sampling,
-        eval_sampling=eval_sampling,
         group_rewards=_group_rewards(loaded),
         cached_roles=cached_roles,
-        evaluation_calls=flow.evaluation,
+        eval_reports=eval_set.reports,
     )
+
+
+def _first_problem(checks: Sequence[ExampleCheck]) -> ExampleCheck:
+    """A check that returns the first problem that one of the checks finds."""
+    return lambda prompt: next((problem for check in checks if (problem := check(prompt)) is not None), None)
+
+
+def _measures(config: RunConfig, settings: EvalSetConfig) -> Measures:
+    """What an evaluation set measures besides means."""
+    return Measures(
+        k=usual_k(settings.samples_per_prompt or 1) if settings.k is None else tuple(sorted(set(settings.k))),
+        pass_threshold=settings.pass_threshold,
+        confidence=config.eval.confidence,
+        resamples=config.eval.resamples,
+        seed=config.seed,
+    )
+
+
+def _check_metric_names(loaded: LoadedConfig, evaluations: Sequence[EvaluationSet]) -> None:
+    """Raises ConfigError: the metrics of a set would have the names of those of a data source outside all sets."""
+    names = {one.name for one in evaluations}
+    for one in evaluations:
+        sources = {example.prompt.data_source for example in one.examples} if not one.name else set()
+        if taken := sorted(names & sources):
+            raise ConfigError(
+                f"{loaded.source}: eval.sets.{taken[0]} has the name of a data source of eval datasets that are in no "
+                f"set, so that both would log eval/{taken[0]}. Rename the set"
+            )
 
 
 def _ends_of_turns(renderer: PromptRenderer, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -327,11 +390,24 @@ def trace_flow(loaded: LoadedConfig, algorithm: Algorithm, registry: PluginRegis
     )
 
 
-def trace_evaluation(loaded: LoadedConfig, algorithm: Algorithm, graph: Graph, registry: PluginRegistry) -> Graph:
-    """The checked graph of an evaluation: the algorithm's own, or prompts sampled and scored."""
+def trace_evaluation(
+    loaded: LoadedConfig, algorithm: Algorithm, graph: Graph, registry: PluginRegistry, evaluation_set: str = ""
+) -> Graph:
+    """The checked graph of an evaluation: the algorithm's own, or prompts sampled and scored.
+
+    Raises:
+        ConfigError: the set has a reward, and the algorithm's own evaluation scores nothing with it.
+    """
     config, given = loaded.config, None
+    reward = config.eval.sets[evaluation_set].reward if evaluation_set else None
     if algorithm.evaluation_input is None:
-        flow = evaluation_flow(evaluation_roles(config, graph))
+        flow = evaluation_flow(evaluation_roles(config, graph, reward))
+    elif reward is not None:
+        raise ConfigError(
+            f"{loaded.source}: eval.sets.{evaluation_set}.reward is {reward!r}, but algorithm "
+            f"{config.algorithm.name!r} evaluates {algorithm.evaluation_input} by its own metrics and samples nothing "
+            "that a reward could score. Remove reward"
+        )
     else:
         flow, given = algorithm.evaluation, _given(example_kind(loaded, registry, algorithm.evaluation_input))
     return trace(
@@ -360,9 +436,9 @@ def _kinds(config: RunConfig) -> dict[str, str]:
     return {name: role.kind for name, role in config.roles.items()}
 
 
-def _called(graph: Graph, evaluation: Graph | None, learning: LearningPlan) -> frozenset[str]:
-    """The roles that the flow, the evaluation and losses call directly."""
-    return frozenset({*graph.roles, *(evaluation.roles if evaluation else ()), *learning.learners})
+def _called(graph: Graph, evaluations: Collection[Graph], learning: LearningPlan) -> frozenset[str]:
+    """The roles that the flow, the evaluations and losses call directly."""
+    return frozenset(learning.learners).union(*(one.roles for one in (graph, *evaluations)))
 
 
 def _uses(config: RunConfig) -> dict[str, frozenset[str]]:

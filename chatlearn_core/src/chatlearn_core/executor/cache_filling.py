@@ -57,11 +57,11 @@ def _wanted(
         draws = _expected_draws(assembly, sampler_state, steps)
         samples = [sample for draw in draws for sample in assembly.kind.samples(draw)]
         yield from ((node, assembly.sampling, samples) for node in nodes if node.role in assembly.cached_roles)
-    if assembly.evaluation is not None and assembly.eval_set is not None:
-        held_out = [sample for one in assembly.eval_set for sample in assembly.eval_kind.samples(evaluation_draw(one))]
-        for node in cached_nodes(assembly.evaluation):
+    for one in assembly.evaluations:
+        for node in cached_nodes(one.graph):
             if node.role in assembly.cached_roles:
-                yield node, assembly.eval_sampling, held_out
+                draws = [evaluation_draw(example, one.name) for example in one.examples]
+                yield node, one.sampling, [sample for draw in draws for sample in assembly.eval_kind.samples(draw)]
 
 
 def _expected_draws(assembly: Assembly, sampler_state: dict[str, Any], steps: int) -> list[ExampleDraw]:

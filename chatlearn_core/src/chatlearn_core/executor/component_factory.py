@@ -11,7 +11,7 @@ from chatlearn_core.executor.assembly import Assembly
 from chatlearn_core.executor.cached_calls import CachedCalls
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.decisions import Decisions
-from chatlearn_core.executor.evaluator import Evaluator, OwnMetrics
+from chatlearn_core.executor.evaluator import Evaluator, Evaluators, OwnMetrics
 from chatlearn_core.executor.generator_mismatch import GeneratorMismatch, policy_logprobs
 from chatlearn_core.executor.logprob_bases import declared_bases
 from chatlearn_core.executor.phases import Phase
@@ -147,19 +147,29 @@ def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdate
     )
 
 
-def build_evaluator(parts: LoopParts) -> Evaluator | None:
-    """The evaluator; None if the configuration has no evaluation data."""
+def build_evaluators(parts: LoopParts) -> Evaluators | None:
+    """The evaluators of all evaluation sets; None if the configuration has no evaluation data."""
     assembly = parts.assembly
-    if assembly.evaluation is None or assembly.eval_set is None:
+    if not assembly.evaluations:
         return None
-    return Evaluator(
-        parts.scheduler(assembly.evaluation, assembly.eval_sampling),
-        list(assembly.eval_set),
-        assembly.eval_sampling,
-        own_metrics=_own_evaluation(assembly, parts.runtime),
-        kind=assembly.eval_kind,
-        samples_per_prompt=assembly.config.eval.samples_per_prompt,
-        seed=assembly.config.seed,
+    return Evaluators(
+        [
+            Evaluator(
+                parts.scheduler(one.graph, one.sampling),
+                list(one.examples),
+                one.sampling,
+                own_metrics=_own_evaluation(assembly, parts.runtime),
+                kind=assembly.eval_kind,
+                samples_per_prompt=one.samples_per_prompt,
+                seed=assembly.config.seed,
+                name=one.name,
+                measures=one.measures,
+                dataset_of={
+                    example.id: dataset.name for dataset in one.examples.datasets for example in dataset.examples
+                },
+            )
+            for one in assembly.evaluations
+        ]
     )
 
 

@@ -1,36 +1,33 @@
-"""Evaluation: samples every held-out prompt, scores the samples, averages."""
+"""Evaluation: samples every held-out prompt, scores and measures the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.data import ExampleKind
 from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.executor.evaluation_metrics import Measures, evaluation_metrics
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.flow import Graph
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, TrainerGroup
 from chatlearn_core.types import (
-    UNGRADED,
     Derived,
     Example,
     Metric,
     Metrics,
-    RewardResult,
     Sample,
     SamplingParams,
     TrainBatch,
     evaluation_draw,
     scored_batch,
 )
-
-ACCURACY = ("accuracy", "acc")
-"""Reward components that say whether a sample is right; the first one present counts."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,9 +53,12 @@ def evaluation_flow(roles: EvaluationRoles) -> Callable[[Any, Any], Any]:
     return evaluate
 
 
-def evaluation_roles(config: RunConfig, graph: Graph) -> EvaluationRoles:
+def evaluation_roles(config: RunConfig, graph: Graph, reward: str | None = None) -> EvaluationRoles:
     """The generator (or environment) and the reward for evaluation: those of the algorithm's flow or, if it has none,
     the only configured ones.
+
+    Args:
+        reward: an evaluation set's own reward role.
 
     Raises:
         ConfigError: there is no such role, or more than one.
@@ -66,11 +66,11 @@ def evaluation_roles(config: RunConfig, graph: Graph) -> EvaluationRoles:
     environments = graph.calls("environment.rollout")
     rewards = graph.calls("reward.score")
     if len(environments) == 1 and len({node.role for node in rewards}) <= 1:
-        return EvaluationRoles(environments[0].role, "rollout", rewards[0].role if rewards else None)
+        return EvaluationRoles(environments[0].role, "rollout", reward or (rewards[0].role if rewards else None))
     return EvaluationRoles(
         _only_role(config, graph, "generator", "generator.generate"),
         "generate",
-        _only_role(config, graph, "reward", "reward.score"),
+        reward or _only_role(config, graph, "reward", "reward.score"),
     )
 
 
@@ -114,7 +114,7 @@ def own_metrics(algorithm: Algorithm, batch: TrainBatch) -> Derived:
 
 
 class Evaluator:
-    """Evaluates the generator's current weights on fixed prompts.
+    """Evaluates the generator's current weights on one evaluation set.
 
     Args:
         scheduler: runs ``evaluation_flow``.
@@ -123,6 +123,9 @@ class Evaluator:
         samples_per_prompt: number of completions per prompt.
         own_metrics: computes the metrics in place of ``evaluation_metrics``.
         kind: kind of the examples; prompts by default.
+        name: name of the set, empty for datasets that no set names.
+        measures: what is measured besides means.
+        dataset_of: example id -> name of its dataset.
     """
 
     def __init__(
@@ -135,7 +138,13 @@ class Evaluator:
         seed: int,
         own_metrics: OwnMetrics | None = None,
         kind: ExampleKind | None = None,
+        name: str = "",
+        measures: Measures | None = None,
+        dataset_of: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.name = name
+        self.measures = measures or Measures()
+        self.dataset_of = dataset_of
         self.kind = kind
         self.own_metrics = own_metrics
         self.scheduler = scheduler
@@ -145,59 +154,58 @@ class Evaluator:
         self.seed = seed
 
     async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
-        """Return the samples and ``eval/reward``, lengths, and ``eval/accuracy`` if the rewards provide it; with
-        several data sources, also per source.
+        """Return the samples and ``eval/reward``, lengths, ``eval/accuracy`` if the rewards provide it, and the rest of
+        ``evaluation_metrics``; also per data source and per dataset if there are several. A named set has
+        ``eval/<name>`` in place of ``eval``.
         """
         calls = self.scheduler.graph.calls("generator.generate")
-        draws = [evaluation_draw(example) for example in self.examples]
+        draws = [evaluation_draw(example, self.name) for example in self.examples]
         requests = make_requests(draws, self.samples_per_prompt, self.sampling, self.seed, calls, self.kind)
         apart = Timers()
         with timers.measure("eval"):
             samples = await self.scheduler.run(requests, apart)
         timers.adopt(apart, during="eval")
-        metrics = await self._measured("eval", samples)
-        sources = sorted({sample.prompt.data_source for sample in samples})
-        if len(sources) > 1:
-            for source in sources:
-                of_source = [sample for sample in samples if sample.prompt.data_source == source]
-                metrics |= await self._measured(f"eval/{source}", of_source)
+        prefix = f"eval/{self.name}" if self.name else "eval"
+        metrics: Metrics = {}
+        for part, of_part in self._parts(samples).items():
+            metrics |= await self._measured(f"{prefix}/{part}" if part else prefix, of_part)
         return metrics, samples
+
+    def _parts(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+        """All samples under the empty name; if there are several, those of each data source, and those of each dataset
+        under ``dataset/<name>`` unless they are the data source of that name.
+        """
+        sources: dict[str, list[Sample]] = {}
+        datasets: dict[str, list[Sample]] = {}
+        for sample in samples:
+            sources.setdefault(sample.prompt.data_source, []).append(sample)
+            if sample.example_id in self.dataset_of:
+                datasets.setdefault(self.dataset_of[sample.example_id], []).append(sample)
+        parts = {"": samples}
+        if len(sources) > 1:
+            parts |= dict(sorted(sources.items()))
+        if len(datasets) > 1:
+            parts |= {f"dataset/{name}": one for name, one in datasets.items() if sources.get(name) != one}
+        return parts
 
     async def _measured(self, prefix: str, samples: Sequence[Sample]) -> Metrics:
         if self.own_metrics is None:
-            return evaluation_metrics(prefix, samples)
+            return evaluation_metrics(prefix, samples, self.measures)
         return await self.own_metrics.of(prefix, samples)
 
 
-def evaluation_metrics(prefix: str, samples: Sequence[Sample]) -> Metrics:
-    """Averages over samples. A sample that could not be generated or scored counts as wrong, and is counted.
+@dataclass(slots=True, frozen=True)
+class Evaluators:
+    """The evaluators of all sets, which evaluate one after another."""
 
-    A reward above 0 does not mean a right answer, so ``accuracy`` exists only if every reward provides it.
-    """
-    failed = sum(sample.exclusion is not None for sample in samples)
-    values = [sample.reward.value for sample in samples if sample.reward and sample.reward.value is not None]
-    metrics: Metrics = {
-        f"{prefix}/samples": Metric(len(samples), reducer="sum"),
-        f"{prefix}/failed": Metric(failed, reducer="sum"),
-    }
-    if ungraded := sum(s.reward is not None and UNGRADED in s.reward.components for s in samples):
-        metrics[f"{prefix}/ungraded"] = Metric(ungraded, reducer="sum")
-    judged = [s.reward for s in samples if s.reward and s.reward.value is not None]
-    verdicts = [v for r in judged if (v := accuracy(r)) is not None or UNGRADED not in r.components]
-    right = [verdict for verdict in verdicts if verdict is not None]
-    if right and len(right) == len(verdicts):
-        metrics[f"{prefix}/accuracy"] = Metric(sum(right), len(samples))
-    if values:
-        metrics[f"{prefix}/reward"] = Metric(sum(values), len(values))
-    lengths = [sample.num_completion_tokens for sample in samples if sample.turns]
-    if lengths:
-        metrics[f"{prefix}/response_length"] = Metric(sum(lengths), len(lengths))
-    return metrics
+    of_sets: Sequence[Evaluator]
 
-
-def accuracy(reward: RewardResult) -> float | None:
-    """Accuracy of the sample, 0 to 1: the reward's component ``accuracy`` or ``acc``; None if it has none, or one
-    outside [0, 1].
-    """
-    value = next((reward.components[name] for name in ACCURACY if name in reward.components), None)
-    return value if value is not None and 0.0 <= value <= 1.0 else None
+    async def evaluate(self, timers: Timers) -> tuple[Metrics, list[Sample]]:
+        """The metrics and samples of all sets."""
+        metrics: Metrics = {}
+        samples: list[Sample] = []
+        for evaluator in self.of_sets:
+            of_set, sampled = await evaluator.evaluate(timers)
+            metrics |= of_set
+            samples += sampled
+        return metrics, samples

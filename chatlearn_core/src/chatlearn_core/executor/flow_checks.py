@@ -24,7 +24,7 @@ def check_roles(
     graph: Graph,
     losses: Losses,
     outputs: Mapping[str, OutputSpec],
-    evaluation: Graph | None = None,
+    evaluations: Collection[Graph] = (),
 ) -> None:
     """Check that every role is used, has the head that its calls and its loss need, and is trainable if it has a loss.
 
@@ -53,7 +53,7 @@ def check_roles(
                 f"roles.{name}.trainable is true, but algorithm {config.algorithm.name!r} has no loss for it; it "
                 f"trains {', '.join(losses)}. Remove the setting or rename the role"
             )
-        if name not in _used(config, {*graph.roles, *losses, *(evaluation.roles if evaluation else ())}):
+        if name not in _used(config, {*losses}.union(*(one.roles for one in (graph, *evaluations)))):
             raise ConfigError(
                 f"roles.{name} is defined, but the flow of algorithm {config.algorithm.name!r} never calls it. Remove "
                 "the role, or set the option that uses it"

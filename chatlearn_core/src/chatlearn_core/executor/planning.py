@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -41,11 +41,11 @@ def plan_run(
     loaded: LoadedConfig,
     registry: PluginRegistry,
     graph: Graph,
-    evaluation: Graph | None,
+    evaluations: Collection[Graph],
     learning: LearningPlan,
     policy: str | None,
 ) -> RunPlan:
-    """Plan the roles that flow, evaluation and losses use, and the weight syncs from the policy to its generators.
+    """Plan the roles that flow, evaluations and losses use, and the weight syncs from the policy to its generators.
 
     Args:
         policy: the role whose weights the generators serve; None: no language model is trained.
@@ -54,7 +54,7 @@ def plan_run(
         ConfigError: ``weight_sync`` does not fit the two ends, or the options of the two ends.
     """
     config = loaded.config
-    used = {*graph.roles, *learning.learners, *(evaluation.roles if evaluation else ())}
+    used = {*learning.learners}.union(*(one.roles for one in (graph, *evaluations)))
     used |= {called for name in used for called in config.roles[name].used_roles}
     roles = {name: _role_plan(loaded, name, learning) for name in config.roles if name in used}
     for name, role in roles.items():

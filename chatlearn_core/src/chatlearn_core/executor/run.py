@@ -18,7 +18,7 @@ from chatlearn_core.executor.checkpointing import CheckpointWriter
 from chatlearn_core.executor.component_factory import (
     LoopParts,
     build_colocation,
-    build_evaluator,
+    build_evaluators,
     build_policy_updater,
     build_rollout_buffer,
     build_rollout_producer,
@@ -165,8 +165,7 @@ class Run:
         self.directory.write_text("config.yaml", to_yaml(self._settings))
         for warning in self.assembly.loaded.warnings:
             self.journal.warn(warning, "configuration", warning=warning)
-        evaluated = self.assembly.eval_set.reports if self.assembly.eval_set is not None else ()
-        for dataset in [*self.assembly.train_set.reports, *evaluated]:
+        for dataset in [*self.assembly.train_set.reports, *self.assembly.eval_reports]:
             if dataset.is_notable:
                 self.journal.warn(str(dataset), "data", report=str(dataset))
 
@@ -212,7 +211,7 @@ class Run:
             build_policy_updater(parts, self.decisions),
             self.weight_sync,
             self.refresher,
-            build_evaluator(parts),
+            build_evaluators(parts),
             self.checkpoint_writer,
             self.loggers,
             self.journal,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chatlearn_core.config.models import RunConfig
 from chatlearn_core.executor.checkpointing import CheckpointWriter
 from chatlearn_core.executor.decisions import Decisions
-from chatlearn_core.executor.evaluator import Evaluator
+from chatlearn_core.executor.evaluator import Evaluators
 from chatlearn_core.executor.experience import exclusion_metrics
 from chatlearn_core.executor.finished_group import FinishedGroup, samples_of
 from chatlearn_core.executor.journal import Journal
@@ -45,7 +45,7 @@ class TrainingLoop:
     updater: PolicyUpdater
     weight_sync: WeightSyncManager
     refresher: RoleRefresher
-    evaluator: Evaluator | None
+    evaluator: Evaluators | None
     checkpoint_writer: CheckpointWriter
     loggers: Loggers
     journal: Journal
@@ -169,7 +169,7 @@ class TrainingLoop:
         last = step == self.config.train.steps
         return (last and self.config.eval.at_end) or bool(every and step % every == 0)
 
-    async def _evaluate(self, evaluator: Evaluator, timers: Timers, step: int) -> dict[str, float]:
+    async def _evaluate(self, evaluator: Evaluators, timers: Timers, step: int) -> dict[str, float]:
         with self.journal.during(Phase.EVALUATING, step):
             metrics, samples = await evaluator.evaluate(timers)
         line = values(metrics)

@@ -269,7 +269,9 @@ def checked_reward(result: Any, sample: Sample, value_name: str = "the reward") 
             return RewardResult(None, error=f"token_values holds a number that is not within ±{MAX_REWARD:g}")
     assert result.value is not None, "a result without an error has a value"
     components = {str(name): float(number) for name, number in result.components.items()}
-    return RewardResult(float(result.value), components, tokens)
+    if result.answer is not None and not isinstance(result.answer, str):
+        return RewardResult(None, error=f"answer is a {type(result.answer).__name__}, neither text nor None")
+    return RewardResult(float(result.value), components, tokens, answer=result.answer)
 
 
 def _is_finite(number: Any) -> bool:

@@ -116,7 +116,7 @@ class ExampleDraw:
 
     example: Example
     draw: int | str
-    """Number of this draw of the example in the run, from 0; evaluations use their name, ``eval``."""
+    """Number of this draw of the example in the run, from 0; evaluations use ``eval``, or ``eval:<set>``."""
     seed_key: str
     """Keys the random numbers of the samples; unique among all draws of a run."""
 
@@ -134,6 +134,11 @@ class ExampleDraw:
         return f"{self.seed_key}#{index}"
 
 
-def evaluation_draw(example: Example) -> ExampleDraw:
-    """The draw that evaluations use: always the same random numbers, so that evaluations are comparable."""
-    return ExampleDraw(example, "eval", f"{example.id}@eval")
+def evaluation_draw(example: Example, evaluation_set: str = "") -> ExampleDraw:
+    """The draw that evaluations use: always the same random numbers, so that evaluations are comparable.
+
+    Args:
+        evaluation_set: name of the evaluation set; an example may be in several.
+    """
+    name = f"eval:{evaluation_set}" if evaluation_set else "eval"
+    return ExampleDraw(example, name, f"{example.id}@{name}")

@@ -88,5 +88,9 @@ def _media(media: tuple[Media, ...]) -> tuple[Media, ...]:
 def _reward(reward: RewardResult) -> RewardResult:
     tokens = reward.token_values
     return RewardResult(
-        reward.value, dict(reward.components), None if tokens is None else read_only(tokens), reward.error
+        reward.value,
+        dict(reward.components),
+        None if tokens is None else read_only(tokens),
+        reward.error,
+        reward.answer,
     )

@@ -47,6 +47,9 @@ class RewardResult:
     """[T - num_prompt_tokens] optional reward per token after the prompt; ``value`` is added at the last token."""
     error: str | None = None
     """The failure: an exception, a timeout, a NaN, or a wrong number of results."""
+    answer: str | None = None
+    """The answer that was graded, in a form that equal answers share; evaluations group the votes of maj@k by it. None:
+    the sample gives no answer, or the reward knows of none."""
 
     def __post_init__(self) -> None:
         assert (self.value is None) != (self.error is None), "a reward has either a value or an error"

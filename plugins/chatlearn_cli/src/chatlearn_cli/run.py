@@ -134,7 +134,7 @@ def describe(assembly: Assembly) -> str:
     if plan.refreshes:
         lines += ["", "refresh", *(f"  {_refresh_text(name, refresh)}" for name, refresh in plan.refreshes.items())]
     lines += ["", "data", *(f"  {report}" for report in assembly.train_set.reports)]
-    lines += [f"  {report} (eval)" for report in (assembly.eval_set.reports if assembly.eval_set else ())]
+    lines += [f"  {report} (eval)" for report in assembly.eval_reports]
     return "\n".join(lines)
 
 

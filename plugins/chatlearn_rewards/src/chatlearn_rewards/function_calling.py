@@ -17,7 +17,7 @@ from typing import Any
 from chatlearn_rewards.pool_worker import TaskConfigError, describe_exception
 
 Verdict = dict[str, Any]
-"""``{"value", "components"}`` or ``{"error"}``."""
+"""``{"value", "components"}``, with ``answer`` if the function gives one, or ``{"error"}``."""
 
 COMPUTE_SCORE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_PARAMETERS = ("prompts", "completions")
@@ -110,8 +110,11 @@ def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> 
 
 
 def check_score(score: Any) -> Verdict:
-    """One score as a verdict: a finite number, or a dict with ``score`` whose other numbers become components."""
+    """One score as a verdict: a finite number, or a dict with ``score`` whose other numbers become components and whose
+    text ``answer`` is the answer that was graded.
+    """
     components: dict[str, float] = {}
+    answer = score.get("answer") if isinstance(score, Mapping) else None
     if isinstance(score, Mapping):
         if "score" not in score:
             return {"error": f"the function returned a dict without 'score'; its keys are {sorted(map(str, score))}"}
@@ -127,7 +130,7 @@ def check_score(score: Any) -> Verdict:
         return {"error": f"the function returned {_shown(score)}; a score is a number or a dict with 'score'"}
     if not math.isfinite(number):
         return {"error": f"the function returned {number}; a score must be finite"}
-    return {"value": number, "components": components}
+    return {"value": number, "components": components} | ({"answer": answer} if isinstance(answer, str) else {})
 
 
 def check_list(scores: Any, count: int) -> list[Verdict]:

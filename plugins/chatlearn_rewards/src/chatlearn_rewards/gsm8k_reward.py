@@ -75,9 +75,12 @@ class Gsm8kReward:
                 f"{sample.prompt.id!r} holds no number; it must be a number or end in '#### NUMBER'"
             )
             return RewardResult(None, error=text)
-        right = answered_number(sample.text, strict=self._options.strict) == truth
+        answer = answered_number(sample.text, strict=self._options.strict)
+        right = answer == truth
         return RewardResult(
-            self._options.correct if right else self._options.incorrect, {"accuracy": 1.0 if right else 0.0}
+            self._options.correct if right else self._options.incorrect,
+            {"accuracy": 1.0 if right else 0.0},
+            answer=None if answer is None else str(answer),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -38,7 +39,10 @@ def build_math_grader(require_boxed: bool, strict: bool = True) -> Callable[[tup
 
     def grade(payload: tuple[str, str]) -> Mapping[str, Any]:
         completion, truth = payload
-        return {"right": is_right(completion, truth, require_boxed=require_boxed, strict=strict)}
+        right = is_right(completion, truth, require_boxed=require_boxed, strict=strict)
+        if right:  # one key, however the answer is written
+            return {"right": True, "answer": answer_key(truth if last_boxed(truth) else f"\\boxed{{{truth}}}")}
+        return {"right": False, "answer": answer_key(completion, require_boxed)}
 
     return grade
 
@@ -76,6 +80,30 @@ def is_right(completion: str, truth: str, *, require_boxed: bool = False, strict
     return not strict or objection_to_answer(answer, gold, _parse_answer) is None
 
 
+def answer_key(text: str, require_boxed: bool = False) -> str | None:
+    """The final answer of a text in a form that equal answers mostly share: numbers as fractions, everything else
+    without what does not change its meaning. None if there is none.
+    """
+    found = last_boxed(text)
+    if found is None and require_boxed:
+        return None
+    found = found or last_tagged(text)
+    if found is None:
+        parsed = _parse_statement(in_plain_prose(text[-TAIL_CHARACTERS:]))
+        return (_as_fraction(parsed[0]) or str(parsed[-1])) if parsed else None
+    answer = in_plain_latex(found.text)
+    parsed = _parse_answer(answer) if len(answer) <= MAX_ANSWER_CHARACTERS else ()
+    return (_as_fraction(parsed[0]) if parsed else None) or _plain(answer) or None
+
+
+def _as_fraction(expression: Any) -> str | None:
+    """A rational number or a decimal as a fraction; None for everything else."""
+    if not (getattr(expression, "is_Rational", False) or getattr(expression, "is_Float", False)):
+        return None
+    written = str(expression)
+    return written if "e" in written else str(Fraction(written))  # a large exponent would take time
+
+
 def _statement_is_right(completion: str, gold: str, strict: bool) -> bool:
     """Whether the last expression of a completion that marks no answer equals ``gold``."""
     tail = in_plain_prose(completion[-TAIL_CHARACTERS:])
@@ -83,7 +111,7 @@ def _statement_is_right(completion: str, gold: str, strict: bool) -> bool:
         return True
 
     def equals(text: str) -> bool:
-        answered = parse(text, EXTRACTION, parsing_timeout=NO_LIMIT)
+        answered = list(_parse_statement(text))
         return bool(answered) and verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT)
 
     return equals(tail) and (not strict or objection_to_statement(tail, gold, equals) is None)
@@ -102,6 +130,12 @@ def _readings(gold: str, answer: str) -> Iterator[tuple[str, str]]:
 def _equal(gold: str, answer: str) -> bool:
     answered = list(_parse_answer(answer))
     return bool(answered) and verify(list(_parse_answer(gold)), answered, timeout_seconds=NO_LIMIT)
+
+
+@lru_cache(maxsize=16)
+def _parse_statement(text: str) -> tuple[Any, ...]:
+    """The last expression of a text that marks no answer."""
+    return tuple(parse(text, EXTRACTION, parsing_timeout=NO_LIMIT))
 
 
 @lru_cache(maxsize=4096)

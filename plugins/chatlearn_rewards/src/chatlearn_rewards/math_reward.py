@@ -46,5 +46,7 @@ class MathReward(PooledReward):
             return RewardResult(None, error=outcome.error)
         right = bool(outcome.value["right"])
         return RewardResult(
-            self._options.correct if right else self._options.incorrect, {"accuracy": 1.0 if right else 0.0}
+            self._options.correct if right else self._options.incorrect,
+            {"accuracy": 1.0 if right else 0.0},
+            answer=outcome.value["answer"],
         )

@@ -52,4 +52,4 @@ def result_from_outcome(outcome: Outcome) -> RewardResult:
     verdict: Mapping[str, Any] = outcome.value
     if "error" in verdict:
         return RewardResult(None, error=verdict["error"])
-    return RewardResult(verdict["value"], dict(verdict.get("components", {})))
+    return RewardResult(verdict["value"], dict(verdict.get("components", {})), answer=verdict.get("answer"))

@@ -127,6 +127,7 @@ class CombinedReward:
         value = 0.0
         components: dict[str, float] = {}
         token_values = None
+        answer = None
         for part in self.parts:
             result = verdict.get(part.name)
             if result is None or result.value is None:
@@ -136,10 +137,11 @@ class CombinedReward:
             components[part.name] = result.value if counts else 0.0
             for name, component in result.components.items():
                 components.setdefault(name, component)
+            answer = result.answer if answer is None else answer
             if result.token_values is not None and counts:
                 weighted = part.weight * result.token_values
                 token_values = weighted if token_values is None else token_values + weighted
-        return checked_reward(RewardResult(value, components, token_values), sample, "the weighted sum")
+        return checked_reward(RewardResult(value, components, token_values, answer=answer), sample, "the weighted sum")
 
     def _counts(self, part: RewardPart, verdict: dict[str, RewardResult]) -> bool:
         if part.gate is None:

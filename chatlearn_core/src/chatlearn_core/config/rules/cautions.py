@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from chatlearn_core.config.models import SamplingConfig
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.config.rules.evaluation import sections
 from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import GeneratorSpec
 
@@ -75,11 +76,9 @@ MANY_STOPS = 100
 
 def stop_texts_are_few(checked: Checked) -> Iterator[Problem]:
     """Warn about many stop texts: sampling searches for each of them at every token of every completion."""
-    sections: list[tuple[KeyPath, SamplingConfig | None]] = [
-        (("sampling",), checked.config.sampling),
-        (("eval", "sampling"), checked.config.eval.sampling),
-    ]
-    for section, sampling in sections:
+    samplings: list[tuple[KeyPath, SamplingConfig | None]] = [(("sampling",), checked.config.sampling)]
+    samplings += [((*path, "sampling"), section.sampling) for path, section in sections(checked.config.eval)]
+    for section, sampling in samplings:
         if sampling is not None and len(sampling.stop) > MANY_STOPS:
             rule = f"sampling searches for {len(sampling.stop)} stop texts after every token, which makes it slow"
             yield Problem((*section, "stop"), rule, remedy="keep only the stop texts that completions need")

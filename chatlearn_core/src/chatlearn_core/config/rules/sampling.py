@@ -7,14 +7,18 @@ from typing import Any
 
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
+from chatlearn_core.config.rules.evaluation import sections
 
 
 def completion_fits_model(checked: Checked) -> Iterator[Problem]:
     """Prompt and completion together must fit into the longest sequence of the generators' models."""
     config = checked.config
     samplings: list[tuple[KeyPath, int]] = [(("sampling", "max_tokens"), config.sampling.max_tokens)]
-    if config.eval.sampling is not None:
-        samplings.append((("eval", "sampling", "max_tokens"), config.eval.sampling.max_tokens))
+    samplings += [
+        ((*at, "sampling", "max_tokens"), one.sampling.max_tokens)
+        for at, one in sections(config.eval)
+        if one.sampling is not None
+    ]
     told: set[tuple[KeyPath, KeyPath]] = set()
     for name, _ in checked.roles("generator"):
         section, model = checked.model_of(name)
@@ -40,16 +44,8 @@ def completion_fits_model(checked: Checked) -> Iterator[Problem]:
 
 
 def several_samples_differ(checked: Checked) -> Iterator[Problem]:
-    """Several completions of one prompt must be sampled at a temperature above 0."""
+    """Several completions of one prompt must be sampled at a temperature above 0 (evaluation: ``evaluation.py``)."""
     config = checked.config
-    several = config.eval.samples_per_prompt
-    if several > 1 and config.data.eval and (config.eval.sampling is None or config.eval.sampling.temperature == 0):
-        greedy: tuple[KeyPath, Any] = (("eval", "sampling"), None)
-        if config.eval.sampling is not None:
-            greedy = (("eval", "sampling", "temperature"), config.eval.sampling.temperature)
-        rule = f"evaluation is greedy: the {several} samples of a prompt would all be the same"
-        remedy = "set eval.sampling with a temperature above 0, or remove samples_per_prompt"
-        yield Problem(("eval", "samples_per_prompt"), rule, several, remedy, (greedy,))
     algorithm = checked.choices.selected.get("algorithm")
     group_size = getattr(algorithm.options, "group_size", 1) if algorithm is not None else 1
     if isinstance(group_size, int) and group_size > 1 and config.sampling.temperature == 0:

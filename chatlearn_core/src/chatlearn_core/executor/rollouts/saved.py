@@ -291,6 +291,7 @@ def _describe_reward(reward: RewardResult) -> dict[str, Any]:
         "components": dict(reward.components),
         "token_values": None if values is None else np.asarray(values),
         "error": reward.error,
+        "answer": reward.answer,
     }
 
 
