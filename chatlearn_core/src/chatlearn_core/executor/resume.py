@@ -172,7 +172,7 @@ def find_resume_point(
         reason = fixed.get(line.partition(":")[0])
         if reason is not None:
             changed.append(f"{line}; {reason}")
-        elif not _is_of(line, allowed):
+        elif not is_of(line, allowed):
             changed.append(line)
     if changed:
         left_out = f"\n  ... and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
@@ -257,7 +257,8 @@ def _told(setting: Any) -> str:
     return "set" if isinstance(setting, Mapping | list) else "not set" if setting is None else repr(setting)
 
 
-def _is_of(line: str, settings: Collection[str]) -> bool:
+def is_of(line: str, settings: Collection[str]) -> bool:
+    """Whether a line of ``changed_settings`` is about one of these settings or a key below one."""
     key = line.partition(":")[0].split(".")
     return any(_begins(key, setting.split(".")) for setting in settings)
 

@@ -54,7 +54,15 @@ class WeightSyncManager:
         Raises:
             WeightSyncError: no replica serves the version.
         """
-        return await self._sync(self.routes, state.policy_version, timers)
+        return await self.publish_version(state.policy_version, timers)
+
+    async def publish_version(self, version: int, timers: Timers) -> Metrics:
+        """Sync the trainers' weights to every generator under this version.
+
+        Raises:
+            WeightSyncError: no replica serves the version.
+        """
+        return await self._sync(self.routes, version, timers)
 
     async def _sync(self, routes: Sequence[WeightRoute], version: int, timers: Timers) -> Metrics:
         metrics: Metrics = {}

@@ -11,7 +11,7 @@ def chatlearn_cli_commands() -> list[CliCommandSpec]:
     """The built-in commands; other plugins cannot take their names."""
     return [
         CliCommandSpec(name="run", app="chatlearn_cli.run:run", help="Train a model as a configuration says."),
-        CliCommandSpec(name="eval", app="chatlearn_cli.run:evaluate", help="Evaluate a model or a checkpoint."),
+        CliCommandSpec(name="eval", app="chatlearn_cli.evaluate:evaluate", help="Evaluate models or checkpoints."),
         CliCommandSpec(name="plugins", app="chatlearn_cli.plugins:app", help="List and show plugins."),
         CliCommandSpec(
             name="plugins list", app="chatlearn_cli.plugins:list_plugins", help="List every installed plugin."

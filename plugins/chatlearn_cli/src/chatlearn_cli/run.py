@@ -1,9 +1,8 @@
-"""``chatlearn run`` and ``chatlearn eval``."""
+"""``chatlearn run``."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from chatlearn_cli.terminal import tell
-from chatlearn_core.exceptions import ConfigError, Interrupted
+from chatlearn_core.exceptions import Interrupted
 from chatlearn_core.printable import printable
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def run(
     from chatlearn_cli.progress_bar import ProgressBar
     from chatlearn_core.executor.run import Run
 
-    assembly = _assemble(_load(config, overrides, strict_plugins), strict_plugins)
+    assembly = assemble(load(config, overrides, strict_plugins), strict_plugins)
     if dry_run:
         for warning in assembly.loaded.warnings:
             tell(f"warning: {warning}")
@@ -73,36 +72,7 @@ def run(
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
     with listener, garbage_collected_seldom():
         command = shlex.join(["chatlearn", "run", str(config), *(overrides or [])])
-        _until_interrupted(training.train(mode, rewind=rewind, command=command))
-
-
-def evaluate(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model directory to evaluate; the run's trained model by default.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    strict_plugins: StrictPlugins = False,
-) -> None:
-    """Evaluate a model on a configuration's eval datasets, without training."""
-    from chatlearn_core.executor.evaluation import evaluate_model
-    from chatlearn_core.executor.planning import run_directory
-
-    loaded = _load(config, overrides, strict_plugins)
-    trained = run_directory(loaded.config) / "model"
-    path = model or (str(trained) if trained.is_dir() else loaded.config.model.path)
-    if path != loaded.config.model.path:
-        loaded = _load(config, [*(overrides or []), f"model.path={path}"], strict_plugins)
-    if not loaded.config.data.eval:
-        raise ConfigError(f"{config}: there is nothing to evaluate on; add a dataset to data.eval")
-    metrics = _until_interrupted(evaluate_model(_assemble(loaded, strict_plugins)))
-    if json_output:
-        typer.echo(json.dumps({"model": path, **metrics}))
-        return
-    typer.echo(f"model: {path}")
-    for name, value in metrics.items():
-        typer.echo(f"  {printable(name):<32} {value:.4f}")
+        until_interrupted(training.train(mode, rewind=rewind, command=command))
 
 
 def describe(assembly: Assembly) -> str:
@@ -149,21 +119,23 @@ def _refresh_text(follower: str, refresh: Refresh) -> str:
     return f"{refresh.role} -> {follower} every {refresh.every} step(s), decay {refresh.decay:g}, {how}"
 
 
-def _load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:
+def load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:
+    """Read and check a configuration file."""
     from chatlearn_core.config.load import load_config
     from chatlearn_core.plugins.loader import discover_plugins
 
     return load_config(config, overrides or [], discover_plugins(strict=strict))
 
 
-def _assemble(loaded: LoadedConfig, strict: bool) -> Assembly:
+def assemble(loaded: LoadedConfig, strict: bool) -> Assembly:
+    """Build what the configuration describes, without starting anything."""
     from chatlearn_core.executor.assembly import assemble
     from chatlearn_core.plugins.loader import discover_plugins
 
     return assemble(loaded, discover_plugins(strict=strict))
 
 
-def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+def until_interrupted(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end; the first Ctrl-C or SIGTERM stops cleanly, the second ends the process at once.
 
     Raises:
