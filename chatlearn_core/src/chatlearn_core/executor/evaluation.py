@@ -59,7 +59,7 @@ async def evaluate_checkpoints(
     if not assembly.evaluations:
         raise ConfigError(f"{assembly.loaded.source}: data.eval is empty; add a dataset to evaluate on")
     called = _called(assembly)
-    routes = tuple(route for route in assembly.plan.weight_syncs if route.generator in called)
+    routes = tuple(route for route in assembly.plan.weight_syncs if route.target in called)
     alone = _with_roles(assembly, called | {route.trainer for route in routes}, routes)
     saved = [name for name in alone.plan.roles if name in (*assembly.learning.learners, *assembly.plan.refreshes)]
     settings = recorded_values(assembly.loaded)
