@@ -3,7 +3,7 @@ the run continues.
 
 Five kinds of process (a generator replica, a reward worker, a trainer rank, a whole node, the driver) die in every
 phase that the executor enumerates, and all but the driver are stopped; a run ends with the same bits as one in which
-nothing happened. Six cells are among the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
+nothing happened. Four cells are among the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ MODULE = "chatlearn_ray_fault_backends"
 PROGRAM = Path(__file__).parent / "fault_run.py"
 ORDINARY = {
     "generator": Phase.GENERATING,
-    "reward": Phase.SCORING,
     "trainer": Phase.SAVING,
     "node": Phase.UPDATING,
     "driver": Phase.SYNCING,
-    "frozen-generator": Phase.SYNCING,
 }
 """The phase in which a target is tested every time; other targets are in the grid only."""
 DRIVER_GONE_S = 60.0
