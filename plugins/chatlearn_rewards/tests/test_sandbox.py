@@ -110,6 +110,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         time.sleep(600)
+    os._exit(0)
 print("done")
 sys.stdout.flush()
 os._exit(0)

@@ -73,8 +73,8 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
         if rollout.partial == "resume" and not record.resumable:
             rule = f"generator '{record.name}' does not resume completions (resumable in its plugin record)"
             yield Problem(path, rule, rollout.partial, "choose another generator, or none", backend)
-        options = checked.choices.selected[f"roles.{name}"].options
-        if rollout.partial == "keep" and kv_after_sync_of(record, options) == "dropped":
+        chosen = checked.choices.selected.get(f"roles.{name}")  # missing if its options were refused
+        if rollout.partial == "keep" and chosen and kv_after_sync_of(record, chosen.options) == "dropped":
             rule = f"generator '{record.name}' ends unfinished requests at a weight sync (kv_after_sync: dropped)"
             yield Problem(path, rule, rollout.partial, "choose another generator, resume, or none", backend)
 
