@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from chatlearn_testing.processes import (
     command,
@@ -48,4 +49,7 @@ def test_members_of_a_session_are_found() -> None:
     finally:
         os.killpg(leader.pid, signal.SIGKILL)
         leader.communicate()
+    deadline = time.monotonic() + 10
+    while session_members(leader.pid) and time.monotonic() < deadline:  # the killed sleep may not have ended yet
+        time.sleep(0.05)
     assert session_members(leader.pid) == []
