@@ -29,6 +29,8 @@ PROJECTS = sorted(
     + [file.parent for file in ROOT.glob("plugins/chatlearn_*/pyproject.toml")]
 )
 
+SANDBOX_FILES = {"chatlearn-rewards": {"code_wire"}}
+"""Files of a distribution that its scripts import by name, since they lie side by side in the sandbox."""
 ENGINES = {"chatlearn-vllm": "vllm", "chatlearn-sglang": "sglang"}
 """Imported in the interpreter that holds the engine, which may be another one."""
 COMPANIONS = {"pydantic-core": "pydantic"}
@@ -190,7 +192,7 @@ def test_nothing_is_imported_that_is_not_declared(wheels: dict[str, Path]) -> No
                 if entry.endswith(".py") and "/template/" not in entry:
                     for module in top_level_imports(archive.read(entry).decode()):
                         imported.setdefault(module, entry)
-        own = {name.replace("-", "_"), ENGINES.get(name), *sys.stdlib_module_names}
+        own = {name.replace("-", "_"), ENGINES.get(name), *SANDBOX_FILES.get(name, ()), *sys.stdlib_module_names}
         unknown = {
             module: entry
             for module, entry in imported.items()
