@@ -99,7 +99,7 @@ def node_of(worker: Any) -> str:
     """Ray's name of the node that a worker is on."""
     import ray
 
-    return str(ray._private.state.actors(worker.actor._actor_id.hex())["Address"]["NodeID"])
+    return str(ray._private.state.actors(worker.handle.actor._actor_id.hex())["Address"]["NodeID"])
 
 
 def disturbed(config: Path, output: Path, fault: str | None, nodes: Mapping[str, Callable[[], None]]) -> dict[str, Any]:

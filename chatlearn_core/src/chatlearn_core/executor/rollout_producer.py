@@ -125,7 +125,7 @@ def sampled_as(arguments: Mapping[str, Any], sampling: SamplingParams) -> Sampli
     own = {name: value for name, value in arguments.items() if name != "n"}
     if "stop" in own:
         own["stop"] = tuple(own["stop"])
-    return replace(sampling, **own)
+    return replace(sampling, **own) if own else sampling
 
 
 def make_requests(

@@ -145,11 +145,8 @@ class FlowCall:
     """What calls that are kept on disk read; None in a flow that makes all its calls."""
     packer: SamplePacker = field(default_factory=SamplePacker)
     """Packs the samples for all calls of this run of the flow."""
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Names of all data that calls of this flow add to samples."""
-        return frozenset(field for node in self.graph.nodes for field in node.fields)
+    fields: frozenset[str] = frozenset()
+    """Names of all data that calls of this flow add to samples."""
 
 
 class FlowScheduler:
@@ -203,6 +200,7 @@ class FlowScheduler:
         self.front = front or FleetCompletions(runtime)
         self.roles = roles or {}
         self._functions = FlowFunctions()
+        self._fields = frozenset(name for node in graph.nodes for name in node.fields)
         self._actions = {node.index: resolve_import_string(node.method.action) for node in self.stage}
         levels = {node.index: level for level, nodes in enumerate(graph.levels) for node in nodes}
         self._levels = {index: level for index, level in levels.items() if index in self._actions}
@@ -298,7 +296,11 @@ class FlowScheduler:
                 with self._generation(node, timers):
                     async with asyncio.TaskGroup() as tasks:
                         for index in own:
-                            tasks.create_task(_announce(index, [events[index] for events in needs], ready))
+                            pending = [events[index] for events in needs if not events[index].is_set()]
+                            if pending:
+                                tasks.create_task(_announce(index, pending, ready))
+                            else:
+                                ready.put_nowait(index)
                         async for unit in self._units(node, requests, own, ready):
                             tasks.create_task(self._carry_out(work, unit))
 
@@ -309,7 +311,7 @@ class FlowScheduler:
         workers divide the work themselves, everything that became ready meanwhile.
         """
         by_group = node.granularity == "group" or node.role in self.group_rewards
-        group_size = Counter(requests[index].group_id for index in own)
+        group_size = Counter(requests[index].group_id for index in own if by_group)
         waiting: dict[str, list[int]] = {}
         left = len(own)
         while left:
@@ -319,10 +321,13 @@ class FlowScheduler:
             left -= len(arrived)
             units: list[list[int]] = []
             for index in arrived:
+                if not by_group:
+                    units.append([index])
+                    continue
                 group_id = requests[index].group_id
-                unit = waiting.setdefault(group_id, []) if by_group else []
+                unit = waiting.setdefault(group_id, [])
                 unit.append(index)
-                if not by_group or len(unit) == group_size[group_id]:
+                if len(unit) == group_size[group_id]:
                     units.append(sorted(unit))
             if node.kind == "reward" and units:
                 units = [sorted(index for unit in units for index in unit)]
@@ -355,6 +360,7 @@ class FlowScheduler:
             self.max_length,
             self.cached,
             packer,
+            self._fields,
         )
 
     def _generation(self, node: Node, timers: Timers) -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn, Protocol, cast
 
@@ -72,6 +73,12 @@ class Fill:
 Piece = Array | Rows | Fill
 
 
+@lru_cache(maxsize=4096, typed=True)
+def fill(value: float, count: int) -> Fill:
+    """``Fill(value, count)``, the same object for the same arguments, which a message then carries once."""
+    return Fill(value, count)
+
+
 class _Unfetched(NDArrayOperatorsMixin):
     """Raises ``UnfetchedError`` when values are needed."""
 
@@ -108,8 +115,8 @@ class ArrayRef(_Unfetched):
     def __init__(
         self, pieces: Iterable[Piece], tail: tuple[int, ...], dtype: npt.DTypeLike, owner: str = "", key: str = ""
     ) -> None:
-        self.pieces = tuple(pieces)
-        self.shape = (sum(map(len, self.pieces)), *tail)
+        self.pieces: tuple[Piece, ...] = tuple(pieces)
+        self.shape: tuple[int, ...] = (sum(map(len, self.pieces)), *tail)
         self.dtype = np.dtype(dtype)
         self.owner = owner
         self.key = key
@@ -119,16 +126,19 @@ class ArrayRef(_Unfetched):
 
     def named(self, owner: str, key: str) -> ArrayRef:
         """The same array, labelled as ``key`` of ``owner`` for messages."""
-        return ArrayRef(self.pieces, self.shape[1:], self.dtype, owner, key)
+        return _array_ref(self.pieces, self.shape, self.dtype, owner, key)
 
     def cut(self, start: int, stop: int) -> ArrayRef:
         """Rows [start, stop), by reference."""
         start, stop, _ = slice(start, stop).indices(len(self))
-        return ArrayRef(self._cut(start, max(start, stop)), self.shape[1:], self.dtype, self.owner, self.key)
+        stop = max(start, stop)
+        pieces = tuple(self._cut(start, stop))
+        return _array_ref(pieces, (stop - start, *self.shape[1:]), self.dtype, self.owner, self.key)
 
     def behind(self, piece: Piece) -> ArrayRef:
         """A reference to ``piece`` followed by this array."""
-        return ArrayRef((piece, *self.pieces), self.shape[1:], self.dtype, self.owner, self.key)
+        shape = (len(piece) + self.shape[0], *self.shape[1:])
+        return _array_ref((piece, *self.pieces), shape, self.dtype, self.owner, self.key)
 
     def read_only(self) -> ArrayRef:
         """The same array with the pieces in this process made read-only. Stored pieces are always read-only."""
@@ -173,6 +183,13 @@ class ArrayRef(_Unfetched):
 
     def __repr__(self) -> str:
         return f"ArrayRef(shape={self.shape}, dtype={self.dtype}, owner={self.owner!r}, key={self.key!r})"
+
+
+def _array_ref(pieces: tuple[Piece, ...], shape: tuple[int, ...], dtype: Any, owner: str, key: str) -> ArrayRef:
+    """A reference of known shape, without counting its rows: a step makes several for every sample."""
+    made = ArrayRef.__new__(ArrayRef)
+    made.pieces, made.shape, made.dtype, made.owner, made.key = pieces, shape, dtype, owner, key
+    return made
 
 
 def unfetched(owner: str, key: str) -> str:
@@ -229,8 +246,9 @@ def joined(parts: Sequence[Array], dtype: npt.DTypeLike | None = None) -> Array:
             pieces.extend(part.pieces)
         else:
             pieces.append(part.astype(dtype, copy=False))
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
     # Samples and batches declare plain arrays: that is what all code but the executor's routing sees.
-    return cast(Array, ArrayRef(pieces, parts[0].shape[1:], dtype))
+    return cast(Array, _array_ref(tuple(pieces), shape, dtype, "", ""))
 
 
 class TensorRef(_Unfetched):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chatlearn_core.exceptions import BackendError, UnfetchedError
-from chatlearn_core.types.array_ref import ArrayRef, Fill, TextRef, cut, joined, named, unfetched
+from chatlearn_core.types.array_ref import ArrayRef, TextRef, cut, fill, joined, named, unfetched
 from chatlearn_core.types.completion import (
     RAW_BASIS,
     Completion,
@@ -201,7 +201,7 @@ def sample_from_completion(
     loss_mask[num_prompt:] = True
     text: Any = completion.text
     if isinstance(text, TextRef):
-        text = replace(text, owner=sample_id)
+        text = TextRef(text.rows, sample_id)
     turn = Turn(
         num_prompt,
         length,
@@ -343,9 +343,9 @@ def policy_versions(start: int, spans: Sequence[VersionSpan], length: int) -> np
 
 def _stored_versions(start: int, spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int32]:
     """Like ``policy_versions`` for spans without gaps, but as a reference that takes no memory per token."""
-    behind = length - start - (spans[-1].stop if spans else 0)
-    fills = [Fill(span.version, span.stop - span.start) for span in spans]
-    fills = [Fill(NOT_SAMPLED, start), *fills, Fill(NOT_SAMPLED, behind)]
+    fills = [fill(NOT_SAMPLED, start), *(fill(span.version, span.stop - span.start) for span in spans)]
+    if behind := length - start - (spans[-1].stop if spans else 0):
+        fills.append(fill(NOT_SAMPLED, behind))
     return cast(npt.NDArray[np.int32], ArrayRef(fills, (), np.int32))
 
 
@@ -362,5 +362,5 @@ def _aligned(values: npt.NDArray[Any], num_prompt: int, prompt_values: npt.NDArr
     if prompt_values is not None:
         return joined([prompt_values, values])
     if isinstance(values, ArrayRef):
-        return cast(npt.NDArray[Any], values.behind(Fill(0, num_prompt)))
+        return cast(npt.NDArray[Any], values.behind(fill(0, num_prompt)))
     return np.concatenate([np.zeros((num_prompt, *values.shape[1:]), dtype=values.dtype), values])

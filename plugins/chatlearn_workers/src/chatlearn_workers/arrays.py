@@ -6,7 +6,7 @@ Ray returns NumPy arrays from its object store as views, without a copy; it woul
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +71,11 @@ class RowsArray:
     names: tuple[str, ...]
     index: npt.NDArray[np.int64]
     """[P, 4], one row per piece: block, name, start and stop; or -1, 0 and start and stop of rows held directly; or -2,
-    the directly held row to repeat, and the number of repetitions."""
+    the index of the row to repeat, 0, and the number of repetitions."""
     at_hand: Array
+    """[H, ...] the rows held directly."""
+    repeated: Array
+    """[R, ...] rows to repeat."""
     tail: tuple[int, ...]
     dtype: str
 
@@ -83,12 +86,12 @@ class RowsArray:
         names: dict[str, int] = {}
         index: list[tuple[int, int, int, int]] = []
         at_hand: list[Array] = []
+        repeated: dict[str, tuple[int, float]] = {}  # by spelling, which tells -0.0 from 0.0
         rows = 0
         for piece in _pieces(tensor.sequences):
             if isinstance(piece, Fill):
-                index.append((-2, rows, 0, len(piece)))
-                at_hand.append(np.full((1, *tensor.shape[1:]), piece.value, tensor.sequences[0].dtype))
-                rows += 1
+                row, _ = repeated.setdefault(str(piece.value), (len(repeated), piece.value))
+                index.append((-2, row, 0, piece.count))
             elif isinstance(piece, Rows):
                 block = blocks.setdefault(id(piece.block), (len(blocks), piece.block))[0]
                 index.append((block, names.setdefault(piece.name, len(names)), piece.start, piece.stop))
@@ -102,6 +105,7 @@ class RowsArray:
             tuple(names),
             np.array(index, np.int64).reshape(-1, 4),
             np.concatenate(at_hand) if at_hand else np.zeros((0, *tail), dtype),
+            _filled([value for _, value in repeated.values()], tail, dtype),
             tail,
             dtype.str,
         )
@@ -113,13 +117,21 @@ class RowsArray:
 
     def _rows(self, block: int, name: int, start: int, stop: int) -> Array:
         if block == -2:
-            return np.broadcast_to(self.at_hand[name], (stop, *self.tail))
+            return np.broadcast_to(self.repeated[name], (stop, *self.tail))
         return self.at_hand[start:stop] if block < 0 else self.blocks[block].rows(self.names[name], start, stop)
 
     @property
     def nbytes(self) -> int:
         """Bytes to send; blocks are already in the store."""
-        return self.at_hand.nbytes + self.index.nbytes
+        return self.at_hand.nbytes + self.repeated.nbytes + self.index.nbytes
+
+
+def _filled(values: Sequence[float], tail: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """[R, ...] one row for each value, filled with it."""
+    rows = np.empty((len(values), *tail), dtype)
+    for row, value in enumerate(values):
+        rows[row] = value
+    return rows
 
 
 def _pieces(arrays: Iterable[Array]) -> Iterable[Piece]:
