@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from chatlearn_rewards.conformance import SETTINGS
+from chatlearn_rewards.conformance import ENDPOINT_JUDGE, SETTINGS
 from chatlearn_testing.suites import RewardCase, RewardConformance
 
 MISBEHAVING = """import os
@@ -93,6 +93,18 @@ class TestJudge(RewardConformance):
     options: ClassVar = SETTINGS["reward/judge"]["options"]
     handles: ClassVar = SETTINGS["reward/judge"]["handles"]
     cases = SETTINGS["reward/judge"]["cases"]
+
+
+class TestJudgeBehindAnEndpoint(RewardConformance):
+    backend = "judge"
+    options: ClassVar = ENDPOINT_JUDGE["options"]
+    cases = ENDPOINT_JUDGE["cases"]
+
+
+class TestHttp(RewardConformance):
+    backend = "http"
+    options: ClassVar = SETTINGS["reward/http"]["options"]
+    cases = SETTINGS["reward/http"]["cases"]
 
 
 class TestModel(RewardConformance):

@@ -13,7 +13,7 @@ RECORDS = {record.name: record for record in chatlearn_rewards()}
 
 def test_names():
     rules = {"multiple_choice", "exact_match", "fuzzy_match", "json_schema", "length", "repetition"}
-    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "model"} | rules
+    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "http", "model"} | rules
     assert all(record.summary for record in RECORDS.values())
     assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model"}
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
+from chatlearn_testing.fakes.http_server import FakeHttpServer, HttpReply, chat_completion
 from chatlearn_testing.fakes.role_handle import ScriptedHandle
 from chatlearn_testing.suites import RewardCase
 
@@ -14,6 +17,48 @@ def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_in
         raise RuntimeError("broken on purpose")
     return float(solution_str == ground_truth)
 
+
+@cache
+def _server() -> FakeHttpServer:
+    """A server of this process that scores completions and judges them; its threads end with the process."""
+
+    def reply(body: Any, number: int) -> HttpReply:
+        if "messages" in body:
+            return chat_completion(body["messages"][-1]["content"])
+        scores = {"good": 1.0, "bad": 0.0, "odd": float("nan")}
+        results = [{"id": row["id"], "score": scores.get(row["completion"])} for row in body["samples"]]
+        return HttpReply({"results": results})
+
+    return FakeHttpServer(reply).__enter__()
+
+
+class _ServedOptions(Mapping[str, Any]):
+    """Options that hold the server's address; it starts when they are first read."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __getitem__(self, name: str) -> Any:
+        return self._make(_server().url)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make("http://localhost"))
+
+    def __len__(self) -> int:
+        return len(self._make("http://localhost"))
+
+
+ENDPOINT_JUDGE: dict[str, Any] = {
+    "options": _ServedOptions(
+        lambda url: {
+            "endpoint": {"base_url": url, "model": "grader", "retries": 0},
+            "labels": {"good": 1.0, "bad": 0.0},
+            "template": "{completion}",
+        }
+    ),
+    "cases": (RewardCase("It is good.", 1.0), RewardCase("Bad!", 0.0), RewardCase("I cannot say", None)),
+}
+"""The judge behind an endpoint, for tests of this distribution: a record has one set of settings."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward/math": {
@@ -98,6 +143,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
             RewardCase("Bad!", 0.0),
             RewardCase("I cannot say", None),
         ),
+    },
+    "reward/http": {
+        "options": _ServedOptions(lambda url: {"url": f"{url}/score", "retries": 0, "batch_size": 2}),
+        "cases": (RewardCase("good", 1.0), RewardCase("bad", 0.0), RewardCase("odd", None), RewardCase("new", None)),
     },
     "reward/model": {
         "handles": {"model": ScriptedHandle(scores=lambda token_ids: float(token_ids[-1]))},

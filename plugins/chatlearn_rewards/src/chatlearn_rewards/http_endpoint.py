@@ -7,11 +7,12 @@ import json
 import os
 import random
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -25,6 +26,7 @@ _LARGEST_BYTES = 64 << 20
 _TEMPORARY = frozenset({408, 425, 429})
 """Besides 5xx, the statuses after which the same request may succeed."""
 _CLOSING_S = 10.0
+T = TypeVar("T")
 
 
 class EndpointFailedError(BackendError):
@@ -84,24 +86,55 @@ class HttpEndpoint:
         thread.join(_CLOSING_S)
         loop.close()
 
-    async def post(self, body: Mapping[str, Any]) -> Any:
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that runs in the endpoint's thread; cancelled there if the caller is cancelled."""
+        assert self._loop is not None, "an endpoint is started before it is asked"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def post(self, body: Mapping[str, Any], deadline: float | None = None) -> Any:
         """The decoded JSON of the response.
 
-        Raises:
-            DataError: the endpoint refuses this request (400, 413, 422).
-            RoleLostError: it refuses every request: the key is wrong (401, 403), or there is nothing at the URL.
-            EndpointFailedError: it did not answer, at the last of ``retries + 1`` tries.
-        """
-        assert self._loop is not None, "an endpoint is started before it is asked"
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._post(body), self._loop))
+        Args:
+            deadline: reading of ``time.monotonic()`` at which all tries and the waits between them end; None: no limit
+                but that of each try.
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
+        Raises:
+            DataError: the body cannot be written as JSON, or the endpoint refuses this request (400, 413, 422).
+            RoleLostError: it refuses every request: the key is wrong (401, 403), or there is nothing at the URL.
+            EndpointFailedError: it did not answer, at the last of ``retries + 1`` tries or by the deadline.
+        """
+        return await self.run(self.post_here(body, deadline))
+
+    async def post_here(self, body: Mapping[str, Any], deadline: float | None = None) -> Any:
+        """``post`` for a caller that runs in the endpoint's thread (``run``)."""
+        told = ["no try was made"]
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            content = json.dumps(dict(body), allow_nan=False).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"the request cannot be written as JSON: {error}") from error
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._tries(content, told)
+        except TimeoutError:
+            raise EndpointFailedError(
+                f"{self._what}: {self._url} gave no answer in time (deadline_s); last: {told[-1]}"
+            ) from None
+
+    async def _tries(self, content: bytes, told: list[str]) -> Any:
+        """The decoded response.
+
+        Args:
+            told: receives what happened to each try.
+        """
         options, tries = self._options, self._options.retries + 1
         for attempt in range(1, tries + 1):
             async with self._open:
-                answer = await self._try(body)
+                told.append(f"try {attempt} of {tries} is not answered yet")
+                answer = await self._try(content)
             if not isinstance(answer, _Failure):
                 return answer.value
+            told.append(f"try {attempt} of {tries}: {answer.reason}")
             wait_s = min(options.backoff_s * 2.0 ** (attempt - 1), options.max_wait_s)
             wait_s *= random.uniform(0.5, 1.0)  # callers that failed together do not come back together
             if answer.retry_after_s is not None:
@@ -116,23 +149,24 @@ class HttpEndpoint:
             await asyncio.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
 
-    async def _try(self, body: Mapping[str, Any]) -> _Json | _Failure:
+    async def _try(self, sent: bytes) -> _Json | _Failure:
         assert self._client is not None
         timeout_s = self._options.timeout_s
+        request = self._client.stream("POST", self._url, content=sent, headers={"Content-Type": "application/json"})
         try:
-            async with asyncio.timeout(timeout_s), self._client.stream("POST", self._url, json=dict(body)) as response:
+            async with asyncio.timeout(timeout_s), request as response:
                 content = await _content(response)
         except (TimeoutError, httpx.TimeoutException):
             return _Failure(f"no complete response within timeout_s, {timeout_s:g} s")
         except httpx.TransportError as error:
-            return _Failure(self._without_key(f"{type(error).__name__}: {error}"))
+            return _Failure(self.without_key(f"{type(error).__name__}: {error}"))
         if content is None:
             return _Failure(f"the response is longer than {_LARGEST_BYTES >> 20} MiB")
         return self._read(response, content)
 
     def _read(self, response: httpx.Response, content: bytes) -> _Json | _Failure:
         status = response.status_code
-        shown = self._without_key(content.decode("utf-8", "replace"))[:_SHOWN]
+        shown = self.without_key(content.decode("utf-8", "replace"))[:_SHOWN]
         told = f"HTTP status {status}: {shown!r}"
         if status in _TEMPORARY or status >= 500:
             return _Failure(told, _retry_after_s(response.headers.get("Retry-After")))
@@ -153,7 +187,8 @@ class HttpEndpoint:
         except (ValueError, RecursionError) as error:
             return _Failure(f"the response is no JSON ({error}): {shown!r}")
 
-    def _without_key(self, text: str) -> str:
+    def without_key(self, text: str) -> str:
+        """The text with ``***`` wherever it has the key."""
         return text if self._key is None else text.replace(self._key, "***")
 
 

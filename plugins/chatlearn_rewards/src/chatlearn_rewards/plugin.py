@@ -93,6 +93,12 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             uses={"judge": RoleUse()},
         ),
         RewardSpec(
+            name="http",
+            summary="Scores of a remote reward server, which is sent batches of samples as JSON.",
+            factory="chatlearn_rewards.http_reward:HttpReward",
+            options="chatlearn_rewards.http_options:HttpOptions",
+        ),
+        RewardSpec(
             name="model",
             summary="A reward model: a trainer role with head reward, or what a generator role makes of the answer.",
             factory="chatlearn_rewards.model_reward:ModelReward",

@@ -1,0 +1,132 @@
+"""Reward ``http``: a server scores batches of samples."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_core.exceptions import DataError
+from chatlearn_core.protocols import MemoryPart, RoleContext
+from chatlearn_core.types import RewardResult, Sample
+from chatlearn_rewards.http_endpoint import EndpointFailedError, HttpEndpoint
+from chatlearn_rewards.http_options import SAMPLES, HttpOptions
+from chatlearn_rewards.http_scores import UnusableResponseError, read_scores, sample_row
+from chatlearn_rewards.request_batcher import RequestBatcher
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Row:
+    """A sample that is to be sent."""
+
+    content: dict[str, Any]
+    num_tokens: int
+    deadline: float
+    """Reading of ``time.monotonic()``."""
+
+
+class HttpReward:
+    """Posts samples to a server and takes its scores.
+
+    A request that fails for all its samples, or a response that does not fit its request, is followed by a request for
+    each sample alone, so that a sample that the server cannot score spoils no other: timing decides which samples
+    share a request, and must not decide which are scored.
+
+    Raises:
+        ConfigError: the environment variable with the key is not set.
+    """
+
+    def __init__(self, options: HttpOptions, context: RoleContext) -> None:
+        self._options = options
+        self._endpoint = HttpEndpoint(options.url, options, f"reward 'http' of role {context.role!r}")
+        self._batcher = RequestBatcher(
+            self._send,
+            batch_size=options.batch_size,
+            wait_s=options.batch_wait_s,
+            max_batches=options.max_concurrent,
+        )
+
+    def setup(self) -> None:
+        """Start the connections' thread; nothing is sent."""
+        self._endpoint.start()
+
+    def health(self) -> str | None:
+        """Healthy: what can fail is the server."""
+        return None
+
+    def offload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def onload(self, parts: Collection[MemoryPart]) -> None:
+        """Nothing is on a device."""
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """The server's scores; its metrics are components.
+
+        Raises:
+            RoleLostError: the server refuses every request (a wrong key, a wrong address).
+        """
+        deadline = time.monotonic() + self._options.deadline_s
+        rows: list[_Row | RewardResult] = []
+        for sample in samples:
+            try:
+                rows.append(_Row(sample_row(sample, self._options), sample.num_completion_tokens, deadline))
+            except DataError as error:
+                rows.append(RewardResult(None, error=f"it cannot be sent: {error}"))
+        if not any(isinstance(row, _Row) for row in rows):
+            return [row for row in rows if isinstance(row, RewardResult)]
+        return await self._endpoint.run(self._results(rows))
+
+    async def _results(self, rows: Sequence[_Row | RewardResult]) -> list[RewardResult]:
+        """Runs in the endpoint's thread, as everything below."""
+        asked = [self._batcher.ask(row) for row in rows if isinstance(row, _Row)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        if failures := [each for each in found if isinstance(each, BaseException)]:
+            raise failures[0]
+        answers = iter([each for each in found if isinstance(each, RewardResult)])
+        return [next(answers) if isinstance(row, _Row) else row for row in rows]
+
+    async def _send(self, rows: Sequence[_Row]) -> list[RewardResult]:
+        """One request; if it fails, one for each sample that has time left."""
+        ids = _unique([str(row.content["id"]) for row in rows])
+        sent = [{**row.content, "id": one} for row, one in zip(rows, ids, strict=True)]
+        body = {**self._options.parameters, SAMPLES: sent}
+        try:
+            response = await self._endpoint.post_here(body, min(row.deadline for row in rows))
+            results = read_scores(response, ids)
+        except (DataError, EndpointFailedError, UnusableResponseError) as error:
+            problem = RewardResult(None, error=self._endpoint.without_key(str(error)))
+        else:
+            return [self._checked(result, row) for result, row in zip(results, rows, strict=True)]
+        if len(rows) == 1:
+            return [problem]
+        return list(await asyncio.gather(*(self._alone(row, problem) for row in rows)))
+
+    async def _alone(self, row: _Row, problem: RewardResult) -> RewardResult:
+        return problem if time.monotonic() >= row.deadline else (await self._send([row]))[0]
+
+    def _checked(self, result: RewardResult, row: _Row) -> RewardResult:
+        """What a server repeats of a request's headers is not written."""
+        if result.error is not None:
+            return RewardResult(None, error=self._endpoint.without_key(result.error))
+        if result.token_values is not None and len(result.token_values) != row.num_tokens:
+            given = len(result.token_values)
+            return RewardResult(
+                None, error=f"the server gives {given} token_values for the {row.num_tokens} tokens of the completion"
+            )
+        return result
+
+
+def _unique(ids: Sequence[str]) -> list[str]:
+    """The ids, those that occur again with a number behind them: one sample may be scored in two calls at a time."""
+    seen: dict[str, int] = {}
+    unique = []
+    for one in ids:
+        seen[one] = seen.get(one, 0) + 1
+        unique.append(one if seen[one] == 1 else f"{one}~{seen[one]}")
+    return unique
