@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def _result(result: Mapping[str, Any]) -> RewardResult:
     return RewardResult(float(score), components, tokens, answer=answer)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """JSON's true and false are no numbers; Python's reader takes NaN and Infinity for numbers, which JSON lacks."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

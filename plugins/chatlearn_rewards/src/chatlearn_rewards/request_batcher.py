@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -72,7 +73,7 @@ class RequestBatcher(Generic[ItemT, ResultT]):
             self._under_way.add(task)
             task.add_done_callback(self._ended)
             for entry in batch:
-                entry.result.add_done_callback(lambda _, of=batch, sent=task: _end_unwanted(of, sent))
+                entry.result.add_done_callback(partial(_end_unwanted, batch, task))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
@@ -91,6 +92,8 @@ class RequestBatcher(Generic[ItemT, ResultT]):
                 entry.result.set_result(result)
 
 
-def _end_unwanted(batch: Sequence[_Waiting[ItemT, ResultT]], sent: asyncio.Task[None]) -> None:
+def _end_unwanted(
+    batch: Sequence[_Waiting[ItemT, ResultT]], sent: asyncio.Task[None], _: asyncio.Future[ResultT]
+) -> None:
     if all(entry.result.cancelled() for entry in batch):
         sent.cancel()
