@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import GeneratorSpec, RewardSpec, TrainerSpec
+from chatlearn_core.plugins.records import EnvironmentSpec, GeneratorSpec, RewardSpec, TrainerSpec
 from chatlearn_core.types import RewardResult
 from chatlearn_testing.fakes.generator import FakeGenerator, FakeWeightLoader
 from chatlearn_testing.fakes.records import FAKE_BOX_SYNC, FAKE_GENERATOR, FAKE_REWARD, FAKE_TRAINER
@@ -40,6 +40,12 @@ def chatlearn_generators():
 @hookimpl
 def chatlearn_rewards():
     return [_record(RewardSpec, FAKE_REWARD, "TrappedReward")]
+
+
+@hookimpl
+def chatlearn_environments():
+    factory = f"{__name__}:TrappedEnvironment"
+    return [EnvironmentSpec(name="trapped", factory=factory, options=f"{OPTIONS}:FakeRewardOptions")]
 
 
 @hookimpl
@@ -228,3 +234,25 @@ class TrappedReward(FakeReward):
     def close(self) -> None:
         reach("close", "reward")
         super().close()
+
+
+class TrappedEnvironment:
+    """Two turns with a token between them. Is inside when the first has been sampled."""
+
+    def __init__(self, options, context) -> None:
+        self.context = context
+
+    def setup(self) -> None:
+        enrol("environment", self.context.replica)
+        reach("setup", "environment")
+
+    async def rollout(self, prompt, context):
+        sequence = context.sequence()
+        sequence.sampled(await context.generate(sequence.token_ids))
+        reach("rollout", "environment")
+        sequence.observed(prompt.token_ids[:1])
+        sequence.sampled(await context.generate(sequence.token_ids))
+        return context.finished([sequence])
+
+    def close(self) -> None:
+        reach("close", "environment")

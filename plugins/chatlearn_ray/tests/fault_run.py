@@ -24,7 +24,7 @@ STEPS = 3
 FAULT_STEP = 2
 """Phases that come in every step are disturbed in this one: a checkpoint is behind it, and another before it."""
 FROZEN = "frozen-"
-KILLED = ("generator", "reward", "trainer", "node", "driver")
+KILLED = ("generator", "reward", "trainer", "environment", "node", "driver")
 TARGETS = (*KILLED, *(FROZEN + target for target in KILLED if target != "driver"))
 """Who is killed, or stopped and never goes on by itself."""
 HEARTBEAT_S = 3.0
@@ -65,9 +65,16 @@ def trap_for(target: str, phase: str) -> Trap:
     trap, kind = TRAPS[phase], target.removeprefix(FROZEN)
     if phase == "syncing" and kind == "generator":
         return Trap("receive", "generator", trap.step)
-    if trap.by == "any" and kind in ("generator", "reward", "trainer"):
+    if kind == "environment" and trap.call == "generate":
+        return Trap("rollout", "environment", trap.step)
+    if trap.by == "any" and kind in ("generator", "reward", "trainer", "environment"):
         return Trap(trap.call, kind, trap.step)
     return trap
+
+
+def needs_environment(target: str) -> bool:
+    """Whether the rollouts of this target's runs are made by an environment."""
+    return target.removeprefix(FROZEN) == "environment"
 
 
 @dataclass
@@ -113,8 +120,12 @@ class Watch:
             self.folder.arm(trap.call, trap.by, self.target)
 
 
-def write_config(directory: Path, model: Path, faults: Path) -> Path:
-    """The configuration of a run over light backends; returns its path."""
+def write_config(directory: Path, model: Path, faults: Path, *, environment: bool = False) -> Path:
+    """The configuration of a run over light backends; returns its path.
+
+    Args:
+        environment: whether an environment makes the rollouts.
+    """
     rows = [{"id": f"p{i}", "prompt": f"How much is {i} plus {i + 3}? ", "ground_truth": "7"} for i in range(4 * STEPS)]
     prompts = model.parent / "prompts.jsonl"  # the same for all: a run that goes on must have the same data
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,10 +155,15 @@ def write_config(directory: Path, model: Path, faults: Path) -> Path:
                 "num_threads": 1,
                 "max_generator_restarts": 3,
                 "max_reward_restarts": 3,
+                "max_environment_restarts": 3,
                 "max_trainer_restarts": 3,
             },
         },
     }
+    if environment:
+        made = {"kind": "environment", "backend": "trapped", "uses": {"policy": "generator"}, "replicas": 2}
+        config["roles"]["desk"] = {**made, "timeout_s": 60.0}
+        config["algorithm"]["options"]["roles"] = {"environment": "desk"}
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -1,9 +1,10 @@
 """Real SIGKILLs and SIGSTOPs: whichever process dies or stops, in any phase of a run, nothing is lost or repeated, and
 the run continues.
 
-Five kinds of process (a generator replica, a reward worker, a trainer rank, a whole node, the driver) die in every
-phase that the executor enumerates, and all but the driver are stopped; a run ends with the same bits as one in which
-nothing happened. Four cells are among the ordinary tests; the whole grid is marked ``grid`` (``make test-grid``).
+Six kinds of process (a generator replica, a reward worker, a trainer rank, an environment worker, a whole node, the
+driver) die in every phase that the executor enumerates, and all but the driver are stopped; a run ends with the same
+bits as one in which nothing happened. Four cells are among the ordinary tests; the whole grid is marked ``grid``
+(``make test-grid``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from chatlearn_core.executor.phases import Phase
 from chatlearn_testing.fakes.bigram import build_bigram_model
 
 from .conftest import SMALL_NODE, write_distribution
-from .fault_run import FAULT_STEP, FROZEN, HEARTBEAT_S, STEPS, TARGETS, TRAPS, Watch, make_run, write_config
+from .fault_run import (
+    FAULT_STEP,
+    FROZEN,
+    HEARTBEAT_S,
+    STEPS,
+    TARGETS,
+    TRAPS,
+    Watch,
+    make_run,
+    needs_environment,
+    write_config,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "chatlearn_ray_fault_backends"
@@ -59,22 +71,39 @@ class Scene:
         (self.model / "config.json").rename(folder / "config.json")
         build_bigram_model(self.model, vocab_size=len(tokenizer))  # the light backends' weights, and real tokens
         (folder / "config.json").rename(self.model / "config.json")
-        self.undisturbed: Path | None = None
+        self.undisturbed: dict[bool, Path] = {}
+        """Without and with an environment: the folder of a run without failures."""
 
-    def cell(self, name: str) -> Cell:
+    def cell(self, name: str, *, environment: bool = False) -> Cell:
         directory = self.folder / name
         (directory / "faults").mkdir(parents=True)
-        config = write_config(directory, self.model, directory / "faults")
-        return Cell(self, directory, config)
+        config = write_config(directory, self.model, directory / "faults", environment=environment)
+        return Cell(self, directory, config, environment=environment)
+
+    async def expected(self, *, environment: bool = False) -> dict[str, Any]:
+        """The result of a run without failures; computed once."""
+        name = "undisturbed-rollouts" if environment else "undisturbed"
+        if environment not in self.undisturbed:
+            assert not (self.folder / name).exists(), "the undisturbed run failed: see the first error"
+            cell = self.cell(name, environment=environment)
+            watch = await cell.train("none", "")
+            self.undisturbed[environment] = cell.run_dir
+            assert set(watch.phases) == {str(p) for p in Phase} - {"restoring", "recovering"}
+            result = cell.result()
+            assert max(abs(line["policy/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
+            assert all(line["sync/bytes"] > 0 for step, line in read_lines(cell.run_dir).items() if step)
+            assert len({line["policy/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
+        directory = self.undisturbed[environment].parent
+        return Cell(self, directory, directory / "run.yaml").result()
 
 
 class Cell:
     """One run and its folder."""
 
-    def __init__(self, scene: Scene, directory: Path, config: Path) -> None:
+    def __init__(self, scene: Scene, directory: Path, config: Path, *, environment: bool = False) -> None:
         import chatlearn_ray_fault_backends as backends
 
-        self.scene, self.directory, self.config = scene, directory, config
+        self.scene, self.directory, self.config, self.environment = scene, directory, config, environment
         self.faults = backends.Folder(directory / "faults")
         self.is_alive = backends.is_alive
 
@@ -91,8 +120,7 @@ class Cell:
 
     def checkpoint(self) -> Path:
         """Of the step before the fault, from the undisturbed run."""
-        assert self.scene.undisturbed is not None
-        return self.scene.undisturbed / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
+        return self.scene.undisturbed[self.environment] / "checkpoints" / f"step_{FAULT_STEP - 1:08d}"
 
     def program(self, target: str, phase: str, *overrides: str) -> subprocess.Popen[str]:
         """The run in a process of its own."""
@@ -146,22 +174,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     sys.modules.pop(MODULE, None)
 
 
-@pytest.fixture
-async def expected(scene: Scene, ray_session: None) -> dict[str, Any]:
-    """The result of a run without failures; computed once."""
-    if scene.undisturbed is None:
-        assert not (scene.folder / "undisturbed").exists(), "the undisturbed run failed: see the first error"
-        cell = scene.cell("undisturbed")
-        watch = await cell.train("none", "")
-        scene.undisturbed = cell.run_dir
-        assert set(watch.phases) == {str(p) for p in Phase} - {"restoring", "recovering"}
-        result = cell.result()
-        assert max(abs(line["policy/pg_loss"]) for step, line in result["metrics"].items() if step) > 0
-        assert all(line["sync/bytes"] > 0 for step, line in read_lines(cell.run_dir).items() if step)
-        assert len({line["policy/grad_norm"] for step, line in result["metrics"].items() if step}) == STEPS
-    return Cell(scene, scene.undisturbed.parent, scene.undisturbed.parent / "run.yaml").result()
-
-
 def test_every_phase_has_a_trap_and_every_target_a_test() -> None:
     assert list(TRAPS) == [str(phase) for phase in Phase]
     assert set(ORDINARY) <= set(TARGETS)
@@ -170,9 +182,10 @@ def test_every_phase_has_a_trap_and_every_target_a_test() -> None:
 
 @pytest.mark.parametrize(("target", "phase"), list(cells()))
 async def test_nothing_is_lost_when(
-    target: str, phase: str, scene: Scene, expected: dict[str, Any], cluster: Any, leaves_nothing: object
+    target: str, phase: str, scene: Scene, ray_session: None, cluster: Any, leaves_nothing: object
 ) -> None:
-    cell = scene.cell(f"{target}-{phase}")
+    expected = await scene.expected(environment=needs_environment(target))
+    cell = scene.cell(f"{target}-{phase}", environment=needs_environment(target))
     if target == "driver":
         await killed_driver(cell, phase, cluster)
     elif target.endswith("node"):
@@ -258,9 +271,10 @@ class SamplesKiller(Watch):
 
 
 async def test_samples_that_are_lost_with_their_node_before_training_are_made_again(
-    scene: Scene, expected: dict[str, Any], cluster: Any, leaves_nothing: object
+    scene: Scene, ray_session: None, cluster: Any, leaves_nothing: object
 ) -> None:
     """Nobody who lives misses anything then, except the tokens."""
+    expected = await scene.expected()
     cell = scene.cell("lost-samples")
     watch = SamplesKiller(cell.faults, "none", "")
     pools = {name: {"slots": 1, "cpus": 4, "resources": {name: 1}} for name in ("sampling", "training")}
