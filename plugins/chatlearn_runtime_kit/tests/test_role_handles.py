@@ -132,8 +132,8 @@ class FakeRuntime:
         self.answer = answer
         self.data = PlainData()
 
-    def generator(self, role: str) -> Any:
-        return SimpleNamespace(generate=self._answer)
+    async def ask_generator(self, role: str, request: GenerateRequest) -> Any:
+        return await self._answer(request)
 
     def trainer(self, role: str) -> Any:
         return SimpleNamespace(compute=self._answer)

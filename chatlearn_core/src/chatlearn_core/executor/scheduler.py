@@ -225,7 +225,7 @@ class FlowScheduler:
             BackendError: a trainer role failed, or every generation failed; the first cause.
         """
         done = {node.index: [asyncio.Event() for _ in requests] for node in self.stage}
-        if any(node.kind == "generator" for node in self.stage):
+        if any(_PHASES.get(node.kind) is Phase.GENERATING for node in self.stage):
             self.front.begin()
         source, packer = source or self.front, packer or SamplePacker()
         leases = self._leases(timers)

@@ -32,6 +32,7 @@ from chatlearn_core.protocols.memory import Device, MeasuresMemory, MemoryAction
 from chatlearn_core.protocols.reward import Reward, RewardUnit
 from chatlearn_core.protocols.role_handle import RoleHandle
 from chatlearn_core.protocols.runtime import (
+    AskGenerator,
     Derive,
     EnvironmentGroup,
     GeneratorFleet,
@@ -53,6 +54,7 @@ __all__ = [
     "Aggregation",
     "Algorithm",
     "AlgorithmContext",
+    "AskGenerator",
     "DataStore",
     "Decision",
     "Derive",

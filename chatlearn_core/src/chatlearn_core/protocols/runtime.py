@@ -37,6 +37,8 @@ from chatlearn_core.types import (
 
 RoleIsUp = Callable[[str], Awaitable[None]]
 Derive = Callable[[TrainBatch], Derived]
+AskGenerator = Callable[[str, GenerateRequest], Awaitable[Completion]]
+"""``(role, request)`` -> the completion of a generator role; raises as ``GeneratorFleet.generate`` does."""
 LendWeights = Callable[[str], AbstractAsyncContextManager[None]]
 """``async with lend_weights(trainer)``: keeps the trainer's weights on its devices during the block."""
 
@@ -196,6 +198,11 @@ class Runtime(Protocol):
     lend_weights: LendWeights
     """Set by the executor before ``start``; entered around every weight transfer outside ``sync_weights``, such as to a
     replica that is rebuilt while others sample. By default weights are never offloaded."""
+
+    ask_generator: AskGenerator
+    """Set by the executor before ``start``; answers the requests that roles make to generators through their handles
+    (``uses``), so that ``rollout.max_concurrent``, retries and time limits hold for them, too. By default the fleet of
+    the role answers."""
 
     async def start(self, role_is_up: RoleIsUp | None = None) -> None:
         """Build and set up all roles.

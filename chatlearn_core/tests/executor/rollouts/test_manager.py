@@ -197,6 +197,21 @@ async def test_each_generator_role_has_a_manager_of_its_own(requests: Any, held_
     assert rollouts.metrics() == {}
 
 
+async def test_a_request_of_a_role_keeps_the_bounds_of_rollouts(requests: Any, held_fleet: Any) -> None:
+    fleet = held_fleet(1)
+    runtime: Any = SimpleNamespace(generator={"judge": fleet}.__getitem__)
+    rollouts = Rollouts(runtime, RolloutConfig(max_concurrent=1, max_retries=1))
+    first, second = (asyncio.create_task(runtime.ask_generator("judge", requests.make(name))) for name in "ab")
+    await fleet.settled()
+    assert fleet.open == ["a"], "max_concurrent"
+    await fleet.end("a", BackendError("out of memory"))
+    assert fleet.open == ["a"], "max_retries"
+    await fleet.end("a")
+    await fleet.end("b")
+    assert [(await task).request_id for task in (first, second)] == ["a", "b"]
+    assert rollouts.metrics()["rollout/retries"].value == 1
+
+
 async def test_a_step_that_is_cancelled_with_requests_in_the_queue_gives_every_place_back(
     requests: Any, held_fleet: Any
 ) -> None:

@@ -17,6 +17,7 @@ from chatlearn_core.exceptions import (
     TrainerLostError,
 )
 from chatlearn_core.protocols import (
+    AskGenerator,
     Device,
     LendWeights,
     PlainData,
@@ -58,6 +59,7 @@ class LocalRuntime:
         self.on_event: Callable[[RuntimeEvent], None] | None = None
         self.data = PlainData()
         self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
+        self.ask_generator: AskGenerator = lambda role, request: self.generator(role).generate(request)
         for role in plan.roles.values():
             if role.ranks > 1:
                 raise ConfigError(

@@ -201,7 +201,7 @@ class RoleCalls:
             ).at(error.place, error.stack) from error
 
     async def _generate(self, role: str, request: GenerateRequest) -> Completion:
-        sampled = await self.runtime.generator(role).generate(request)
+        sampled = await self.runtime.ask_generator(role, request)
         [completion] = await self.runtime.data.aget_completions([sampled])
         check_completion(completion, request, self.plan.roles[role].origin)
         return completion

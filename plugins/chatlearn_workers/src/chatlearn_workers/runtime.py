@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from chatlearn_core.exceptions import ChatLearnError, RuntimeLostError, TrainerLostError
-from chatlearn_core.protocols import Device, LendWeights, RoleIsUp, RuntimeEvent
+from chatlearn_core.protocols import AskGenerator, Device, LendWeights, RoleIsUp, RuntimeEvent
 from chatlearn_core.runtime.plan import BackendPlan, RolePlan, RunPlan, WeightRoute
 from chatlearn_core.types import SyncReceipt
 from chatlearn_runtime_kit.environments import EnvironmentRole
@@ -78,6 +78,7 @@ class WorkersRuntime(ABC):
         self._trainer_restart_budgets: dict[str, RestartBudget] = {}
         self.on_event: Callable[[RuntimeEvent], None] | None = None
         self.lend_weights: LendWeights = lambda role: contextlib.nullcontext()
+        self.ask_generator: AskGenerator = lambda role, request: self.generator(role).generate(request)
 
     # Implemented by each framework
 

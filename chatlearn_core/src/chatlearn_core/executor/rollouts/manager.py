@@ -265,10 +265,11 @@ class RolloutManager:
 
 
 class Rollouts:
-    """The rollout managers of a run, one per generator role, each created on first use.
+    """The rollout managers of a run, one per generator role, each created on first use. Requests of the flow, of
+    environments and of rewards go through them.
 
     Args:
-        runtime: hosts the roles.
+        runtime: hosts the roles; passes on the requests that roles make to generators.
         config: section ``rollout``.
         roles: the planned roles, used in checking completions.
         count_tokens: called with the number of newly sampled tokens, for generators that stream.
@@ -287,6 +288,7 @@ class Rollouts:
         self._roles = roles or {}
         self._count_tokens = count_tokens
         self._managers: dict[str, RolloutManager] = {}
+        runtime.ask_generator = self.ask
 
     def of(self, role: str) -> RolloutManager:
         """The manager of a generator role."""
@@ -309,7 +311,11 @@ class Rollouts:
     async def completion(self, role: str, request: RolloutRequest) -> Completion:
         """See ``scheduler.CompletionSource``."""
         assert request.generate_request is not None, "a flow over prompts gives every rollout a generation request"
-        return await self.of(role).generate(request.generate_request)
+        return await self.ask(role, request.generate_request)
+
+    async def ask(self, role: str, request: GenerateRequest) -> Completion:
+        """See ``Runtime.ask_generator``."""
+        return await self.of(role).generate(request)
 
     def metrics(self) -> Metrics:
         """Metrics of all managers since ``begin``."""
