@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chatlearn_cli.run import ConfigFile, Overrides, StrictPlugins, assemble, load, until_interrupted
+from chatlearn_cli.run import ConfigFile, Overrides, StrictPlugins, assemble, discover, load, until_interrupted
 from chatlearn_cli.terminal import tell
 from chatlearn_core.exceptions import ChatLearnError, CheckpointError, ConfigError
 from chatlearn_core.printable import printable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chatlearn_core.config.load import LoadedConfig
     from chatlearn_core.executor.assembly import Assembly
     from chatlearn_core.executor.checkpoint import Checkpoint
+    from chatlearn_core.plugins.registry import PluginRegistry
 
 UNNAMED = "eval"
 """What ``--set`` calls the datasets that no evaluation set names."""
@@ -54,7 +55,8 @@ def evaluate(
     from chatlearn_core.executor.evaluation import evaluate_checkpoints, evaluate_model
     from chatlearn_core.executor.planning import run_directory
 
-    loaded = load(config, overrides, strict_plugins)
+    registry = discover(strict_plugins)
+    loaded = load(config, overrides, registry)
     if not loaded.config.data.eval:
         raise ConfigError(f"{config}: there is nothing to evaluate on; add a dataset to data.eval")
     run_dir = run_directory(loaded.config)
@@ -70,15 +72,15 @@ def evaluate(
             tell(f"evaluated {name} ({len(found)} of {len(models) + len(chosen or ())})")
 
     if chosen is not None:
-        assembly = _only_sets(assemble(loaded, strict_plugins), evaluation_set)
+        assembly = _only_sets(assemble(loaded, registry), evaluation_set)
 
         def checkpoint_told(checkpoint: Checkpoint, metrics: dict[str, float]) -> None:
             told(f"step {checkpoint.step}", checkpoint.step, str(checkpoint.path), metrics)
 
         until_interrupted(evaluate_checkpoints(assembly, chosen, checkpoint_told))
     for path in models:
-        of_model = _with_model(loaded, config, overrides, path, strict_plugins)
-        assembly = _only_sets(assemble(of_model, strict_plugins), evaluation_set)
+        of_model = _with_model(loaded, config, overrides, path, registry)
+        assembly = _only_sets(assemble(of_model, registry), evaluation_set)
         told(path, None, path, until_interrupted(evaluate_model(assembly)))
     several = chosen is not None or len(found) > 1
     if several or output is not None:
@@ -96,11 +98,11 @@ def evaluate(
 
 
 def _with_model(
-    loaded: LoadedConfig, config: Path, overrides: list[str] | None, path: str, strict: bool
+    loaded: LoadedConfig, config: Path, overrides: list[str] | None, path: str, registry: PluginRegistry
 ) -> LoadedConfig:
     if path == loaded.config.model.path:
         return loaded
-    return load(config, [*(overrides or []), f"model.path={path}"], strict)
+    return load(config, [*(overrides or []), f"model.path={path}"], registry)
 
 
 def _checkpoints(wanted: str, run_dir: Path) -> list[Checkpoint]:

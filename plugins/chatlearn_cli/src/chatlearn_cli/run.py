@@ -22,6 +22,7 @@ from chatlearn_core.printable import printable
 if TYPE_CHECKING:
     from chatlearn_core.config.load import LoadedConfig
     from chatlearn_core.executor.assembly import Assembly
+    from chatlearn_core.plugins.registry import PluginRegistry
     from chatlearn_core.runtime.plan import Refresh
 
 # Modules that load a model are imported inside the commands, so that --help does not wait for torch.
@@ -60,13 +61,13 @@ def run(
     from chatlearn_cli.progress_bar import ProgressBar
     from chatlearn_core.executor.run import Run
 
-    assembly = assemble(load(config, overrides, strict_plugins), strict_plugins)
+    registry = discover(strict_plugins)
+    assembly = assemble(load(config, overrides, registry), registry)
     if dry_run:
         for warning in assembly.loaded.warnings:
             tell(f"warning: {warning}")
         typer.echo(printable(describe(assembly)))
         return
-    registry = assembly.registry
     listener = ProgressBar(show=assembly.config.log.progress, counts_tokens=live_tokens)
     training = Run(assembly, listener=listener, observers=registry.observers)
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
@@ -119,20 +120,25 @@ def _refresh_text(follower: str, refresh: Refresh) -> str:
     return f"{refresh.role} -> {follower} every {refresh.every} step(s), decay {refresh.decay:g}, {how}"
 
 
-def load(config: Path, overrides: list[str] | None, strict: bool) -> LoadedConfig:
+def discover(strict: bool) -> PluginRegistry:
+    """Find the installed plugins, once for a command."""
+    from chatlearn_core.plugins.loader import discover_plugins
+
+    return discover_plugins(strict=strict)
+
+
+def load(config: Path, overrides: list[str] | None, registry: PluginRegistry) -> LoadedConfig:
     """Read and check a configuration file."""
     from chatlearn_core.config.load import load_config
-    from chatlearn_core.plugins.loader import discover_plugins
 
-    return load_config(config, overrides or [], discover_plugins(strict=strict))
+    return load_config(config, overrides or [], registry)
 
 
-def assemble(loaded: LoadedConfig, strict: bool) -> Assembly:
+def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     """Build what the configuration describes, without starting anything."""
     from chatlearn_core.executor.assembly import assemble
-    from chatlearn_core.plugins.loader import discover_plugins
 
-    return assemble(loaded, discover_plugins(strict=strict))
+    return assemble(loaded, registry)
 
 
 def until_interrupted(work: Coroutine[Any, Any, T]) -> T:
