@@ -12,7 +12,7 @@ from typing import Any, Literal
 from chatlearn_hosting.engine_side.argument_names import UnknownArgumentsError, check_names
 from chatlearn_hosting.engine_side.local_groups import gloo_on_loopback
 
-from . import adapter, hooks, memory
+from . import adapter, hooks, memory, process_copies
 from .arguments import compose
 from .outcome import Outcome
 from .requests import answer, cut_short, engine_request, fresh_tokens
@@ -47,6 +47,8 @@ def launch(arguments: Mapping[str, Any], owned: Mapping[str, Any], cpu: bool) ->
     if taken:
         raise UnknownArgumentsError("\n".join(f"{name}: owned by the backend" for name in taken))
     hooks.register()
+    if cpu:
+        process_copies.use_copies()
     with gloo_on_loopback() if int(arguments.get("nnodes", 1)) == 1 else contextlib.nullcontext():
         engine = sglang.Engine(
             **compose(arguments, owned, cpu=cpu), custom_weight_loader=[LOADER], enable_custom_logit_processor=True
