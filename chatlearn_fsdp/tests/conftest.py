@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from chatlearn_core.types import Metric, OutputRequest, Outputs, TrainBatch, cum
 from chatlearn_fsdp.options import FSDPOptions
 from chatlearn_fsdp.trainer import FSDPTrainer
 from chatlearn_hf.tiny import build_tiny_model
+from chatlearn_testing.fork_server import ForkServer
 from chatlearn_trainer_kit.optimizer import optimizer_tensors
 
 LENGTHS = [17, 40, 1, 7, 38, 22, 9]
@@ -134,7 +134,7 @@ def make_grouped_batch() -> Callable[[], TrainBatch]:
 
 
 def _run_jobs(
-    jobs: Mapping[str, Mapping[str, Any]], batch: TrainBatch, directory: Path
+    server: ForkServer, jobs: Mapping[str, Mapping[str, Any]], batch: TrainBatch, directory: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """Start as many rank processes as the largest job needs and let them do all jobs; answers of every rank, by job.
 
@@ -152,8 +152,7 @@ def _run_jobs(
     directory.mkdir(parents=True)
     torch.save({"jobs": complete, "batch": batch}, directory / "work.pt")
     size = max(job["world"] for job in complete.values())
-    script = Path(__file__).with_name("rank_process.py")
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), directory]) for rank in range(size)]
+    ranks = [server.start("rank_process:main", str(rank), str(directory)) for rank in range(size)]
     try:
         deadline = time.monotonic() + RANKS_DEADLINE_S
         # A rank that died leaves the others waiting for it, so the first to fail ends it.
@@ -172,8 +171,10 @@ def _run_jobs(
 
 
 @pytest.fixture(scope="session")
-def run_jobs() -> Callable[..., dict[str, list[dict[str, Any]]]]:
-    return _run_jobs
+def run_jobs() -> Iterator[Callable[..., dict[str, list[dict[str, Any]]]]]:
+    """``run_jobs(jobs, batch, directory)``, see ``_run_jobs``."""
+    with ForkServer("rank_process", path=[str(Path(__file__).parent)]) as server:
+        yield partial(_run_jobs, server)
 
 
 @pytest.fixture(scope="session")

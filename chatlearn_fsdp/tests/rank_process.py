@@ -1,13 +1,12 @@
-"""One rank of trainers that need several, run as a script by the fixture ``run_jobs``. Arguments: rank, directory.
+"""One rank of trainers that need several, forked by the fixture ``run_jobs`` from a process that has this imported.
 
-``work.pt`` there lists jobs, which the process does one after the other: starting torch and transformers costs more
-than most of them. A rank takes part in a job that has that many ranks, and leaves its answer in ``<job>.rank<r>.pt``.
+``work.pt`` in its directory lists jobs, which the process does one after the other. A rank takes part in a job that has
+that many ranks, and leaves its answer in ``<job>.rank<r>.pt``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,15 +191,12 @@ def _full(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
     return {shard.name: shard.tensor.clone() for shard in trainer.weights()}
 
 
-def main() -> None:
-    rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+def main(number: str, folder: str) -> None:
+    """The program of rank ``number``."""
+    rank, directory = int(number), Path(folder)
     torch.set_num_threads(1)
     work = torch.load(directory / "work.pt", weights_only=False)
     for name, job in work["jobs"].items():
         if rank < job["world"]:
             answer = do_job(job, rank, work["batch"])
             torch.save(answer, directory / f"{name}.rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -34,6 +34,8 @@ VARIANTS = {
     "offload": {"cpu_offload": True, "max_tokens_per_micro_batch": 64},
     "checkpointing": {"gradient_checkpointing": True, "logits_chunk_tokens": 16},
 }
+ORDINARY = ("dp2", "dp2_ulysses2", "hsdp2x2")
+"""Layouts that are tested in every variant; the others only packed, and all of them with ``-m matrix``."""
 MIXTURE = {
     "one_eager": (EVERYTHING, {"experts": "eager"}),
     "dp2_grouped": (LAYOUTS["dp2"][0], {"experts": "grouped_mm"}),
@@ -54,16 +56,28 @@ FAMILIES = {
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
+def layouts_and_variants():
+    for layout in LAYOUTS:
+        for variant in VARIANTS:
+            marks = () if variant == "packed" or layout in ORDINARY else (pytest.mark.matrix,)
+            yield pytest.param(layout, variant, marks=marks, id=f"{layout}-{variant}")
+
+
 @pytest.fixture(scope="module")
-def answers(run_jobs, seven_sequences, tmp_path_factory):
+def answers(request, run_jobs, seven_sequences, tmp_path_factory):
     root = tmp_path_factory.mktemp("parity")
     dense = str(build_tiny_model(root / "dense", "qwen3", tie=False))
     tied = str(build_tiny_model(root / "tied", "qwen3"))
     mixture = str(build_tiny_model(root / "mixture", "qwen3_moe"))
     jobs = {"one": {"model": dense, "slices": EVERYTHING}}
-    for layout, (slices, sizes) in LAYOUTS.items():
-        for variant, options in VARIANTS.items():
-            jobs[f"{layout}-{variant}"] = {"model": dense, "slices": slices, "options": sizes | options}
+    collected = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and "variant" in item.fixturenames
+    ]
+    for layout, variant in ((params["layout"], params["variant"]) for params in collected):
+        slices, sizes = LAYOUTS[layout]
+        jobs[f"{layout}-{variant}"] = {"model": dense, "slices": slices, "options": sizes | VARIANTS[variant]}
     jobs["mixture-one"] = {"model": mixture, "slices": EVERYTHING}
     for layout, (slices, sizes) in MIXTURE.items():
         jobs[f"mixture-{layout}"] = {"model": mixture, "slices": slices, "options": sizes, "weights": True}
@@ -120,8 +134,7 @@ def assert_same_outputs(ranks, reference, slices, batch: TrainBatch, *, sharing:
                 torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant"), layouts_and_variants())
 def test_any_layout_equals_one_rank(answers, seven_sequences, layout, variant) -> None:
     slices, sizes = LAYOUTS[layout]
     ranks = answers[f"{layout}-{variant}"]

@@ -1,7 +1,8 @@
 """A runtime of plain processes on this machine: what ``chatlearn_workers`` needs of a framework, without a framework.
 
-The driver starts each worker as a child that imports this file, and talks to it over two socket pairs: one for calls,
-one for what is answered while the child's event loop is blocked. Values by reference are files, which readers map.
+A fork server (``SERVER``) starts each worker as a process that has this file imported. The driver talks to it over two
+socket pairs: one for calls, one for what is answered while the worker's event loop is blocked. Values by reference are
+files, which readers map.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chatlearn_testing.fork_server import ForkedProcess, ForkServer
 from chatlearn_workers.host import WorkerHost
 from chatlearn_workers.rpc import CallError, ProcessEndedError, StoredValueLostError
 
 _LENGTH = struct.Struct("!Q")
-_START_S = 60.0
+SERVER: ForkServer | None = None
+"""What starts the workers. A fixture sets it."""
 
 
 class FileReference:
@@ -161,9 +164,7 @@ class Connection:
 class ProcessHandle:
     """Implements ``WorkerHandle``."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, calls: Connection, control: Connection, store: FileStore
-    ) -> None:
+    def __init__(self, process: ForkedProcess, calls: Connection, control: Connection, store: FileStore) -> None:
         self.process = process
         self.store = store
         self.calls, self.control = calls, control
@@ -175,14 +176,9 @@ class ProcessHandle:
     async def start(host_arguments: Sequence[Any], store: FileStore) -> ProcessHandle:
         pairs = [socket.socketpair() for _ in range(2)]
         theirs = [pair[1] for pair in pairs]
-        # By its name, so that classes of this module are the same ones on both sides.
-        program = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {__name__} import child; child()"
-        )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", program, *(str(end.fileno()) for end in theirs)),
-            pass_fds=[end.fileno() for end in theirs],
-        )
+        assert SERVER is not None, "no fixture has started it"
+        process = SERVER.start(f"{__name__}:child", descriptors=[end.fileno() for end in theirs])
+        process.status.setblocking(False)
         for end in theirs:
             end.close()
         calls, control = [await Connection.over(ours) for ours, _ in pairs]
@@ -192,7 +188,7 @@ class ProcessHandle:
     async def _listen(self) -> None:
         """Until the process has ended."""
         listening = asyncio.gather(self.calls.listen(), self.control.listen())
-        code = await self.process.wait()
+        code = self.process.ended(await asyncio.get_running_loop().sock_recv(self.process.status, 100))
         self.end = f"process {self.process.pid} was killed by signal {-code}" if code < 0 else f"it exited with {code}"
         await listening  # what it answered before
         for connection in (self.calls, self.control):
@@ -219,8 +215,7 @@ class ProcessHandle:
         return answer
 
     def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
+        self.process.kill()
 
 
 def make_runtime(options: Any, plan: Any) -> Any:
@@ -308,6 +303,6 @@ async def main(calls: socket.socket, control: socket.socket) -> None:
     await serve_streams(host, reader, writer)
 
 
-def child() -> None:
-    """The program of a child; its arguments are the descriptors of its two sockets."""
-    asyncio.run(main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:])))
+def child(descriptors: Sequence[int]) -> None:
+    """The program of a child, which gets the descriptors of its two sockets."""
+    asyncio.run(main(*(socket.socket(fileno=number) for number in descriptors)))
