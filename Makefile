@@ -77,7 +77,7 @@ test-fuzz: install-dev  ## Try generated configurations, rows, model directories
 	CHATLEARN_FUZZ_SECONDS=$${CHATLEARN_FUZZ_SECONDS:-300} $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz $(ARGS)
 
 test-fast: install-dev  ## Run the quick tests (no engine, nothing slow).
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not engine and not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=fast -m "not engine and not slow and not gpu" $(ARGS)
 
 learning: install-dev  ## Run every algorithm from one warm start, and make a table and a plot of what was learned.
 	$(BIN)/python benchmarks/learning.py $(ARGS)

@@ -16,6 +16,7 @@ import chatlearn_vllm  # noqa: F401
 from chatlearn_testing.applicability import NOT_APPLICABLE
 
 settings.register_profile("repository", deadline=None)  # a busy machine is not a failed property
+settings.register_profile("fast", deadline=None, max_examples=25)  # of `make test-fast`
 settings.load_profile("repository")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -151,9 +151,12 @@ def one_step(way: Way, tokens: int, vocabulary: int, width: int, device: str) ->
     return step
 
 
-def measure_way(name: str, tokens: int, vocabulary: int, width: int, device: str, repeats: int) -> dict[str, Any]:
+def measure_way(
+    name: str, tokens: int, vocabulary: int, width: int, device: str, repeats: int, warm_up: bool
+) -> dict[str, Any]:
     """Seconds and the peak of one way at one size; runs in a process of its own."""
-    one_step(WAYS[name], WARM_UP_TOKENS, WARM_UP_VOCABULARY, width, device)()  # imports and threads
+    if warm_up:
+        one_step(WAYS[name], WARM_UP_TOKENS, WARM_UP_VOCABULARY, width, device)()  # imports and threads
     step = one_step(WAYS[name], tokens, vocabulary, width, device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -179,7 +182,7 @@ def run_apart(name: str, tokens: int, vocabulary: int, args: argparse.Namespace)
     """``measure_way`` in a new process."""
     command = [sys.executable, __file__, "--way", name, "--tokens", str(tokens), "--vocabulary", str(vocabulary)]
     command += ["--hidden", str(args.hidden), "--device", args.device, "--repeats", str(args.repeats)]
-    command += ["--threads", str(args.threads)]
+    command += ["--threads", str(args.threads), *(["--quick"] if args.quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=args.timeout_s)
     if done.returncode:
         raise RuntimeError(f"{name} with {tokens} tokens and {vocabulary} entries failed:\n{done.stderr[-4000:]}")
@@ -194,6 +197,9 @@ def measure_size(tokens: int, vocabulary: int, args: argparse.Namespace) -> dict
     for name in WAYS:
         if name.startswith("trl") and installed_version("trl") is None:
             ways[name] = {"left_out": "TRL is not installed (requirements/dev.txt)"}
+            continue
+        if args.quick and name == "trl_logits":
+            ways[name] = {"left_out": "--quick imports TRL once"}
             continue
         needed = COPIES[name] * logits_mib / 1024
         if needed > args.memory_gib:
@@ -266,10 +272,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.way:
         [tokens], [vocabulary] = args.tokens, args.vocabulary
-        print(json.dumps(measure_way(args.way, tokens, vocabulary, args.hidden, args.device, args.repeats)))
+        sizes = (tokens, vocabulary, args.hidden, args.device, args.repeats)
+        print(json.dumps(measure_way(args.way, *sizes, warm_up=not args.quick)))
         return
     if args.quick:
-        args.tokens, args.vocabulary, args.hidden = [2048], [50000], 16
+        args.tokens, args.vocabulary, args.hidden = [1024], [40000], 16  # more than one chunk of logits
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     rows = [measure_size(tokens, size, args) for tokens in args.tokens for size in args.vocabulary]
     largest = max(rows, key=lambda row: row["logits_mib"])

@@ -7,6 +7,7 @@ status as ``subprocess`` has it. Each child leads a session of its own, so that 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -16,15 +17,34 @@ import sys
 from typing import Any
 
 PRELOADED = (
+    "chatlearn_algorithms.grpo",
+    "chatlearn_algorithms.plugin",
     "chatlearn_cli.main",
+    "chatlearn_cli.progress_bar",
+    "chatlearn_cli.run",
     "chatlearn_core.executor.evaluation",
     "chatlearn_core.executor.run",
-    "chatlearn_local.runtime",
+    "chatlearn_data.formats.prompt",
+    "chatlearn_data.plugin",
+    "chatlearn_data.readers.text",
+    "chatlearn_data.shuffled_sampler",
+    "chatlearn_fsdp.plugin",
     "chatlearn_fsdp.trainer",
     "chatlearn_hf.family",
+    "chatlearn_hf.plugin",
+    "chatlearn_local.plugin",
+    "chatlearn_local.runtime",
+    "chatlearn_observe.plugin",
+    "chatlearn_ray.plugin",
+    "chatlearn_rewards.plugin",
+    "chatlearn_sglang.plugin",
     "chatlearn_sync.checkpoint",
     "chatlearn_sync.direct",
+    "chatlearn_sync.plugin",
+    "chatlearn_testing.plugin",
     "chatlearn_transformers.generator",
+    "chatlearn_transformers.plugin",
+    "chatlearn_vllm.plugin",
     "transformers.models.qwen3.modeling_qwen3",
 )
 
@@ -53,6 +73,8 @@ def run(order: dict[str, Any]) -> None:
 def serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or the first collection of each run would go through all that was imported
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -81,25 +81,12 @@ def test_handles_are_checked_before_anything_starts(two_turns: Any, chatlearn: A
 
 
 @pytest.mark.slow
-def test_on_ray_the_same_tokens_are_sampled(two_turns: Any, chatlearn: Any) -> None:
-    two_turns.content["train"]["steps"] = 1
-    texts = []
-    for runtime in ("local", "ray"):
-        run_dir = two_turns.file.parent / runtime
-        two_turns.content["runtime"] = {"backend": runtime, "options": {"num_threads": 1}}
-        finished = chatlearn("run", two_turns.write(), f"output_dir={run_dir}")
-        assert finished.code == 0, finished.output
-        lines = (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-        texts.append([json.loads(line)["token_ids"] for line in lines])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
 def test_on_ray_a_dead_worker_is_rebuilt_and_makes_the_same_rollouts(
     two_turns: Any, chatlearn: Any, tmp_path: Path
 ) -> None:
     """Two workers, one of which is killed as its third rollout begins; against the local runtime, bit for bit."""
     two_turns.content["train"]["steps"] = 1
+    del two_turns.content["roles"]["reference"], two_turns.content["algorithm"]["options"]["kl_coef"]
     two_turns.content["runtime"] = {"backend": "local", "options": {"num_threads": 1}}
     whole = tmp_path / "whole"
     assert chatlearn("run", two_turns.write(), f"output_dir={whole}").code == 0

@@ -355,6 +355,7 @@ def on_ray(pool: Mapping[str, Any], **roles: Mapping[str, Any]) -> list[str]:
     return ["runtime.backend=ray", f"runtime.options={json.dumps(options)}", ALWAYS]
 
 
+@pytest.mark.matrix  # the two tests below are in every run
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_session")

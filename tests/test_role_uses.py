@@ -114,6 +114,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(judged: Any, chatlea
 @pytest.mark.slow
 def test_on_ray_the_rewards_are_the_same(judged: Any, chatlearn: Any) -> None:
     judged.content["train"]["steps"] = 1
+    del judged.content["roles"]["reference"], judged.content["algorithm"]["options"]["kl_coef"]
     rewards = []
     for runtime in ("local", "ray"):
         run_dir = judged.file.parent / runtime

@@ -130,7 +130,10 @@ class TestOtherInterpreter:
             replica.run(replica.generator.generate(make_request(PROMPT, "late")))
 
 
-@pytest.mark.parametrize(("phase", "by"), [("sync", "SIGKILL"), ("wake", "SIGKILL"), ("sync", "SIGSTOP")])
+@pytest.mark.parametrize(
+    ("phase", "by"),
+    [("sync", "SIGKILL"), pytest.param("wake", "SIGKILL", marks=pytest.mark.grid), ("sync", "SIGSTOP")],
+)
 @pytest.mark.slow
 def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, monkeypatch):
     monkeypatch.setattr("chatlearn_hosting.process.SILENCE_S", 3.0)
@@ -162,7 +165,9 @@ def test_an_engine_killed_or_stopped_during(phase, by, model_dir, make_replica, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argument", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "argument", [pytest.param("tensor_parallel_size", marks=pytest.mark.matrix), "pipeline_parallel_size"]
+)
 def test_two_parallel_workers_follow_syncs_and_give_memory_back(argument, model_dir, new_model, make_replica, greedy):
     replica = make_replica(model_dir(), engine={argument: 2})
     try:

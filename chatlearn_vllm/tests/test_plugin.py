@@ -33,6 +33,7 @@ def test_the_record_counts_the_devices_of_an_engine_as_the_backend_does():
     assert num_workers(sizes) == math.prod(sizes.values()) == 30
 
 
+@pytest.mark.slow
 def test_listing_options_and_adapter_do_not_import_the_engine():
     code = (
         "import sys, chatlearn_vllm.plugin as p, chatlearn_vllm.options\n"

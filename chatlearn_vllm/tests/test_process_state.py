@@ -117,6 +117,7 @@ def test_an_engine_starts_after_the_group_that_another_used_was_taken_down(model
     second.close()
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize(("environment", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
 def test_memory_that_a_reload_frees_is_kept_unless_the_user_says_otherwise(environment, is_kept):
     """In a process of its own: it is for good. 64 MiB are touched and freed; resident pages show who has them."""

@@ -212,7 +212,7 @@ class Stand:
             assert [receipt.state for receipt in receipts] == ["serving"] * self.bench.replicas
             assert {receipt.policy_version for receipt in receipts} == {self.version}
             plain = load_plain_model(exported)
-            expected = {prompt: greedy(plain, prompt) for prompt in decided_prompts(plain)}
+            expected = decided_prompts(plain)
             assert list(expected.values()) != before, "an optimizer step that changes no token shows nothing"
             before = list(expected.values())
             for index, replica in enumerate(self.runtime.generator("generator").replicas):
@@ -300,28 +300,29 @@ def _request(name: str, prompt: tuple[int, ...], temperature: float) -> Generate
     return GenerateRequest(name, np.array(prompt, dtype=np.int64), sampling)
 
 
-def decided_prompts(plain: PlainModel) -> list[tuple[int, ...]]:
-    """Prompts whose greedy continuation no rounding can change."""
+def decided_prompts(plain: PlainModel) -> dict[tuple[int, ...], list[int]]:
+    """Prompts whose greedy continuation no rounding can change, each with this continuation."""
     draw = np.random.default_rng(0)
-    chosen: list[tuple[int, ...]] = []
+    chosen: dict[tuple[int, ...], list[int]] = {}
     for _ in range(20 * NUM_PROMPTS):
         prompt = tuple(int(token) for token in draw.integers(3, 300, size=int(draw.integers(4, 12))))
-        tokens = [*prompt, *greedy(plain, prompt)]
-        with torch.no_grad():
-            best = plain(torch.tensor(tokens))[len(prompt) - 1 : -1].topk(2, dim=-1).values
-        if (best[:, 0] - best[:, 1]).min() > GREEDY_MARGIN:
-            chosen.append(prompt)
+        tokens = decided_greedy(plain, prompt)
+        if tokens is not None:
+            chosen[prompt] = tokens
         if len(chosen) == NUM_PROMPTS:
             return chosen
     raise AssertionError(f"only {len(chosen)} of {20 * NUM_PROMPTS} prompts have a decided continuation")
 
 
 @torch.no_grad()
-def greedy(plain: PlainModel, prompt: tuple[int, ...]) -> list[int]:
-    """The likeliest continuation, one forward a token."""
+def decided_greedy(plain: PlainModel, prompt: tuple[int, ...]) -> list[int] | None:
+    """The likeliest continuation, one forward a token; None as soon as two tokens are about equally likely."""
     tokens = list(prompt)
     for _ in range(NUM_TOKENS):
-        tokens.append(int(plain(torch.tensor(tokens))[-1].argmax()))
+        best = plain(torch.tensor(tokens))[-1].topk(2)
+        if best.values[0] - best.values[1] <= GREEDY_MARGIN:
+            return None
+        tokens.append(int(best.indices[0]))
     return tokens[len(prompt) :]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix_stand import _demonstrations, _request, decided_prompts, greedy
+from matrix_stand import _demonstrations, _request, decided_prompts
 
 from chatlearn_algorithms.sft import SFTLoss
 from chatlearn_core.exceptions import ModelError
@@ -133,7 +133,7 @@ def check(built: Built, transports: Sequence[str], folder: Path) -> list[Mapping
         built.do(built.runtime.connect(built.route(transport, "process" if group_is_local(built) else "host")))
         receipts = built.do(built.runtime.sync_weights("policy", "sampler", version))
         assert [receipt.state for receipt in receipts] == ["serving", "serving"], receipts
-        answers = {prompt: greedy(plain, prompt) for prompt in decided_prompts(plain)}
+        answers = decided_prompts(plain)
         assert list(answers.values()) != before, "an optimizer step that changes no token shows nothing"
         before = list(answers.values())
         for replica in range(2):

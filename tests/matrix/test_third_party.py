@@ -44,7 +44,9 @@ def registry_with(transport: WeightSyncSpec) -> PluginRegistry:
     return replace(registry, entries=(*registry.entries, entry))
 
 
-@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize(
+    "generator", [pytest.param(name, marks=[pytest.mark.matrix] * (name == "sglang")) for name in GENERATORS]
+)
 def test_the_templates_transport_needs_nothing_of_an_engine(
     generator: str, transport: WeightSyncSpec, tmp_path: Path
 ) -> None:

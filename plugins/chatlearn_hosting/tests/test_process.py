@@ -193,6 +193,7 @@ async def test_a_dead_child_fails_every_open_call_with_its_last_output(hosted, h
         hosted.call("echo", timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_up_is_ended(hosted) -> None:
     # It is killed, unless another of its threads finds the connection closed first and ends it.
     with pytest.raises(HostedProcessLostError, match=r"SIGKILL|exited with code"):
@@ -224,6 +225,7 @@ def test_a_child_that_does_not_start_says_why(make, tmp_path) -> None:
         make(python=missing).start(timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long_says_what_it_was_doing(make) -> None:
     process = make(fault="sleep")
     with pytest.raises(BackendTimeoutError, match=r"start had no answer(.|\n)*in __init__"):
@@ -248,6 +250,7 @@ def test_what_it_prints_is_kept_up_to_a_bound(hosted) -> None:
     assert hosted.last_output(2) == "  | chatter\n  | the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [False, True])
 @pytest.mark.parametrize("end", ["close", "death"])
 def test_nothing_that_the_engine_started_outlives_it(hosted, end, deaf) -> None:
@@ -284,6 +287,7 @@ def test_nothing_that_the_engine_mapped_keeps_its_name(hosted, end) -> None:
     Path(shared).unlink()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_it_starts_leaves_no_names(make, monkeypatch) -> None:
     monkeypatch.setattr("chatlearn_hosting.process.RECORD_INTERVAL_S", 0.02)
     process = make("map_and_die", seconds=3.0)
@@ -356,6 +360,7 @@ def test_closing_what_never_started_is_fine(make) -> None:
     make().close()
 
 
+@pytest.mark.slow
 def test_a_killed_parent_takes_the_child_and_its_group_along(package, tmp_path) -> None:
     script = textwrap.dedent(f"""
         import sys, time

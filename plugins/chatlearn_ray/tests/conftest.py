@@ -56,7 +56,11 @@ def cluster() -> Iterator[Any]:
     """A Ray cluster of one node, to which tests add others. More names of CPUs than cores: workers mostly wait."""
     from ray.cluster_utils import Cluster
 
-    config = {**FAST_HEALTH_CHECKS, "max_direct_call_object_size": BLOCKS_ARE_STORED_FROM}
+    config = {
+        **FAST_HEALTH_CHECKS,
+        "max_direct_call_object_size": BLOCKS_ARE_STORED_FROM,
+        "prestart_worker_first_driver": False,  # or each node would start as many processes as it has CPUs
+    }
     head = {"num_cpus": 32, "_system_config": config, **SMALL_NODE}
     machines = Cluster(initialize_head=True, head_node_args=head)
     yield machines

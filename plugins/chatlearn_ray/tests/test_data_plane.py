@@ -51,81 +51,83 @@ def count_tokens(batch: TrainBatch) -> Derived:
     return Derived(metrics={"tokens": Metric(batch.num_tokens, reducer="sum")})
 
 
-async def one_step(roles: Any, completion_tokens: int) -> dict[str, float]:
+async def one_step(runtime: Any, generator: str, completion_tokens: int) -> dict[str, float]:
     """Generate, score, compute, measure, update; the metrics of the update."""
-    plan = roles.plan(
-        roles.role("generator", "generator", "echo", replicas=2, repeat=completion_tokens // PROMPT_TOKENS),
-        roles.role("reward", "reward", "where"),
-        roles.role("trainer", "trainer", "counting", ranks=2),
-    )
-    async with running(plan) as runtime:
-        samples = await generated(runtime)
-        total = sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * (1 + completion_tokens // PROMPT_TOKENS)
-        assert all(isinstance(sample.token_ids, ArrayRef) for sample in samples)
+    samples = await generated(runtime, generator)
+    total = sum(range(PROMPT_TOKENS)) * NUM_SAMPLES * (1 + completion_tokens // PROMPT_TOKENS)
+    assert all(isinstance(sample.token_ids, ArrayRef) for sample in samples)
 
-        results = await runtime.reward("reward").score(samples)
-        length = float(PROMPT_TOKENS + completion_tokens)
-        assert [result.components["tokens"] for result in results] == [length] * NUM_SAMPLES
+    results = await runtime.reward("reward").score(samples)
+    length = float(PROMPT_TOKENS + completion_tokens)
+    assert [result.components["tokens"] for result in results] == [length] * NUM_SAMPLES
 
-        trainer = runtime.trainer("trainer")
-        batch = pack_samples(samples)
-        outputs = await trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))
-        assert isinstance(outputs["logprobs"], TensorRef)
-        rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "trainer_logprobs")
-        for sample, logprobs in zip(samples, rows, strict=True):
-            sample.token_data["trainer_logprobs"] = logprobs
-            sample.token_data["advantages"] = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
+    trainer = runtime.trainer("trainer")
+    batch = pack_samples(samples)
+    outputs = await trainer.compute(batch, OutputRequest(frozenset({"logprobs"})))
+    assert isinstance(outputs["logprobs"], TensorRef)
+    rows = per_sequence(outputs["logprobs"], batch.lengths, batch.sample_ids, "trainer_logprobs")
+    for sample, logprobs in zip(samples, rows, strict=True):
+        sample.token_data["trainer_logprobs"] = logprobs
+        sample.token_data["advantages"] = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
 
-        derived = await trainer.derive(pack_samples(samples), check_sums)
-        assert isinstance(derived.token_data["doubled"], TensorRef)
-        assert derived.sequence_data["first"].tolist() == [0.0] * NUM_SAMPLES
-        assert {name: metric.value for name, metric in derived.metrics.items()} == {
-            "tokens": total,
-            "twice": 0.0,
-            "stored": 0.0,
-        }
+    derived = await trainer.derive(pack_samples(samples), check_sums)
+    assert isinstance(derived.token_data["doubled"], TensorRef)
+    assert derived.sequence_data["first"].tolist() == [0.0] * NUM_SAMPLES
+    assert {name: metric.value for name, metric in derived.metrics.items()} == {
+        "tokens": total,
+        "twice": 0.0,
+        "stored": 0.0,
+    }
 
-        alone = await trainer.derive(pack_samples(samples), count_tokens, "batch")
-        assert alone.metrics["tokens"].value == total / sum(range(PROMPT_TOKENS)) * PROMPT_TOKENS
-        assert not alone.token_data
+    alone = await trainer.derive(pack_samples(samples), count_tokens, "batch")
+    assert alone.metrics["tokens"].value == total / sum(range(PROMPT_TOKENS)) * PROMPT_TOKENS
+    assert not alone.token_data
 
-        metrics = await trainer.update(pack_samples(samples), loss(1.0))
-        assert metrics["token_ids"].value == total
-        traffic = {name: metrics[name].value for name in ("perf/driver_bytes", "perf/object_store_bytes")}
+    metrics = await trainer.update(pack_samples(samples), loss(1.0))
+    assert metrics["token_ids"].value == total
+    traffic = {name: metrics[name].value for name in ("perf/driver_bytes", "perf/object_store_bytes")}
 
-        with pytest.raises(UnfetchedError, match="'token_ids' of 's0'"):
-            samples[0].token_ids.tolist()
-        [first] = runtime.data.get(samples[:1], {"token_ids", "text"})
-        assert first.token_ids.tolist() == list(range(PROMPT_TOKENS)) * (1 + completion_tokens // PROMPT_TOKENS)
-        assert first.text.startswith("s")
-        assert isinstance(first.token_data["trainer_logprobs"], ArrayRef), "it was not asked for"
-        looked_at = (await trainer.update(pack_samples(samples), loss(1.0)))["perf/driver_bytes"].value
-        assert looked_at >= completion_tokens * 8, "what a store brings into the driver is counted"
-        both = runtime.data.get_tensors({**derived.token_data, "token_ids": pack_samples(samples).token_ids})
-        assert both["doubled"].equal(2 * both["token_ids"])
-        return traffic
+    with pytest.raises(UnfetchedError, match="'token_ids' of 's0'"):
+        samples[0].token_ids.tolist()
+    [first] = runtime.data.get(samples[:1], {"token_ids", "text"})
+    assert first.token_ids.tolist() == list(range(PROMPT_TOKENS)) * (1 + completion_tokens // PROMPT_TOKENS)
+    assert first.text.startswith("s")
+    assert isinstance(first.token_data["trainer_logprobs"], ArrayRef), "it was not asked for"
+    looked_at = (await trainer.update(pack_samples(samples), loss(1.0)))["perf/driver_bytes"].value
+    assert looked_at >= completion_tokens * 8, "what a store brings into the driver is counted"
+    both = runtime.data.get_tensors({**derived.token_data, "token_ids": pack_samples(samples).token_ids})
+    assert both["doubled"].equal(2 * both["token_ids"])
+    await trainer.update(pack_samples(samples), loss(1.0))  # what was counted since is not the next step's
+    return traffic
 
 
 PROMPT = Prompt("p", np.arange(PROMPT_TOKENS), "?")
 
 
-async def completed(runtime: Any) -> list[Completion]:
+async def completed(runtime: Any, generator: str = "generator") -> list[Completion]:
     requests = [
         GenerateRequest(f"s{i}", PROMPT.token_ids, SamplingParams(max_tokens=10**6), f"g{i // 2}")
         for i in range(NUM_SAMPLES)
     ]
-    completions = await asyncio.gather(*(runtime.generator("generator").generate(request) for request in requests))
+    completions = await asyncio.gather(*(runtime.generator(generator).generate(request) for request in requests))
     assert all(isinstance(completion.token_ids, ArrayRef) for completion in completions)
     return list(completions)
 
 
-async def generated(runtime: Any) -> list[Sample]:
-    completions = await completed(runtime)
+async def generated(runtime: Any, generator: str = "generator") -> list[Sample]:
+    completions = await completed(runtime, generator)
     return [sample_from_completion(c.request_id, f"g{i // 2}", PROMPT, c) for i, c in enumerate(completions)]
 
 
 async def test_bytes_through_the_driver_do_not_grow_with_the_completions(roles: Any) -> None:
-    short, long = await one_step(roles, 1_000), await one_step(roles, 50_000)
+    sizes = {"short": 1_000, "long": 50_000}
+    plan = roles.plan(
+        *(roles.role(name, "generator", "echo", repeat=size // PROMPT_TOKENS) for name, size in sizes.items()),
+        roles.role("reward", "reward", "where"),
+        roles.role("trainer", "trainer", "counting", ranks=2),
+    )
+    async with running(plan) as runtime:
+        short, long = [await one_step(runtime, name, size) for name, size in sizes.items()]
     assert long["perf/object_store_bytes"] > 40 * short["perf/object_store_bytes"], "the completions did grow"
     # Token ids and logprobs of one completion alone are 600 kB.
     assert long["perf/driver_bytes"] == short["perf/driver_bytes"] < 20_000

@@ -35,7 +35,7 @@ def cell(tmp_path: Path) -> Iterator[Cell]:
 @pytest.mark.parametrize(
     ("target", "phase", "reason"),
     [
-        ("raylet", "generating", "has ended"),
+        pytest.param("raylet", "generating", "has ended", marks=pytest.mark.grid),
         (FROZEN + "raylet", "updating", f"has been stopped (SIGSTOP) for {HEARTBEAT_S:g} s"),
     ],
 )

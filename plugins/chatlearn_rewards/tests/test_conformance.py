@@ -82,6 +82,7 @@ class TestRepetition(RewardConformance):
     cases = SETTINGS["reward/repetition"]["cases"]
 
 
+@pytest.mark.slow
 class TestCode(RewardConformance):
     backend = "code"
     options: ClassVar = SETTINGS["reward/code"]["options"]
@@ -113,6 +114,7 @@ class TestModel(RewardConformance):
     cases = SETTINGS["reward/model"]["cases"]
 
 
+@pytest.mark.slow
 class TestFunction(RewardConformance):
     backend = "function"
     cases = (

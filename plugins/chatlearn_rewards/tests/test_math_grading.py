@@ -132,6 +132,7 @@ def test_degenerate_completions_take_no_time(completion, require_boxed):
     assert not is_right(completion, "5", require_boxed=require_boxed)
 
 
+@pytest.mark.slow
 def test_published_ground_truths_equal_themselves_in_other_forms():
     """The 500 answers of MATH's test split and their solutions."""
     folder = os.environ.get("CHATLEARN_TEST_DATA")

@@ -172,6 +172,7 @@ async def test_a_bucket_is_awaited_before_the_one_ahead_has_arrived_and_loaded_a
     assert list(loader.loaded) == list(pieces)
 
 
+@pytest.mark.slow
 async def test_a_broadcast_that_breaks_off_is_said_by_the_receiver(pieces, plan_for, run_sync, ends, monkeypatch):
     class Broken(broadcast_receiver.Arrival):
         def wait(self):
@@ -180,7 +181,8 @@ async def test_a_broadcast_that_breaks_off_is_said_by_the_receiver(pieces, plan_
     monkeypatch.setattr(broadcast_receiver, "Arrival", Broken)
     senders, receivers = ends()
     loader = KeepingLoader()
-    sent, received = await run_sync(plan_for(pieces), senders, [StreamingTrainer(pieces)], receivers, [loader])
+    plan = plan_for(pieces, timeout_s=6.0)  # the sender waits for it in vain
+    sent, received = await run_sync(plan, senders, [StreamingTrainer(pieces)], receivers, [loader])
     assert isinstance(sent, WeightSyncError)
     assert "connection reset" in str(sent)
     assert isinstance(received, WeightSyncError)

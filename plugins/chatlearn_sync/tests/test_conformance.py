@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chatlearn_testing.suites import WeightSyncConformance
 
 
@@ -13,6 +15,7 @@ class TestSharedMemoryByHandles(WeightSyncConformance):
     backend = "shared_memory"
 
 
+@pytest.mark.slow
 class TestSharedMemoryByTensors(WeightSyncConformance):
     backend = "shared_memory"
     channel = "tensors"
@@ -23,6 +26,7 @@ class TestSharedMemoryOfBoxes(WeightSyncConformance):
     export = "boxes"
 
 
+@pytest.mark.slow
 class TestSharedMemoryOfBoxesByTensors(WeightSyncConformance):
     backend = "shared_memory"
     export = "boxes"
@@ -33,6 +37,7 @@ class TestBroadcastByProcessGroup(WeightSyncConformance):
     backend = "broadcast"
 
 
+@pytest.mark.slow
 class TestBroadcastByTensors(WeightSyncConformance):
     backend = "broadcast"
     channel = "tensors"
@@ -43,6 +48,7 @@ class TestBroadcastOfBoxes(WeightSyncConformance):
     export = "boxes"
 
 
+@pytest.mark.slow
 class TestBroadcastOfBoxesByTensors(WeightSyncConformance):
     backend = "broadcast"
     export = "boxes"
@@ -53,6 +59,7 @@ class TestDeltaByHandles(WeightSyncConformance):
     backend = "delta"
 
 
+@pytest.mark.slow
 class TestDeltaByTensors(WeightSyncConformance):
     backend = "delta"
     channel = "tensors"
@@ -67,6 +74,7 @@ class TestCheckpointOfBoxes(WeightSyncConformance):
     export = "boxes"
 
 
+@pytest.mark.slow
 class TestCheckpointOfBoxesByTensors(WeightSyncConformance):
     backend = "checkpoint"
     export = "boxes"

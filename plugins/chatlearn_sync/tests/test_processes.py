@@ -18,6 +18,7 @@ from chatlearn_core.exceptions import BackendError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_testing.suites.weight_sync_fixtures import KeepingLoader, StreamingTrainer, assert_loaded
 
+pytestmark = pytest.mark.slow  # every end is a process that imports torch
 TOGETHER = ["shared_memory", "broadcast"]
 """Transports whose ends must live at the same time; the others leave whole versions on a disk, or none."""
 

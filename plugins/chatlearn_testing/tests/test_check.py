@@ -25,6 +25,7 @@ def test_every_kind_of_backend_has_a_suite() -> None:
         suites_for(LoggerSpec(name="acme", factory="a:b", options="a:c"))
 
 
+@pytest.mark.slow
 def test_records_of_several_kinds_in_one_run(tmp_path: Path) -> None:
     results = run_conformance(
         [records.FAKE_TRAINER, records.FAKE_REWARD, records.FAKE_WEIGHT_SYNC],

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # each starts a pytest that imports torch
 TAMPERED = """
 from chatlearn_testing.fakes.records import FAKE_REWARD
 from chatlearn_testing.suites import RewardCase, RewardConformance

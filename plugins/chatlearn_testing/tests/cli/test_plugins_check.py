@@ -12,6 +12,7 @@ from chatlearn_cli.plugins import app
 from chatlearn_core.exceptions import ChatLearnError, PluginNotFoundError
 from chatlearn_testing.scaffold import write_plugin
 
+pytestmark = pytest.mark.slow  # every suite runs in a process that imports torch
 REWARD = """
 from chatlearn_core.plugins import hookimpl
 from chatlearn_core.plugins.records import RewardSpec
@@ -112,7 +113,6 @@ def test_settings_that_cannot_be_imported_fail(written, fake_environment) -> Non
     assert "zed_reward.conformance: AttributeError" in output
 
 
-@pytest.mark.slow
 def test_a_test_that_ends_the_process_or_hangs_fails_and_the_rest_goes_on(written, tmp_path: Path) -> None:
     """The first scoring ends the process, the second one never returns, all others do what they should."""
     trap = f"""
@@ -147,7 +147,6 @@ def test_a_suite_that_cannot_begin_is_told(written, fake_environment) -> None:
     assert "the suite could not be run: ended the process (exit code 7)" in output
 
 
-@pytest.mark.slow
 def test_the_limit_of_everything_is_told(written, fake_environment, monkeypatch: pytest.MonkeyPatch) -> None:
     written("zed-reward", "reward")
     fake_environment.site.joinpath("zed_reward/conformance.py").write_text("import time\ntime.sleep(1e6)\n")
