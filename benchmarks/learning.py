@@ -2,8 +2,9 @@
 
 A small Qwen3 is fine-tuned on demonstrations that show their working only sometimes (SFT, once). Every run starts from
 this warm start and is judged on held-out problems by the rule reward, with greedy answers. Preferences are pairs of a
-right and a wrong completion that the warm start sampled. A run is a directory: finished ones are kept, and a run that
-was stopped resumes. Delete a run's directory after a change of its recipe.
+right and a wrong completion that the warm start sampled; the held-out pairs answer held-out problems. A run is a
+directory: finished ones are kept, and a run that was stopped resumes. Delete a run's directory after a change of its
+recipe.
 
     python benchmarks/learning.py                              # every algorithm, one seed
     python benchmarks/learning.py --seeds 0 1 2 --processes 8
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,16 @@ from chatlearn_data.output import write_records
 from chatlearn_hf.tiny import build_tiny_model, build_tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NUM_HELDOUT, NUM_PAIR_PROMPTS, NUM_HELDOUT_PAIRS, NUM_TRAIN = 100, 240, 60, 2000
+NUM_HELDOUT, NUM_HELDOUT_PROMPTS, NUM_TRAIN = 100, 400, 2000
+"""Held-out problems, the prompts that ask them (each problem in several wordings), and prompts to train on."""
+NUM_PAIR_PROMPTS, NUM_HELDOUT_PAIR_PROMPTS, PAIRS_PER_PROMPT = 480, 200, 4
+"""Prompts to sample pairs of, for training and held out; most have both a right and a wrong completion."""
 WORKED_SHARES = (0.35, 0.85)
 """Demonstrations show their working seldom for some wordings, often for others; answers with working are mostly right,
 so an algorithm that learns makes the model show its working everywhere."""
 SFT_STEPS, SFT_BATCH = 260, 32
 ROLES = ("trainer", "generator", "reward")
+HELDOUT_PAIRS, HELDOUT_FILE = "heldout_pairs", "heldout_accuracy.json"
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,14 @@ class Recipe:
     """By default the name of the recipe."""
     roles: Sequence[str] = ROLES
     learning_rate: float = 3e-4
+    schedule: str = "constant"
+    """Of the learning rate."""
     steps: int = 20
     batch: int = 16
     mini_batches: int = 2
-    gain: float = 0.05
-    """What held-out accuracy must rise by."""
+    gain: float = 0.1
+    """What held-out accuracy must rise by; its standard error is at most 0.05, as if the wordings of each of the 100
+    problems were answered alike."""
     pairs: bool = False
     """Learns from the pairs, and is evaluated on held-out pairs."""
     of_pairs: float = 0.0
@@ -74,7 +83,7 @@ RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(GROUPS),
     "dr_grpo": Recipe(GROUPS),
     "dapo": Recipe(GROUPS),
-    "gspo": Recipe(GROUPS | {"clip_low": 0.2, "clip_high": 0.2}),
+    "gspo": Recipe(GROUPS | {"clip_low": 0.2, "clip_high": 0.2}, steps=40),
     "cispo": Recipe(GROUPS),
     "gdpo": Recipe(GROUPS | {"rewards": {"math": 1.0, "format": 0.5}}, roles=("trainer", "generator", "two_rewards")),
     "rloo": Recipe(GROUPS),
@@ -93,13 +102,14 @@ RECIPES: dict[str, Recipe] = {
     "distillation": Recipe(
         {"divergence": "reverse_kl", "top_k": 16}, roles=(*ROLES, "teacher"), batch=64, needs="grpo"
     ),
-    "reward_model": replace(ON_PAIRS, roles=("scorer",), of_pairs=0.75, steps=60, learning_rate=1e-3),
+    "reward_model": replace(
+        ON_PAIRS, roles=("scorer",), of_pairs=0.75, steps=240, batch=32, learning_rate=2e-3, schedule="linear"
+    ),
     "ppo_reward_model": Recipe(
         {"gae_lambda": 1.0, "critic_epochs": 2} | KL,
         algorithm="ppo",
         roles=("trainer", "generator", "critic", "reference", "learned_reward"),
         batch=128,
-        gain=0.03,
         needs="reward_model",
     ),
 }
@@ -108,7 +118,8 @@ RECIPES: dict[str, Recipe] = {
 def roles_of(recipe: Recipe, directory: Path, seed: int) -> dict[str, Any]:
     """The roles of a configuration; all run on one thread."""
     one = {"num_threads": 1}
-    learner = {"backend": "fsdp", "options": {"learning_rate": recipe.learning_rate, "adam_beta2": 0.95, **one}}
+    rate = {"learning_rate": recipe.learning_rate, "schedule": recipe.schedule}
+    learner = {"backend": "fsdp", "options": {**rate, "adam_beta2": 0.95, **one}}
     frozen = {"kind": "trainer", "backend": "fsdp", "options": one}
     other = {"model": {"path": str(directory / f"{recipe.needs}-{seed}" / "model")}}
     parts = [{"backend": "math"}, {"backend": "format", "weight": 0.5, "options": {"pattern": "=", "match": "search"}}]
@@ -132,7 +143,7 @@ def roles_of(recipe: Recipe, directory: Path, seed: int) -> dict[str, Any]:
 def configuration(name: str, seed: int, directory: Path) -> dict[str, Any]:
     """The configuration of a run."""
     recipe, data = RECIPES[name], directory / "data"
-    train, heldout = ("pairs", "heldout_pairs") if recipe.pairs else ("train", "heldout")
+    train, heldout = ("pairs", HELDOUT_PAIRS) if recipe.pairs else ("train", "heldout")
     kind = {"format": "preference"} if recipe.pairs else {}
     content: dict[str, Any] = {
         "name": f"{name}-{seed}",
@@ -146,6 +157,7 @@ def configuration(name: str, seed: int, directory: Path) -> dict[str, Any]:
         "algorithm": {"name": recipe.algorithm or name, "options": dict(recipe.options)},
         "roles": roles_of(recipe, directory, seed),
         "train": {"steps": recipe.steps, "prompts_per_step": recipe.batch, "mini_batches": recipe.mini_batches},
+        "eval": {"at_start": recipe.pairs, "at_end": recipe.pairs},  # answers are judged afterwards, all alike
         "checkpoint": {"every": 10, "keep_last": 1},
         "log": {"progress": False, "rollouts": 16},
     }
@@ -188,10 +200,12 @@ def warm_start(directory: Path) -> None:
     if not (data / "sft.jsonl").exists():
         every = arithmetic.problems(["add"])
         splits = arithmetic.split_problems(every, validation=0, heldout=NUM_HELDOUT, seed=0)
-        write_records(data / "heldout.jsonl", arithmetic.prompt_records(splits.heldout, "heldout", NUM_HELDOUT, 0))
+        prompts = arithmetic.prompt_records(splits.heldout, "heldout", NUM_HELDOUT_PROMPTS, 0)
+        write_records(data / "heldout.jsonl", prompts)
         write_records(data / "train.jsonl", arithmetic.prompt_records(splits.train, "train", NUM_TRAIN, 0))
-        rows = arithmetic.prompt_records(splits.train, "pairs", NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIRS, 0)
-        write_records(data / "to_pair.jsonl", rows)
+        rows = arithmetic.prompt_records(splits.train, "pairs", NUM_PAIR_PROMPTS, 0)
+        heldout_rows = arithmetic.prompt_records(splits.heldout, HELDOUT_PAIRS, NUM_HELDOUT_PAIR_PROMPTS, 0)
+        write_records(data / "to_pair.jsonl", [*rows, *heldout_rows])
         demonstrations = arithmetic.demonstration_records(
             splits.train, "sft", SFT_STEPS * SFT_BATCH, 0, worked_shares=WORKED_SHARES
         )
@@ -217,9 +231,9 @@ def warm_start(directory: Path) -> None:
         }
         chatlearn("run", content, directory / "configs" / "sft.yaml")
     if not (data / "pairs.jsonl").exists():
-        pairs = list(sampled_pairs(directory))
-        write_records(data / "heldout_pairs.jsonl", pairs[:NUM_HELDOUT_PAIRS])
-        write_records(data / "pairs.jsonl", pairs[NUM_HELDOUT_PAIRS:])
+        pairs, mark = list(sampled_pairs(directory)), f"/{HELDOUT_PAIRS}/"
+        write_records(data / f"{HELDOUT_PAIRS}.jsonl", [pair for pair in pairs if mark in pair["id"]])
+        write_records(data / "pairs.jsonl", [pair for pair in pairs if mark not in pair["id"]])
 
 
 def make_model(directory: Path, problems: Sequence[arithmetic.Problem]) -> None:
@@ -244,11 +258,10 @@ def make_model(directory: Path, problems: Sequence[arithmetic.Problem]) -> None:
 
 
 def sampled_pairs(directory: Path) -> Iterator[dict[str, Any]]:
-    """A right and a wrong completion of each prompt that the warm start sampled both of."""
+    """Up to ``PAIRS_PER_PROMPT`` pairs of a right and a wrong completion that the warm start sampled, all different."""
     content = configuration("grpo", 0, directory) | {
         "output_dir": str(directory / "sampled"),
-        "train": {"steps": 1, "prompts_per_step": NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIRS},
-        "eval": {"at_start": False, "at_end": False},
+        "train": {"steps": 1, "prompts_per_step": NUM_PAIR_PROMPTS + NUM_HELDOUT_PAIR_PROMPTS},
         "checkpoint": {"every": 0, "export": False},
         "log": {"rollouts": 10**6, "progress": False},
     }
@@ -258,31 +271,60 @@ def sampled_pairs(directory: Path) -> Iterator[dict[str, Any]]:
     file = directory / "sampled" / "rollouts" / "step_000001.jsonl"  # sampled before the first update
     rows = (directory / "data" / "to_pair.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = {row["id"]: row["prompt"] for row in map(json.loads, rows)}
-    sampled: dict[str, dict[bool, str]] = {}
+    sampled: dict[str, tuple[dict[str, None], dict[str, None]]] = {name: ({}, {}) for name in prompts}
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        sampled.setdefault(row["group"].partition("@")[0], {}).setdefault(row["reward"] > 0.5, row["completion"])
-    for name, by_verdict in sampled.items():
-        if len(by_verdict) == 2:
-            yield {"prompt": prompts[name], "chosen": by_verdict[True], "rejected": by_verdict[False], "id": name}
+        if row["completion"]:  # an empty one cannot be learned from
+            sampled[row["group"].partition("@")[0]][row["reward"] <= 0.5][row["completion"]] = None
+    for name, (right, wrong) in sampled.items():
+        num = min(PAIRS_PER_PROMPT, max(len(right), len(wrong))) if right and wrong else 0
+        for index, (chosen, rejected) in enumerate(islice(zip(cycle(right), cycle(wrong), strict=True), num)):
+            yield {"prompt": prompts[name], "chosen": chosen, "rejected": rejected, "id": f"{name}/{index}"}
 
 
-def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
-    """Make a run, unless it is finished, and judge its model.
+def run(name: str, seed: int, directory: Path) -> str:
+    """Make a run, unless it is finished; in one line, what happened."""
+    run_dir = directory / f"{name}-{seed}"
+    if summary_of(run_dir) is not None:
+        return "finished before"
+    chatlearn("run", configuration(name, seed, directory), directory / "configs" / f"{name}-{seed}.yaml")
+    (run_dir / "made.json").write_text(json.dumps({"commit": commit(), "date": today()}), encoding="utf-8")
+    return "finished"
+
+
+def runs_of(name: str, directory: Path) -> list[Path]:
+    """Directories of the runs of all seeds."""
+    return sorted(directory.glob(f"{name}-[0-9]*"))
+
+
+def judge(runs: Sequence[tuple[str, int]], directory: Path) -> None:
+    """Write the held-out accuracy of the warm start and of the model of each run, unless it is there.
+
+    All models answer the same prompts, in one process.
+    """
+    names = ["sft", *(f"{name}-{seed}" for name, seed in runs if name != "reward_model")]
+    files = {str(directory / name / "model"): directory / name / HELDOUT_FILE for name in names}
+    missing = [model for model, file in files.items() if not file.exists()]
+    if not missing:
+        return
+    content = configuration("grpo", 0, directory) | {"output_dir": str(directory / "judged")}
+    models = [argument for model in missing for argument in ("--model", model)]
+    found = json.loads(chatlearn("eval", content, directory / "configs" / "judge.yaml", *models, "--json"))
+    for one in found.get("evaluations") or [{"path": found["model"], "metrics": found}]:
+        files[one["path"]].write_text(json.dumps(one["metrics"]["eval/accuracy"]), encoding="utf-8")
+
+
+def result_of(name: str, seed: int, directory: Path) -> dict[str, Any] | None:
+    """What a finished run reached; None without it.
 
     Returns:
         ``before`` and ``after``: held-out accuracy; of pairs also ``pairs`` and ``margin``, each before and after.
     """
     recipe, run_dir = RECIPES[name], directory / f"{name}-{seed}"
-    result_file = run_dir / "learning.json"
-    if result_file.exists():
-        found: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-        return found
-    if summary_of(run_dir) is None:
-        chatlearn("run", configuration(name, seed, directory), directory / "configs" / f"{name}-{seed}.yaml")
     summary = summary_of(run_dir)
-    assert summary is not None
+    if summary is None or not (name == "reward_model" or (run_dir / HELDOUT_FILE).exists()):
+        return None
     result: dict[str, Any] = {"name": name, "seed": seed, "wall_s": round(summary["wall_s"], 1)}
-    result["commit"], result["date"] = commit(), datetime.now(UTC).strftime("%Y-%m-%d")
+    result |= json.loads((run_dir / "made.json").read_text(encoding="utf-8"))
     if recipe.pairs:
         if "eval/margin" in summary:
             pairs = {"pairs": summary["eval/accuracy"], "margin": summary["eval/margin"]}
@@ -290,32 +332,22 @@ def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
             good, bad = summary["eval/desirable_score"], summary["eval/undesirable_score"]
             pairs = {"margin": {when: good[when] - bad[when] for when in good}}
         result |= {key: [value["before"], value["after"]] for key, value in pairs.items()}
-    elif "eval/accuracy" in summary:  # the run itself was evaluated by the rule reward
-        result |= summary["eval/accuracy"]
-    if name != "reward_model" and "before" not in result:
-        model = directory / "sft" / "model"
-        result["before"], result["after"] = accuracy(model, directory), accuracy(run_dir / "model", directory)
+    if name != "reward_model":
+        for when, place in (("before", directory / "sft"), ("after", run_dir)):
+            result[when] = json.loads((place / HELDOUT_FILE).read_text(encoding="utf-8"))
     result["met"] = is_met(recipe, result)
-    result_file.write_text(json.dumps(result), encoding="utf-8")
     return result
-
-
-def accuracy(model: Path, directory: Path) -> float:
-    """Of the model's greedy answers to the held-out problems."""
-    file = model / "heldout_accuracy.json"
-    if not file.exists():
-        content = configuration("grpo", 0, directory) | {"output_dir": str(model.parent / "judged")}
-        config = directory / "configs" / f"judge-{model.parent.name}.yaml"
-        text = chatlearn("eval", content, config, "--model", str(model), "--json")
-        file.write_text(json.dumps(json.loads(text)["eval/accuracy"]), encoding="utf-8")
-    return float(json.loads(file.read_text(encoding="utf-8")))
 
 
 def is_met(recipe: Recipe, result: Mapping[str, Any]) -> bool:
     """Whether a run reached what its recipe asks for."""
-    answers = "before" not in result or result["after"] >= result["before"] + (recipe.gain)
+    answers = "before" not in result or result["after"] >= result["before"] + recipe.gain
     pairs = "pairs" not in result or result["pairs"][1] >= max(recipe.of_pairs, result["pairs"][0])
     return answers and pairs and ("margin" not in result or result["margin"][1] > result["margin"][0])
+
+
+def today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def commit() -> str:
@@ -363,28 +395,43 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
-    """SVG: held-out accuracy before (tick) and after (bar: mean; line: range over seeds)."""
+    """SVG of held-out accuracy: the warm start, what each recipe asks for, and after training.
+
+    A bar is the mean over seeds, a dot a seed.
+    """
     names = [name for name in RECIPES if any(r["name"] == name and "after" in r for r in results)]
-    width, left, row = 640, 170, 22
+    width, left, top, row = 760, 170, 56, 24
+    scale, bottom = width - left - 60, top + row * len(names)
+
+    def x(accuracy: float) -> str:
+        return f"{left + scale * accuracy:.1f}"
+
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{row * len(names) + 50}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 36}" '
+        'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="16">Held-out accuracy: warm start (red), after training (mean, range over seeds)</text>',
+        f'<text x="{left}" y="18" font-weight="bold">Accuracy on held-out problems after training</text>',
+        f'<text x="{left}" y="36" fill="#555">red line: warm start; grey mark: what the recipe asks for; '
+        "bar: mean over seeds; dot: a seed</text>",
     ]
-    scale = width - left - 60
+    for tenth in range(0, 11, 2):
+        parts.append(f'<path d="M{x(tenth / 10)} {top - 6}V{bottom}" stroke="#ddd"/>')
+        parts.append(
+            f'<text x="{x(tenth / 10)}" y="{bottom + 18}" text-anchor="middle" fill="#555">{tenth / 10:.0%}</text>'
+        )
     for index, name in enumerate(names):
-        runs = [r for r in results if r["name"] == name]
-        after, top = [r["after"] for r in runs], 26 + row * index
-        mean, before = statistics.mean(after), left + scale * runs[0]["before"]
-        low, high = left + scale * min(after), left + scale * max(after)
+        runs, y = [r for r in results if r["name"] == name], top + row * index
+        mean, asked = statistics.mean(r["after"] for r in runs), runs[0]["before"] + RECIPES[name].gain
         parts += [
-            f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{name}</text>',
-            f'<rect x="{left}" y="{top + 2}" width="{scale * mean:.1f}" height="{row - 8}" fill="#7aa6d8"/>',
-            f'<path d="M{low:.1f} {top + 9}H{high:.1f}" stroke="black"/>',
-            f'<path d="M{before:.1f} {top}V{top + row - 4}" stroke="#c0392b" stroke-width="2"/>',
-            f'<text x="{left + scale + 8}" y="{top + 13}">{mean:.0%}</text>',
+            f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
+            f'<rect x="{left}" y="{y + 4}" width="{scale * mean:.1f}" height="{row - 8}" fill="#9dc3e6"/>',
+            f'<path d="M{x(asked)} {y + 2}V{y + row - 2}" stroke="#777" stroke-width="2"/>',
+            *(f'<circle cx="{x(r["after"])}" cy="{y + row / 2:.0f}" r="3" fill="#1f4e79"/>' for r in runs),
+            f'<text x="{left + scale + 10}" y="{y + 16}">{mean:.0%}</text>',
         ]
+    if names:
+        before = next(r["before"] for r in results if "before" in r)
+        parts.append(f'<path d="M{x(before)} {top - 6}V{bottom}" stroke="#c0392b" stroke-width="1.5"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -410,11 +457,15 @@ def main() -> None:
                 error = future.exception()
                 failed += error is not None
                 print(*runs[future], error or future.result(), flush=True)
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*-*/learning.json"))]
+    made = [(name, int(run_dir.name.rpartition("-")[2])) for name in RECIPES for run_dir in runs_of(name, directory)]
+    finished = [(name, seed) for name, seed in made if summary_of(directory / f"{name}-{seed}") is not None]
+    judge(finished, directory)
+    results = (result_of(name, seed, directory) for name, seed in finished)
+    found = [result for result in results if result is not None]
     record = {
         "benchmark": "learning",
         "met": not failed and all(result["met"] for result in found),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": today(),
         "commit": commit(),
         "runs": found,
         "machine": machine_facts(),

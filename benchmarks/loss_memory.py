@@ -12,6 +12,8 @@ and the gradients of states and weight, with the entropy as a metric, in four wa
 
 All start from the same numbers and must arrive at the same loss and gradients. Each has a process of its own, whose
 peak is what its resident set (or the GPU's memory) rose by. What would not fit into ``--memory-gib`` is left out.
+chatlearn's peak does not grow with the tokens: it is that of one chunk's backward pass (``expected_peak``), so that its
+part in the logits' memory falls with the length.
 Advantages are timed on the same lengths: GAE in one pass over packed sequences against the loop over padded columns.
 
     python benchmarks/loss_memory.py [--tokens 1024 4096] [--vocabulary 32000 151936] [--hidden 64] [--quick]
@@ -41,6 +43,7 @@ from chatlearn_algorithms.policy_loss import PolicyLoss
 from chatlearn_core.types import TrainBatch, cumulative_lengths
 from chatlearn_hf.packed_forward import MAX_LOGITS_ELEMENTS
 from chatlearn_losses import gae, token_logprobs_from_hidden
+from chatlearn_losses.logprobs import MAX_TEMPORARY_ELEMENTS
 
 AIM = 0.1
 SEED = 5
@@ -190,11 +193,25 @@ def run_apart(name: str, tokens: int, vocabulary: int, args: argparse.Namespace)
     return found
 
 
+def expected_peak(tokens: int, vocabulary: int, width: int) -> dict[str, float]:
+    """MiB that chatlearn holds at once in the backward pass of a chunk, without tensors of one number per token."""
+    chunk = min(tokens, max(1, MAX_LOGITS_ELEMENTS // vocabulary)) * vocabulary
+    elements = {
+        "chunk_logits": chunk,
+        "chunk_logits_gradient": chunk,
+        "softmax_of_part": min(chunk, max(1, MAX_TEMPORARY_ELEMENTS // vocabulary) * vocabulary),
+        "weight_gradient": vocabulary * width,
+        "weight_gradient_of_chunk": vocabulary * width,
+    }
+    found = {name: round(4 * number / (1 << 20), 1) for name, number in elements.items()}
+    return found | {"sum": round(sum(found.values()), 1)}
+
+
 def measure_size(tokens: int, vocabulary: int, args: argparse.Namespace) -> dict[str, Any]:
     """All ways at one size, checked against each other."""
     logits_mib = tokens * vocabulary * 4 / (1 << 20)
     ways: dict[str, Any] = {}
-    for name in WAYS:
+    for name in ("chatlearn", *(name for name in args.ways if name != "chatlearn")):
         if name.startswith("trl") and installed_version("trl") is None:
             ways[name] = {"left_out": "TRL is not installed (requirements/dev.txt)"}
             continue
@@ -218,6 +235,7 @@ def measure_size(tokens: int, vocabulary: int, args: argparse.Namespace) -> dict
         "vocabulary": vocabulary,
         "logits_mib": round(logits_mib, 1),
         "peak_over_logits": round(peak / logits_mib, 3),
+        "expected_peak_mib": expected_peak(tokens, vocabulary, args.hidden),
         "ways": ways,
     }
 
@@ -266,6 +284,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one way at one size")
+    parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS), help="chatlearn always runs")
     parser.add_argument("--way", choices=sorted(WAYS), help="only this one, in this process")
     parser.add_argument("--quick", action="store_true", help="next to nothing, to see that it works")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,5 +61,48 @@ def test_what_a_recipe_asks_for(learning: Any, result: dict[str, Any], met: bool
 def test_the_table_shows_spread_and_what_was_not_run(learning: Any) -> None:
     runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": True} for i in range(3)]
     lines = learning.table(runs).splitlines()
-    assert "| `grpo` | 3 | 40% | 70% (60% .. 80%) | +5 points |  |  | 3 of 3 |" in lines
+    assert "| `grpo` | 3 | 40% | 70% (60% .. 80%) | +10 points |  |  | 3 of 3 |" in lines
     assert "| `dpo` | not run | | | | | | |" in lines
+
+
+def test_a_run_counts_once_its_answers_are_judged(learning: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "ipo-1"
+    run_dir.mkdir()
+    (tmp_path / "sft").mkdir()
+    change = {"eval/accuracy": {"before": 0.0, "after": 0.7}, "eval/margin": {"before": 0.0, "after": 0.5}}
+    (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "wall_s": 12.34} | change))
+    (run_dir / "made.json").write_text(json.dumps({"commit": "abc", "date": "2026-01-02"}))
+    assert learning.result_of("ipo", 1, tmp_path) is None
+    (tmp_path / "sft" / learning.HELDOUT_FILE).write_text("0.4")
+    (run_dir / learning.HELDOUT_FILE).write_text("0.5")
+    expected = {"pairs": [0.0, 0.7], "margin": [0.0, 0.5], "before": 0.4, "after": 0.5, "met": True}
+    made = {"name": "ipo", "seed": 1, "wall_s": 12.3, "commit": "abc", "date": "2026-01-02"}
+    assert learning.result_of("ipo", 1, tmp_path) == made | expected
+    assert learning.result_of("kto", 1, tmp_path) is None
+
+
+def test_pairs_are_of_different_completions_right_and_wrong(learning: Any, tmp_path: Path) -> None:
+    rollouts = tmp_path / "sampled" / "rollouts"
+    rollouts.mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "sampled" / "summary.json").write_text(json.dumps({"status": "completed"}))
+    prompts = [{"id": name, "prompt": name} for name in ("a", "b", "c")]
+    (tmp_path / "data" / "to_pair.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    sampled = [("a", 1.0, "2"), ("a", 1.0, "2"), ("a", 0.0, "3"), ("a", 0.0, "4"), ("a", 1.0, "1 + 1 = 2")]
+    sampled += [("b", 1.0, "5"), ("b", 1.0, "5."), ("c", 0.0, "6"), ("c", 1.0, "7"), ("c", 0.0, "8"), ("c", 0.0, "")]
+    rows = [{"group": f"{name}@0", "reward": reward, "completion": text} for name, reward, text in sampled]
+    (rollouts / "step_000001.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert list(learning.sampled_pairs(tmp_path)) == [
+        {"prompt": "a", "chosen": "2", "rejected": "3", "id": "a/0"},
+        {"prompt": "a", "chosen": "1 + 1 = 2", "rejected": "4", "id": "a/1"},
+        {"prompt": "c", "chosen": "7", "rejected": "6", "id": "c/0"},
+        {"prompt": "c", "chosen": "7", "rejected": "8", "id": "c/1"},
+    ]
+
+
+def test_the_plot_shows_every_seed(learning: Any) -> None:
+    runs = [{"name": "grpo", "seed": i, "before": 0.4, "after": 0.6 + i / 10, "met": True} for i in range(2)]
+    svg = learning.plot(runs)
+    assert svg.count("<circle") == 2
+    assert ">65%</text>" in svg
+    assert learning.plot([]).endswith("</svg>\n")
