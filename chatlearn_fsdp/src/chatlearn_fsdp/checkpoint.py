@@ -164,7 +164,10 @@ def _load_single(directory: Path, state: TrainerState, has_moments: bool) -> Non
     if state.optimizer is not None and has_moments:
         live = state.moments()
         if content["optimizer"].keys() != live.keys():
-            raise CheckpointError(f"{file} has the optimizer state of other parameters than this model's")
+            raise CheckpointError(
+                f"{file} holds optimizer state of other parameters than this model trains:"
+                f" {_only_in_one(content['optimizer'], live)}"
+            )
         for name, entry in content["optimizer"].items():
             _copy_all(entry, live[name], file)
     if state.ranks is None:
@@ -175,7 +178,7 @@ def _load_sharded(directory: Path, state: TrainerState, has_moments: bool) -> No
     content = _sharded_content(state, with_optimizer=has_moments and state.optimizer is not None)
     shards = directory / SHARDS
     try:
-        with warnings.catch_warnings():  # a single process may read what several wrote
+        with warnings.catch_warnings():  # a single process may read the shards of several
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_sharded(
                 content, storage_reader=ShardedReader(shards), planner=TensorPlanner(), no_dist=state.ranks is None
@@ -198,8 +201,7 @@ def _sharded_content(state: TrainerState, *, with_optimizer: bool) -> dict[str, 
 
 def _copy_all(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], file: Path) -> None:
     if saved.keys() != live.keys():
-        odd = sorted(saved.keys() ^ live.keys())[:4]
-        raise CheckpointError(f"{file} is of another model: tensors {', '.join(odd)} are in only one of the two")
+        raise CheckpointError(f"{file} is of another model: {_only_in_one(saved, live)}")
     for name, tensor in live.items():
         source = saved[name]
         if source.shape != tensor.shape:
@@ -208,6 +210,12 @@ def _copy_all(saved: Mapping[str, Tensor], live: Mapping[str, Tensor], file: Pat
                 f" {list(tensor.shape)}"
             )
         copy_whole(source, tensor)
+
+
+def _only_in_one(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """Name up to four entries that only the checkpoint has, and up to four that only the model has."""
+    only = {"checkpoint": saved.keys() - live.keys(), "model": live.keys() - saved.keys()}
+    return "; ".join(f"only the {where} has {', '.join(sorted(names)[:4])}" for where, names in only.items() if names)
 
 
 def _read_record(file: Path, state: TrainerState) -> dict[str, Any]:
@@ -232,10 +240,10 @@ def _read_pickle(file: Path) -> dict[str, Any]:
             raise TypeError(f"it contains a {type(content).__name__}")
     except (OSError, RuntimeError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise _unreadable(file, error) from error
-    except pickle.UnpicklingError as error:  # its own text advises to execute the file
+    except pickle.UnpicklingError as error:  # torch's message advises executing the file
         raise CheckpointError(
-            f"cannot read {file}: it is damaged, or has more than tensors; nothing in it was executed. Use an earlier"
-            " checkpoint from a source that you trust."
+            f"cannot read {file}: it is damaged or contains objects other than tensors; nothing in it was executed. Use"
+            " an earlier checkpoint from a source that you trust."
         ) from error
     return content
 

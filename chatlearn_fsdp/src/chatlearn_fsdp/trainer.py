@@ -239,7 +239,7 @@ class FSDPTrainer:
             return None
 
         def model() -> PreTrainedModel:
-            packed = self._ready("weights", "optimizer", may_be_broken=decay == 0.0)  # an average needs its own
+            packed = self._ready("weights", "optimizer", may_be_broken=decay == 0.0)  # an average needs intact weights
             free_gathered(packed)
             return packed.model
 
@@ -248,7 +248,7 @@ class FSDPTrainer:
             self._broken = None
 
         def break_down(why: str) -> None:
-            self._broken = f"{why}, so its weights may be those of no step"
+            self._broken = f"{why}, so its weights may match no completed step"
 
         hooks = LoadingHooks(model, taken, break_down)
         return ShardedWeightLoader(self._name, layout, decay, hooks)
@@ -320,7 +320,7 @@ class FSDPTrainer:
             logger.warning("Role %s: %s", self.context.role, note)
 
     def _max_over_ranks(self, finding: float) -> float:
-        """Return the largest finding of all ranks; infinite if one is not a number."""
+        """Return the largest value of all ranks; infinite if one is not finite."""
         finding = finding if math.isfinite(finding) else math.inf
         if self._ranks is None or self._ranks.size == 1:
             return finding
@@ -458,7 +458,7 @@ class FSDPTrainer:
         return result.total.detach().float(), result.metrics
 
     def _all_agree(self, finding: bool) -> bool:
-        """Whether the finding is true on every rank."""
+        """Whether the condition holds on every rank."""
         if self._ranks is None or self._ranks.size == 1:
             return finding
         flag = torch.tensor(int(finding), device=self._device)

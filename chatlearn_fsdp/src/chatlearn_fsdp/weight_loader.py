@@ -1,4 +1,4 @@
-"""Weights on their way in: another trainer's tensors, each put into the rows of it that this rank holds."""
+"""Receives another trainer's weights: each rank copies the rows that its shards hold."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from chatlearn_trainer_kit.weight_loader import TrainerWeightLoader
 
 @dataclass(slots=True, frozen=True)
 class LoadingHooks:
-    """What a loader asks of its trainer."""
+    """Functions of the trainer that a loader calls."""
 
     model: Callable[[], PreTrainedModel]
-    """The live model, its gathered parameters freed; raises where weights cannot be written."""
+    """Returns the live model with its gathered parameters freed; raises if its weights cannot be written now."""
     taken: Callable[[], None]
-    """All weights are new: optimizer and adapters start anew, as after ``load_model``."""
+    """Called when all weights have arrived: resets optimizer and adapters, as ``load_model`` does."""
     break_down: Callable[[str], None]
-    """The weights are those of no step."""
+    """Called with a reason when loading failed midway: the weights may match no completed step."""
 
 
 class ShardedWeightLoader(TrainerWeightLoader):
-    """Puts what arrives into this rank's shards, without communication; every rank gets everything.
+    """Copies arriving tensors into this rank's shards, without communication; every rank receives all tensors.
 
-    No memory is taken beyond one box in the dtype and on the device of the weights, and that for an average only.
+    Allocates at most one box at a time, in the dtype and on the device of the weights, and only to average.
     """
 
     def __init__(self, name: str, layout: CheckpointLayout, decay: float, hooks: LoadingHooks) -> None:
-        """Wait for a sync.
+        """Create the loader; it accepts a sync at any time.
 
         Args:
-            name: of role and rank, for messages.
-            layout: of the model without adapters; it must satisfy ``takes_tensors``.
+            name: role and rank, for messages.
+            layout: layout of the model without adapters; it must satisfy ``takes_tensors``.
             decay: see ``blend``.
-            hooks: into the trainer.
+            hooks: functions of the trainer.
         """
         manifest: WeightManifest = layout.manifest()
         super().__init__(name, manifest)
@@ -50,7 +50,7 @@ class ShardedWeightLoader(TrainerWeightLoader):
         self._decay = decay
         self._hooks = hooks
         self._held: Mapping[str, HeldRows] = {}
-        """Of the open sync: the live rows of each tensor of which this rank has some."""
+        """In the open sync: for each tensor with rows on this rank, these live rows."""
 
     def _begin(self) -> None:
         state = base_state(self._hooks.model())
@@ -76,7 +76,7 @@ class ShardedWeightLoader(TrainerWeightLoader):
     def _loaded(self) -> None:
         devices = {held.view.device for held in self._held.values() if held.view.is_cuda}
         for device in devices:
-            torch.cuda.synchronize(device)  # the sender uses the memory again
+            torch.cuda.synchronize(device)  # the sender reuses the memory
 
     def _finish(self) -> None:
         self._held = {}
@@ -84,4 +84,4 @@ class ShardedWeightLoader(TrainerWeightLoader):
 
     def _fail(self, reason: str) -> None:
         self._held = {}
-        self._hooks.break_down(f"taking another trainer's weights failed midway ({reason})")
+        self._hooks.break_down(f"loading another trainer's weights failed midway ({reason})")

@@ -151,7 +151,7 @@ def _data_parallel_problems(model: str, engine: Mapping[str, Any]) -> list[str]:
         )
     if size > 1 and _is_dense(model):
         problems.append(
-            f"data_parallel_size: {size} ranks would share the experts of {model}, but it has none, and vLLM refuses"
+            f"data_parallel_size: {size} ranks would share the experts of {model}, but that has none, and vLLM refuses"
             f" dense models; multiply roles.<role>.replicas by {size} instead"
         )
     return problems

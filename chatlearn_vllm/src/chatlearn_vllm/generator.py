@@ -28,7 +28,7 @@ from chatlearn_vllm.visible_devices import VARIABLE, visible_devices
 from chatlearn_vllm.weight_loader import VLLMWeightLoader
 
 _CALL_TIMEOUT_S = 600.0
-"""Longest time in seconds until the engine runs a command; a step in between takes seconds."""
+"""Longest time in seconds until the engine runs a command; the step before it may take seconds."""
 _MOVE_TIMEOUT_S = 600.0
 """Longest time in seconds to release, restore or measure memory."""
 _PARTS = frozenset({"weights", "kv_cache"})
