@@ -72,7 +72,7 @@ def test_standard_input_and_output(judge, form):
         ("def f(): return {1: {2, 3}, 'k': (1, [b'x', 2.5, None, 10 ** 30])}",
          ["assert f() == {1: {2, 3}, 'k': (1, [b'x', 2.5, None, 10 ** 30])}"], ["passed"]),
         ("def add(a, b)", CALLS, ["raised", "raised"]),
-        ("def g(f): return f(1)", ["assert g(lambda x: x) == 1"], "a test cannot be run: a test hands the program a f"),
+        ("def g(f): return f(1)", ["assert g(lambda x: x) == 1"], "cannot run a test: a test hands the program a f"),
     ],
 )  # fmt: skip
 def test_calls_and_statements(judge, code, tests, expected):
@@ -146,7 +146,7 @@ async def test_scores_and_components(use, make_sample):
         assert [result.value for result in results] == [1.0, -1.0, third, -1.0, None, 1.0]
         told = [{k for k, v in r.components.items() if v == 1 and k != "tests_passed"} for r in results]
         assert told == [{"accuracy"}, {"no_code"}, {"wrong_answer"}, {"raised"}, set(), {"accuracy"}]
-        assert "prompt 'p0' has the ground truth 'none', which is no JSON" in results[4].error
+        assert "prompt 'p0' has the ground truth 'none', which is not JSON" in results[4].error
         assert results[2].components.get("tests_passed") == (0.5 if scoring == "share" else None)
 
 
@@ -175,16 +175,16 @@ def test_a_text_without_fences_may_be_code():
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
-        (None, "has the ground truth None, which holds no tests"),
-        ("{", "which is no JSON"),
+        (None, "has the ground truth None, which has no tests"),
+        ("{", "which is not JSON"),
         ({"inputs": ["1"], "outputs": []}, "has inputs and outputs of 1 and 0; both must be lists of the same length"),
         ({"inputs": [1], "outputs": ["1"]}, "has the input or output 1, which is no text"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has the input 'x' or output '1', which is no JSON"),
-        ({"inputs": [["x"]], "outputs": [{1, 2}], "fn_name": "f"}, "has inputs or outputs that are no JSON values"),
-        (["assert f(1) =="], "has test_list 'assert f(1) ==', which is no Python"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has the input 'x' or output '1', which is not JSON"),
+        ({"inputs": [["x"]], "outputs": [{1, 2}], "fn_name": "f"}, "has inputs or outputs that are not JSON values"),
+        (["assert f(1) =="], "has test_list 'assert f(1) ==', which is not valid Python"),
         ([], "has test_list []; it must be a list of statements, at least one"),
         ({"test": "pass", "entry_point": "f()"}, "and entry_point 'f()'"),
-        ({"answer": 1}, "has a ground truth with the keys ['answer'], which hold no tests"),
+        ({"answer": 1}, "has a ground truth with the keys ['answer'], none of which give tests"),
     ],
 )
 def test_rows_without_tests_are_named(truth, problem):

@@ -84,7 +84,7 @@ def test_what_fails_for_a_time_is_tried_again(make_sample: Any, failure: HttpRep
     ("failure", "reason"),
     [
         (HttpReply({"key": KEY}, 500), 'HTTP status 500: \'{"key": "***"}\''),
-        (HttpReply(b"<html>"), "the response is no JSON"),
+        (HttpReply(b"<html>"), "the response is not JSON"),
         (HttpReply(hangs=True), "no complete response within timeout_s, 0.2 s"),
         (HttpReply({"a": "b" * 50}, breaks_off=True), "RemoteProtocolError"),
     ],
@@ -98,7 +98,7 @@ def test_what_fails_for_ever_excludes_its_sample(make_sample: Any, failure: Http
         bad, fine = judged(server, [make_sample("a"), make_sample("fine", index=1)], {"timeout_s": 0.2, "retries": 1})
         address = server.url
     assert fine.value == 7.0
-    assert f"reward 'judge' of role 'reward': {address}/v1/chat/completions failed at try 2 of 2" in (bad.error or "")
+    assert f"reward 'judge' of role 'reward': {address}/v1/chat/completions failed at attempt 2 of 2" in (bad.error or "")
     assert reason in (bad.error or "")
     assert KEY not in (bad.error or "")
     assert len(server.requests) == 3, "the judge does not repeat what the endpoint repeated"
@@ -117,7 +117,7 @@ def test_nonsense_is_a_counted_exclusion(make_sample: Any) -> None:
 def test_a_wrong_key_ends_the_run_and_is_not_shown(make_sample: Any) -> None:
     with (
         FakeHttpServer(lambda body, number: HttpReply({"bad key": KEY}, 401)) as server,
-        pytest.raises(RoleLostError, match="the environment variable JUDGE_KEY must hold a key") as caught,
+        pytest.raises(RoleLostError, match="the environment variable JUDGE_KEY must have a key") as caught,
     ):
         judged(server, [make_sample("a")])
     assert KEY not in str(caught.value)
@@ -143,7 +143,7 @@ def test_retry_after_is_honoured(make_sample: Any) -> None:
         assert time.monotonic() - begun >= 1.0
     with FakeHttpServer(lambda body, number: busy) as server:
         [result] = judged(server, [make_sample("a")], {"max_wait_s": 0.5})
-    assert "asks to wait 1 s (max_wait_s: 0.5)" in (result.error or "")
+    assert "requests a wait of 1 s (max_wait_s: 0.5)" in (result.error or "")
     assert len(server.requests) == 1
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
     assert _retry_after_s(later) == pytest.approx(100, abs=2)

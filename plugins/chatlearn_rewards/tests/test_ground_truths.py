@@ -43,5 +43,5 @@ def test_ground_truths_that_cannot_be_graded_are_named(truth, why):
 
 def test_a_number_is_what_gsm8k_needs():
     assert gsm8k_problem(Gsm8kOptions(), "#### 5") is None
-    assert "'many', which holds no number" in gsm8k_problem(Gsm8kOptions(), "many")
+    assert "'many', which has no number" in gsm8k_problem(Gsm8kOptions(), "many")
     assert gsm8k_problem(Gsm8kOptions(), "[3, 4, 5]") is not None

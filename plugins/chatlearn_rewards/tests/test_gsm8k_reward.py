@@ -114,7 +114,7 @@ async def test_a_ground_truth_without_a_number_is_an_error_of_that_sample(truth,
     reward = use(Gsm8kReward, Gsm8kOptions())
     bad, good = await reward.score([make_sample("#### 1", truth, 7), make_sample("#### 1", "1")])
     assert bad.value is None
-    assert "of prompt 'p7' holds no number" in bad.error
+    assert "of prompt 'p7' has no number" in bad.error
     assert good.value == 1.0
 
 

@@ -156,16 +156,16 @@ async def until(holds) -> None:
         ("fork_and_exit", None),
         ("fork_in_c", None),
         ("fork_and_answer_late", None),
-        ("write_to_all", "sent something that is no reply"),
+        ("write_to_all", "sent an invalid reply"),
         ("write_to_all_late", None),
-        ("write_a_frame", "sent something that is no reply"),
-        ("claim_much", "sent something that is no reply"),
-        ("close_all", "closed or replaced a file descriptor"),
-        ("close_all_and_open", "closed or replaced a file descriptor"),
-        ("replace_all", "closed or replaced a file descriptor"),
+        ("write_a_frame", "sent an invalid reply"),
+        ("claim_much", "sent an invalid reply"),
+        ("close_all", "closed or replaced the connection to the pool"),
+        ("close_all_and_open", "closed or replaced the connection to the pool"),
+        ("replace_all", "closed or replaced the connection to the pool"),
         ("do_not_block", None),
         ("leave_an_alarm", None),
-        ("kill_the_keeper", "the process that watches over it was killed"),
+        ("kill_the_keeper", "its keeper process was killed"),
         ("kill_the_group", "signal SIGKILL"),
         ("exec", "exit status 0"),
         ("rude", "Rude: (its message cannot be shown: RuntimeError)"),
@@ -253,5 +253,5 @@ async def test_what_a_function_prints_is_bounded_and_obeyed_by_no_terminal(pool,
     assert "\x1b" not in shown
     assert shown.count("end") >= 2
     assert len(shown) < 2 * MAX_ITEM_BYTES
-    assert "the pool: what its workers print is left out beyond 16 KiB a sample" in shown
-    assert f"the pool: {(10 << 20) + 3 + 11 - MAX_ITEM_BYTES} bytes that its workers printed were left out" in shown
+    assert "the pool: omitting the output of its workers beyond 16 KiB a sample" in shown
+    assert f"the pool: {(10 << 20) + 3 + 11 - MAX_ITEM_BYTES} bytes of output of its workers were omitted" in shown

@@ -99,7 +99,7 @@ def test_a_question_is_for_generators(make_sample: Any) -> None:
     with pytest.raises(ConfigError, match=r"set uses: \{model: <trainer or generator role>\}"):
         ModelReward(ModelOptions(), RoleContext("reward"))
     for options, problem in (
-        ({"labels": {"Yes": 1.0, "No": 0.0}}, "question, which is not set"),
+        ({"labels": {"Yes": 1.0, "No": 0.0}}, "question, but question is not set"),
         ({"question": "{completion}", "labels": {"Yes": 1.0}}, "two or more"),
         ({"question": "{answer}"}, "question has {answer}"),
     ):

@@ -16,7 +16,7 @@ def test_more_workers_than_cpus_can_serve_are_told(model, monkeypatch):
     [(option, sentence)] = model(**required, num_workers=9).warnings
     assert (option, sentence) == (
         "num_workers",
-        "9 processes share 2 CPUs: they start slowly, perhaps too slowly for any to answer in time; as many as CPUs "
+        "9 processes share 2 CPUs: they start slowly, perhaps too slowly to answer in time; 2 processes would "
         "judge as fast",
     )
 

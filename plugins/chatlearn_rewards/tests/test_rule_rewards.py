@@ -160,8 +160,8 @@ async def test_json_schema_of_rows(use, make_sample):
     texts = ['{"name": "a"}', "{}", "{}", "{}", "{}", '"' + "a" * 40 + 'b"', "{}"]
     results = await reward.score([make_sample(text, row) for text, row in zip(texts, rows, strict=True)])
     assert [result.value for result in results] == [1, 1, None, None, None, 0, None]
-    assert "prompt 'p0' has a ground truth that is no JSON Schema: at $.type: 'tree'" in results[2].error
-    assert "is no JSON" in results[3].error
+    assert "prompt 'p0' has a ground truth that is not a JSON Schema: at $.type: 'tree'" in results[2].error
+    assert "is not JSON" in results[3].error
     assert "refers to 'http://192.0.2.1/a.json', which it does not hold" in results[4].error
     assert results[5].components == {"json": 0.0, "accuracy": 0.0, "ungraded": 1.0}
     assert "is a NoneType; it must be an object" in results[6].error
@@ -169,19 +169,19 @@ async def test_json_schema_of_rows(use, make_sample):
 
 def test_a_schema_among_the_options_makes_rows_irrelevant():
     assert row_schema_problem(options.JsonSchemaOptions(json_schema=True), None) is None
-    assert schema_problem({"pattern": 3}).startswith("is no JSON Schema: at $.pattern")
+    assert schema_problem({"pattern": 3}).startswith("is not a JSON Schema: at $.pattern")
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
         (options.MultipleChoiceOptions, {"choices": "AAB"}, "choices 'AAB' must be at least two different capital"),
-        (options.LengthOptions, {}, "no length is asked for: set minimum, maximum or target"),
+        (options.LengthOptions, {}, "no limit is set; set minimum, maximum or target"),
         (options.LengthOptions, {"target": 3, "maximum": 5}, "set either target, or minimum and maximum"),
         (options.LengthOptions, {"minimum": 6, "maximum": 5}, "maximum is 5 and minimum is 6"),
         (options.RepetitionOptions, {"penalty": 1.0}, "less than or equal to 0"),
         (options.FuzzyMatchOptions, {"threshold": 2}, "less than or equal to 1"),
-        (options.JsonSchemaOptions, {"json_schema": {"type": "tree"}}, "json_schema is no JSON Schema: at \\$.type"),
+        (options.JsonSchemaOptions, {"json_schema": {"type": "tree"}}, "json_schema is not a JSON Schema: at \\$.type"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(model, settings, said):

@@ -11,37 +11,37 @@ from typing import Protocol
 from chatlearn_core.exceptions import ConfigError
 
 _BUSY_S = 30.0
-"""How long a process waits for another one that writes to the same file."""
+"""Longest time in seconds that a process waits while another one writes to the file."""
 
 
 class AnswerCache(Protocol):
-    """Keeps texts by key."""
+    """Interface of caches, which map keys to texts."""
 
     def get(self, key: str) -> str | None:
-        """The text; None if there is none."""
+        """Return the text, or None if the cache does not have the key."""
 
     def put(self, key: str, answer: str) -> None:
-        """Keep a text."""
+        """Store a text."""
 
     def close(self) -> None:
-        """Release everything. Twice is fine."""
+        """Release everything. A repeated call does nothing."""
 
 
 class NoCache:
-    """Keeps nothing."""
+    """A cache that stores nothing."""
 
     def get(self, key: str) -> str | None:
         return None
 
     def put(self, key: str, answer: str) -> None:
-        """Nothing is kept."""
+        """Discard the text."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class MemoryCache:
-    """Keeps the texts that were used last, up to ``num_entries``."""
+    """Keeps the most recently used texts, at most ``num_entries``."""
 
     def __init__(self, num_entries: int) -> None:
         self._num_entries = num_entries
@@ -66,7 +66,7 @@ class DiskCache:
     """Keeps texts in an SQLite file, which several processes may use at the same time. Blocks; any thread may call it.
 
     Raises:
-        ConfigError: the file cannot be opened, or is no such cache.
+        ConfigError: the file cannot be opened, or is not a cache of answers.
     """
 
     def __init__(self, path: Path) -> None:

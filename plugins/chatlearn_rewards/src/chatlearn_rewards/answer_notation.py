@@ -1,7 +1,7 @@
-"""One notation for answers: what unicode, colours, thin spaces and repeating decimals say, in plain LaTeX.
+"""Rewrites answers in plain LaTeX: unicode characters, colours, thin spaces and repeating decimals.
 
-``in_plain_latex`` is applied to both sides of a comparison before they are parsed. It never changes a value: it only
-spells it as math-verify's grammar expects.
+``in_plain_latex`` is applied to both sides of a comparison before they are parsed. It never changes a value, only the
+notation, to what math-verify's grammar expects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDE_SPACE = re.compile(r"\\q?quad(?![a-z])|(?<!\\)(?:\\[ ;:()\[\]]|[$~])")
 REPEATING = re.compile(
     r"(?<![\d.])(\d{0,400})\.(\d{0,400})\\(?:overline|bar|overbar)\s*(?:\{(\d{1,400})\}|(\d))", re.ASCII
 )
-"""Longer ones are no answers, and Python makes no integer of more than 4,300 digits."""
+"""The limit of 400 digits excludes texts that are no answers; Python refuses integers of more than 4,300 digits."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
 CONSTANT = r"\\(?:pi|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega)(?![A-Za-z])|\\sqrt\s*\{[^{}]*\}"
@@ -42,7 +42,7 @@ BARE_ARGUMENT = re.compile(rf"(\\(?:[dt]?frac|sqrt)(?:\s*{GROUP})?)\s*({CONSTANT
 BARE_ROOT = re.compile(r"(\\sqrt\s*\[[^\[\]]*\])\s*([0-9A-Za-z])")
 BARE_POWER = re.compile(rf"\^\s*(\\[dt]?frac\s*{GROUP}\s*{GROUP})")
 FULL_STOP = re.compile(r"(?<=[^\s.])(?<!\\right)\s*\.\s*$")
-"""Of a sentence; after a letter it makes the parser read a part of the expression only."""
+"""A full stop at the end; after a letter it would make the parser read only part of the expression."""
 EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 RELATION = r"(\\leq?(?:slant)?(?![A-Za-z])|\\geq?(?:slant)?(?![A-Za-z])|<|>)"
 BOUND = r"([^<>=,]+?)"
@@ -71,7 +71,7 @@ def in_plain_latex(answer: str) -> str:
 
 
 def in_plain_prose(text: str) -> str:
-    """Running text with plain digits, signs and thousands; dollars and brackets go on to mark formulas."""
+    """Running text with plain digits, signs and thousands; dollars and brackets still mark formulas."""
     plain = text if text.isascii() else _without_unicode(text)
     return GROUPED_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), plain)
 

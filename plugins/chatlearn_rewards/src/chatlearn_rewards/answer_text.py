@@ -12,11 +12,11 @@ from chatlearn_rewards.rule_options import Take
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-RULE = "it must be a text or a number, or a list of these of which one is to be matched"
+RULE = "it must be a text or a number, or a list of these, of which a completion must match one"
 
 
 def taken(text: str, take: Take) -> str | None:
-    """What is compared, without spaces around it; None if the completion has no such part."""
+    """Return the compared part of a completion without surrounding spaces; None if the completion lacks it."""
     if take == "whole":
         return text.strip()
     if take == "last_line":
@@ -26,7 +26,7 @@ def taken(text: str, take: Take) -> str | None:
 
 
 def accepted(ground_truth: Any) -> list[str] | None:
-    """The texts that a completion may equal; None if the ground truth holds none."""
+    """Return the texts that a completion may equal; None if the ground truth has none."""
     if hasattr(ground_truth, "tolist"):
         ground_truth = ground_truth.tolist()  # lists of a parquet file come as arrays
     many = isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str | bytes)
@@ -38,14 +38,14 @@ def accepted(ground_truth: Any) -> list[str] | None:
 
 
 def text_problem(options: Any, ground_truth: Any) -> str | None:
-    """Why no completion could match this ground truth, or None."""
+    """Return why no completion can match this ground truth, or None if one can."""
     if accepted(ground_truth) is not None:
         return None
     return f"has the ground truth {_short(ground_truth)}; {RULE}"
 
 
 def simplified(text: str, *, case: bool, punctuation: bool = False, articles: bool = False) -> str:
-    """A text with what is to be ignored left out; runs of spaces count as one."""
+    """Return a text without the parts that the options ignore; each run of spaces becomes one space."""
     if case:
         text = text.casefold()
     if punctuation:

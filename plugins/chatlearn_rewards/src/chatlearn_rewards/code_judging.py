@@ -1,4 +1,4 @@
-"""The work of reward ``code``'s processes: run one program's tests in sandboxes. Standard library only."""
+"""Runs one program's tests in sandboxes, in the worker processes of reward ``code``. Standard library only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FILES = {name: (_HERE / name).read_text() for name in ("code_wire.py", "code_pr
 
 
 class TestError(Exception):
-    """A test is at fault, not the program."""
+    """A test is invalid; the program is not at fault."""
 
     __test__ = False  # no class of tests for pytest
 
@@ -49,13 +49,13 @@ class CodeJudge:
     """Judges programs one after the other.
 
     Args:
-        program: runs it for one test of standard input and output.
-        called: runs it for all tests that call it.
-        tester: runs these tests.
-        timeout_s: of one test that calls, seconds.
-        total_timeout_s: of all tests of a program; those that have no time left are timed out.
-        stop_at_failure: leave out the tests after the first that fails.
-        tolerance: of numbers on standard output, absolute and relative.
+        program: runs the program for one test of standard input and output.
+        called: runs the program for all tests that call its functions.
+        tester: runs the tests that call the program.
+        timeout_s: time limit in seconds of one test that calls the program.
+        total_timeout_s: time limit in seconds of all tests of a program together; later tests count as timed out.
+        stop_at_failure: skip the tests after the first failure.
+        tolerance: absolute and relative tolerance of numbers on standard output.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class CodeJudge:
         self._packages = list(packages)
 
     def __call__(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"verdicts": [one a test], "num_tests"}``, or ``{"error"}``: it is not the program's fault."""
+        """``{"verdicts": [one a test], "num_tests"}``, or ``{"error"}`` where the program is not at fault."""
         tests = read_tests(payload["tests"])
         try:
             verdicts = (
                 self._streams(payload["code"], tests) if tests.streams else self._statements(payload["code"], tests)
             )
         except TestError as error:
-            return {"error": f"a test cannot be run: {error}"}
+            return {"error": f"cannot run a test: {error}"}
         except SandboxError as error:
             return {"error": str(error)}
         return {"verdicts": verdicts, "num_tests": len(tests)}
@@ -168,7 +168,7 @@ class CodeJudge:
 
 
 def _limit(result: SandboxResult) -> Verdict | None:
-    """The limit at which a program ended."""
+    """Return the limit that ended a program."""
     if result.ended == "timed_out" or result.code == -24:  # SIGXCPU
         return "timed_out"
     if result.ended == "too_much_output":
@@ -180,7 +180,7 @@ def _limit(result: SandboxResult) -> Verdict | None:
 def same_output(output: str, expected: str, tolerance: float) -> bool:
     """Whether two outputs agree: line by line without spaces at the ends, blank lines at the end left out.
 
-    With a tolerance, words that are numbers may differ by so much, absolute or relative.
+    Words that are numbers may differ by the tolerance, absolute or relative.
     """
     lines, wanted = (
         [line.strip() for line in text.replace("\r\n", "\n").rstrip().split("\n")] for text in (output, expected)
@@ -211,9 +211,9 @@ def build_code_judge(
     packages: Sequence[str],
     **settings: Any,
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A function of ``{"code", "tests"}``; refuses a machine that cannot build the sandbox."""
+    """Return a function of ``{"code", "tests"}``; refuses a machine that cannot build the sandbox."""
     total_s = settings["total_timeout_s"]
-    # The tests keep the time of each call; what ends with all of them has a little longer than they have.
+    # The tests limit each call themselves; the sandbox's own limit is a little longer than all of them.
     longer = {**limits, "wall_s": total_s + START_TIMEOUT_S}
     tests = Limits(wall_s=total_s + START_TIMEOUT_S / 2, memory_bytes=TESTER_MEMORY_BYTES)
     try:

@@ -1,6 +1,7 @@
-"""The program's end inside its sandbox: runs the code under test, and does what the tests ask of it. A script.
+"""Runs the code under test inside its sandbox, and answers the tests' calls. A script.
 
-Nothing here is trusted: the code may change all of it. It can answer wrongly, or not at all; it never sees a test.
+Nothing in this process is trusted, because the code may change all of it. It can answer wrongly, or not at all, but it
+never sees a test.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _kept: list[Any] = []
 
 
 def main() -> None:
-    """Read the code, then answer until the tests hang up."""
+    """Read the code, then answer calls until the tests close the connection."""
     link = Link(3)
     os.set_inheritable(3, False)
     module = types.ModuleType("solution")

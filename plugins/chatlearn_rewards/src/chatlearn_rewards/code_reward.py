@@ -22,7 +22,7 @@ PYTHON = frozenset({"", "python", "py", "python3"})
 
 
 class CodeReward(PooledReward):
-    """The share of tests passed, or all or nothing. A failure of the sandbox or of a test is an error, never a 0."""
+    """Rewards the fraction of tests passed, or only a full pass. A broken sandbox or test is an error, not a 0."""
 
     def __init__(self, options: CodeOptions, context: RoleContext) -> None:
         limits: dict[str, Any] = {
@@ -65,7 +65,7 @@ class CodeReward(PooledReward):
             if code is not None:
                 judged.append(index)
                 payloads.append({"code": code, "tests": truth})
-        # Each test is bounded by itself; the pool's limit is for what hangs outside them.
+        # Each test has its own limit; the pool's limit ends a worker that hangs outside the tests.
         limit_s = 2 * (self._options.total_timeout_s + self._options.timeout_s + START_TIMEOUT_S)
         outcomes = await self._pool.run(payloads, [limit_s] * len(payloads))
         for index, outcome in zip(judged, outcomes, strict=True):
@@ -83,7 +83,7 @@ class CodeReward(PooledReward):
         first = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
         credit = share if self._options.scoring == "share" else float(share == 1.0)
         components = {"accuracy": float(share == 1.0)}
-        if self._options.scoring == "share":  # otherwise the tests after the first failure are not run
+        if self._options.scoring == "share":  # if only a full pass counts, the first failure decides
             components["tests_passed"] = share
         components |= {verdict: float(verdict == first) for verdict in VERDICTS if verdict != "passed"}
         return RewardResult(
@@ -112,7 +112,7 @@ def last_block(text: str, *, unfenced: str) -> str | None:
 
 
 def code_problem(options: CodeOptions, ground_truth: Any) -> str | None:
-    """Why no program could be judged against this ground truth, or None."""
+    """Return why no program can be judged by this ground truth, or None if one can."""
     try:
         read_tests(ground_truth)
     except TestFormatError as error:

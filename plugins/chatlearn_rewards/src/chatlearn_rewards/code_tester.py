@@ -1,7 +1,7 @@
-"""The tests' end, in a sandbox of its own: runs the tests against handles of what the program defines. A script.
+"""Runs the tests, in a separate sandbox, against handles of the program's objects. A script.
 
-The program's code never runs in this process, so it can change neither the tests nor what they compare with. It prints
-one line of JSON a test: a verdict, or that the test itself is at fault.
+The program's code never runs in this process, so it can change neither the tests nor their expected values. This script
+prints one line of JSON for each test: a verdict, or an error of the test itself.
 """
 
 import builtins
@@ -40,13 +40,13 @@ class ProgramError(Exception):
 
 
 class Program:
-    """Asks the program."""
+    """Calls the program in its sandbox."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def ask(self, operation: str, *operands: Any) -> Any:
-        """What it answers; raises what it raised."""
+        """Run an operation in the program and return its result; raises the exception that the program raised."""
         self._link.send([operation, *(encode(operand, _by_handle) for operand in operands)])
         answer = self._link.receive()
         if not isinstance(answer, list) or len(answer) != 3:
@@ -61,9 +61,9 @@ class Program:
         return decode(result, self.handle)
 
     def handle(self, data: list[Any]) -> Any:
-        """What stands for something that is not plain."""
+        """Return the local substitute for a value that is not plain: a module of the standard library, or a handle."""
         kind, reference = data
-        if kind == "module":  # the tests' own: the program may have changed its
+        if kind == "module":  # import it here: the program may have changed its copy
             if str(reference).partition(".")[0] not in sys.stdlib_module_names:
                 return None
             return importlib.import_module(reference)
@@ -73,7 +73,7 @@ class Program:
 
 
 class Handle:
-    """Something of the program's. Equal to itself alone: a class whose ``==`` is always true helps nobody."""
+    """An object in the program. It equals only itself, so a program cannot pass by overriding ``==``."""
 
     def __init__(self, program: Program, number: int) -> None:
         object.__setattr__(self, "_asks", (program, number))
@@ -135,7 +135,7 @@ def _exception(name: Any, message: Any) -> BaseException:
 
 
 def _change(given: Any, changed: Any) -> None:
-    """Do to the arguments what the program did to its copies."""
+    """Apply the program's changes of its copies of the arguments to the arguments."""
     if type(given) is not type(changed):
         return
     if isinstance(given, list | tuple):
@@ -175,7 +175,7 @@ def agrees(got: Any, expected: Any) -> bool:
 
 
 def main() -> None:
-    """``code_tester.py``: ``tests.json`` holds the tests; the verdicts are printed."""
+    """``code_tester.py``: ``tests.json`` holds the tests; prints the verdicts."""
     with open("tests.json", encoding="utf-8") as file:
         plan = json.load(file)
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
@@ -213,7 +213,7 @@ def main() -> None:
             verdict = _judge(work, plan["timeout_s"])
         verdicts.write(json.dumps(verdict) + "\n")
         if verdict["verdict"] in ("timed_out", "ended"):
-            loaded = verdict  # the program answers nothing any more
+            loaded = verdict  # the program no longer answers
         if verdict["verdict"] != "passed" and plan["stop_at_failure"]:
             break
 

@@ -23,7 +23,7 @@ RULE = (
 
 
 class TestFormatError(ValueError):
-    """A ground truth that holds no tests; says why, worded to follow "has"."""
+    """The ground truth has no tests; the message says why and follows the word "has"."""
 
     __test__ = False  # no class of tests for pytest
 
@@ -47,14 +47,14 @@ def read_tests(ground_truth: Any) -> CodeTests:
     """The tests of one row.
 
     Raises:
-        TestFormatError: it holds none.
+        TestFormatError: the ground truth has no tests.
     """
     content = ground_truth
     if isinstance(content, str):
         try:
             content = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise TestFormatError(f"the ground truth {_short(ground_truth)}, which is no JSON ({error})") from error
+            raise TestFormatError(f"the ground truth {_short(ground_truth)}, which is not JSON ({error})") from error
     content = _as_list(content)
     if isinstance(content, list):
         if content and all(isinstance(item, Mapping) and {"input", "output"} <= item.keys() for item in content):
@@ -62,7 +62,7 @@ def read_tests(ground_truth: Any) -> CodeTests:
         else:
             content = {"test_list": content}
     if not isinstance(content, Mapping):
-        raise TestFormatError(f"the ground truth {_short(ground_truth)}, which holds no tests")
+        raise TestFormatError(f"the ground truth {_short(ground_truth)}, which has no tests")
     if content.get("inputs") is not None:
         return _pairs(content)
     if content.get("test_list") is not None:
@@ -73,7 +73,7 @@ def read_tests(ground_truth: Any) -> CodeTests:
         if not isinstance(test, str) or not isinstance(name, str) or not name.isidentifier():
             raise TestFormatError(f"test {_short(test)} and entry_point {name!r}; test is code that defines check")
         return CodeTests(statements=({"code": _code(f"{test}\ncheck({name})\n", "test")},), setup=_setup(content))
-    raise TestFormatError(f"a ground truth with the keys {sorted(map(str, content))}, which hold no tests")
+    raise TestFormatError(f"a ground truth with the keys {sorted(map(str, content))}, none of which give tests")
 
 
 def _pairs(content: Mapping[str, Any]) -> CodeTests:
@@ -85,7 +85,10 @@ def _pairs(content: Mapping[str, Any]) -> CodeTests:
     if name is None:
         for text in [*inputs, *outputs]:
             if not isinstance(text, str):
-                raise TestFormatError(f"the input or output {_short(text)}, which is no text (and there is no fn_name)")
+                raise TestFormatError(
+                    f"the input or output {_short(text)}, which is not a text (only with fn_name may it be another"
+                    " value)"
+                )
         return CodeTests(streams=tuple(zip(inputs, outputs, strict=True)))
     if not isinstance(name, str) or not name.isidentifier():
         raise TestFormatError(f"fn_name {name!r}; it must be the name of a function")
@@ -97,7 +100,7 @@ def _pairs(content: Mapping[str, Any]) -> CodeTests:
                 arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
                 expected = json.loads(expected) if isinstance(expected, str) else expected
             except (ValueError, RecursionError) as error:
-                text = f"the input {_short(arguments)} or output {_short(expected)}, which is no JSON"
+                text = f"the input {_short(arguments)} or output {_short(expected)}, which is not JSON"
                 raise TestFormatError(text) from error
         if not isinstance(arguments, list):
             raise TestFormatError(f"the input {_short(arguments)}; with fn_name it must be a list of arguments")
@@ -105,7 +108,7 @@ def _pairs(content: Mapping[str, Any]) -> CodeTests:
     try:
         json.dumps(calls)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TestFormatError(f"inputs or outputs that are no JSON values ({error})") from error
+        raise TestFormatError(f"inputs or outputs that are not JSON values ({error})") from error
     return CodeTests(statements=tuple(calls))
 
 
@@ -127,12 +130,12 @@ def _code(text: str, key: str) -> str:
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise TestFormatError(f"{key} {_short(text)}, which is no Python ({error})") from error
+        raise TestFormatError(f"{key} {_short(text)}, which is not valid Python ({error})") from error
     return text
 
 
 def _as_list(value: Any) -> Any:
-    """Lists of a parquet file come as arrays."""
+    """Convert an array to a list: parquet files give lists as arrays."""
     if hasattr(value, "tolist") and not isinstance(value, list):
         value = value.tolist()
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value

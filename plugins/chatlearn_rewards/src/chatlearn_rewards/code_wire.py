@@ -1,4 +1,4 @@
-"""How the tests and the program, each in a sandbox of its own, speak: plain values, and handles of everything else.
+"""The messages between the tests and the program, each in its own sandbox: plain values, and handles of other objects.
 
 Both ends run this file inside a sandbox; standard library only. Nothing is unpickled: what a program sends becomes
 numbers, strings, bytes and containers of these, or a handle, whatever classes it pretends to have.
@@ -19,11 +19,11 @@ SMALL = 1 << 62
 
 
 class LinkClosedError(Exception):
-    """The other end is gone, or sent what is no message."""
+    """The other end closed the connection, or sent an invalid message."""
 
 
 class UnsupportedValueError(Exception):
-    """A test hands over a value that cannot travel."""
+    """A test passes a value that cannot be sent."""
 
 
 class Link:
@@ -36,7 +36,7 @@ class Link:
         """Send a JSON value."""
         body = json.dumps(message).encode()
         if len(body) > MAX_FRAME_BYTES:
-            raise ValueError(f"a value of {len(body)} bytes; at most {MAX_FRAME_BYTES} are passed on")
+            raise ValueError(f"a value of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
         left = memoryview(LENGTH.pack(len(body)) + body)
         try:
             while left:
@@ -45,7 +45,7 @@ class Link:
             raise LinkClosedError(str(error)) from error
 
     def receive(self) -> Any:
-        """The next message."""
+        """Wait for the next message and return it."""
         size = LENGTH.unpack(self._read(LENGTH.size))[0]
         if size > MAX_FRAME_BYTES:
             raise LinkClosedError("no message: too long")
@@ -68,7 +68,7 @@ class Link:
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """A JSON value for any value; ``keep`` makes one for what is not plain. Subclasses of plain types become plain."""
+    """Encode any value as JSON; ``keep`` encodes values that are not plain. Subclasses of plain types become plain."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, float):
@@ -96,10 +96,10 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, handle: Callable[[list[Any]], Any]) -> Any:
-    """The value of what ``encode`` made; ``handle`` makes one of what ``keep`` made.
+    """Decode the result of ``encode``; ``handle`` decodes the results of ``keep``.
 
     Raises:
-        LinkClosedError: nothing that ``encode`` makes.
+        LinkClosedError: ``encode`` cannot have produced the data.
     """
     if not isinstance(data, list):
         return data

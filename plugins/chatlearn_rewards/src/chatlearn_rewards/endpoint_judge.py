@@ -17,7 +17,7 @@ class EndpointJudge:
     """Asks ``POST <base_url>/chat/completions``, the chat completions of OpenAI's API. Implements ``JudgeModel``.
 
     Args:
-        what: the reward, for errors.
+        what: name of the reward for error messages.
 
     Raises:
         ConfigError: the environment variable with the key is not set.
@@ -29,31 +29,31 @@ class EndpointJudge:
 
     @property
     def name(self) -> str:
-        """Address, model and further fields: what decides about an answer."""
+        """Address, model and further fields, on which an answer depends."""
         fields = json.dumps(self._options.parameters, sort_keys=True)
         return f"{self._options.base_url} {self._options.model} {fields}"
 
     @property
     def is_fixed(self) -> bool:
-        """A model behind a name is taken for the same model throughout."""
+        """Always true: the endpoint is assumed to keep the same model under a name."""
         return True
 
     def setup(self) -> None:
-        """Start the connections' thread; nothing is sent."""
+        """Start the thread of the connections; sends nothing."""
         self._endpoint.start()
 
     def close(self) -> None:
-        """End connections."""
+        """Close the connections."""
         self._endpoint.close()
 
     async def answer(
         self, messages: Sequence[Message], sampling: SamplingParams, *, request_id: str, group_id: str
     ) -> str:
-        """The text of the next turn; empty if the response has none.
+        """Return the text of the next turn; empty if the response has no text.
 
         Raises:
             DataError, RoleLostError, EndpointFailedError: see ``HttpEndpoint.post``.
-            BackendError: the response is no chat completion.
+            BackendError: the response is not a chat completion.
         """
         fields: dict[str, Any] = {
             "model": self._options.model,

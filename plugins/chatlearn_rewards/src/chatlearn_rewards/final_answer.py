@@ -16,7 +16,7 @@ class FinalAnswer(NamedTuple):
 
     text: str
     before: str
-    """The end of what stands before it, at most ``CONTEXT_CHARACTERS``."""
+    """The last ``CONTEXT_CHARACTERS`` characters before the answer, or fewer."""
 
 
 CONTEXT_CHARACTERS = 80

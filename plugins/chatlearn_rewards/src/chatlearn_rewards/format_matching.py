@@ -1,4 +1,4 @@
-"""The work of reward ``format``'s processes: only killing one ends a regular expression that backtracks forever."""
+"""Matches regular expressions in the worker processes of reward ``format``: only a kill ends endless backtracking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def build_matcher(pattern: str, match: str, flags: Sequence[str]) -> Callable[[str], bool]:
-    """A function of a completion that says whether it matches."""
+    """Return a function that checks whether a completion matches."""
     combined = re.NOFLAG
     for flag in flags:
         combined |= re.RegexFlag[flag.upper()]

@@ -12,7 +12,7 @@ from chatlearn_rewards.process_pool import Outcome, Task
 
 
 class FormatReward(PooledReward):
-    """Matches in workers, where a pattern that backtracks without end is killed at the time limit."""
+    """Matches in worker processes, which are killed at the time limit if a pattern backtracks endlessly."""
 
     def __init__(self, options: FormatOptions, context: RoleContext) -> None:
         arguments = {"pattern": options.pattern, "match": options.match, "flags": list(options.flags)}

@@ -1,4 +1,4 @@
-"""The work of reward ``function``'s processes: import a function, call it by its signature, check the score."""
+"""Imports a function, calls it by its signature and checks its scores, in the workers of reward ``function``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_SCORE = "no score: the function returned None (not applicable to this sample)
 def build_function_caller(
     path: str, signature: str, conversational: bool, directory: str
 ) -> Callable[[Sequence[Mapping[str, Any]]], list[Verdict]]:
-    """A function of sample rows that gives one verdict a row.
+    """Return a function that maps sample rows to one verdict per row.
 
     Raises:
         TaskConfigError: no such module, file or function, or an unknown signature.
@@ -134,7 +134,7 @@ def check_score(score: Any) -> Verdict:
 
 
 def check_list(scores: Any, count: int) -> list[Verdict]:
-    """One verdict a sample; a wrong number of scores marks them all."""
+    """Return one verdict per sample; a wrong number of scores is an error of all samples."""
     try:
         items = list(scores)
     except TypeError:
@@ -168,7 +168,7 @@ def _shown(value: Any) -> str:
 def _guarded(compute: Callable[[], Any]) -> Verdict:
     try:
         return check_score(compute())
-    except Exception as error:  # a user's function may raise anything: it is that sample's error, shown in full
+    except Exception as error:  # a user's function may raise anything; the sample gets the error, shown in full
         return {"error": describe_exception(error)}
 
 

@@ -1,4 +1,4 @@
-"""The work of reward ``fuzzy_match``'s processes: ``difflib`` takes quadratic time, or worse, on long texts."""
+"""Compares texts in the worker processes of reward ``fuzzy_match``: ``difflib`` takes quadratic time, or more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 
 
 def build_comparer() -> Callable[[tuple[str, Sequence[str]]], float]:
-    """A function of a text and the texts that it may resemble: the highest ratio of ``SequenceMatcher``, 0 to 1."""
+    """Return a function of a text and its references that returns the highest ``SequenceMatcher`` ratio, 0 to 1."""
 
     def compare(payload: tuple[str, Sequence[str]]) -> float:
         text, wanted = payload

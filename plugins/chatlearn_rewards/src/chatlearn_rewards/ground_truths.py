@@ -1,7 +1,7 @@
-"""Which ground truths ``math`` and ``gsm8k`` can grade against: looked at as data are loaded, before a run starts.
+"""Checks, when data are loaded, whether ``math`` and ``gsm8k`` can grade against a row's ground truth.
 
-Cheap and without math-verify: a row whose answer was cut short or is no answer at all is named with its file and line,
-instead of failing every sample of its prompt for the whole run.
+Cheap and without math-verify. Before the run starts, an error names file and line of a row whose answer is cut short or
+missing; otherwise every sample of that prompt would fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOLLOW = re.compile(r"[\s\[\](){},;.$]*")
 
 
 def math_problem(options: MathOptions, ground_truth: Any) -> str | None:
-    """Why reward ``math`` could call no completion right for this ground truth, or None."""
+    """Return why no completion can be right for reward ``math`` with this ground truth, or None if one can."""
     rule = "it must be an expression, or a solution that puts one in \\boxed{}"
     if ground_truth is None:
         return f"has no ground truth; {rule}"
@@ -40,10 +40,10 @@ def math_problem(options: MathOptions, ground_truth: Any) -> str | None:
 
 
 def gsm8k_problem(options: Gsm8kOptions, ground_truth: Any) -> str | None:
-    """Why reward ``gsm8k`` could call no completion right for this ground truth, or None."""
+    """Return why no completion can be right for reward ``gsm8k`` with this ground truth, or None if one can."""
     if true_number(ground_truth) is not None:
         return None
-    return f"has the ground truth {ground_truth!r}, which holds no number; it must be a number or end in '#### NUMBER'"
+    return f"has the ground truth {ground_truth!r}, which has no number; it must be a number or end in '#### NUMBER'"
 
 
 def _is_balanced(text: str) -> bool:

@@ -32,17 +32,17 @@ NOT_ONE = re.compile(
     r"^\W*\bnot\b|^[^\w#]*[-\u2212]?[\d.,]+(?:\s*(?:\||=|\^|\*\*?|\u00d7|\u00b7)\s*[-\u2212]?[\d.]|\s+\d+(?![\d.,]*\s?/))",
     re.ASCII | re.IGNORECASE,
 )
-"""After the marker: a negation, a number that goes on as an expression, or a second number beside the first."""
+"""After the marker: a negation, a number that continues as an expression, or a second number beside the first."""
 SEVERAL = re.compile(r"[-\u2212]?[\d.,/]*\d\s*(?:,|;|\bor\b|\band\b)\s*[-\u2212]?\.?\d[\d.,/]*[\s\])}.!]*$", re.ASCII)
-"""At the end of a text: values side by side, which are guesses and no answer."""
+"""At the end of a text: several values in a row, which are guesses, not an answer."""
 TAIL_CHARACTERS = 2000
-"""Where the last number of a completion without ``####`` is looked for."""
+"""Number of characters at the end of a completion without ``####`` in which the last number is searched."""
 MAX_DIGITS = 100
-"""A longer run of digits is no answer; computing with it would only take time."""
+"""A longer run of digits is not an answer, and computing with it would be slow."""
 
 
 class Gsm8kReward:
-    """Pure and fast: it runs where it is called."""
+    """Pure and fast, so it runs in the caller's process."""
 
     def __init__(self, options: Gsm8kOptions, context: RoleContext) -> None:
         self._options = options
@@ -72,7 +72,7 @@ class Gsm8kReward:
         if truth is None:
             text = (
                 f"reward 'gsm8k' of role {self._role!r}: the ground truth {sample.prompt.ground_truth!r} of prompt "
-                f"{sample.prompt.id!r} holds no number; it must be a number or end in '#### NUMBER'"
+                f"{sample.prompt.id!r} has no number; it must be a number or end in '#### NUMBER'"
             )
             return RewardResult(None, error=text)
         answer = answered_number(sample.text, strict=self._options.strict)
@@ -88,7 +88,7 @@ def answered_number(text: str, *, strict: bool) -> Fraction | None:
     """The first number on the line after the last ``####``; without one, unless ``strict``, the last number.
 
     Fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``) and powers of ten (``3e5``) are read as such.
-    Values side by side (``3, 4, 5``) are no answer.
+    Several values in a row (``3, 4, 5``) are not an answer.
     """
     _, marker, tail = text.rpartition(MARKER)
     if marker:
@@ -109,7 +109,7 @@ def answered_number(text: str, *, strict: bool) -> Fraction | None:
 
 
 def true_number(ground_truth: Any) -> Fraction | None:
-    """The number of a ground truth: itself, or in its text the one after ``####``, or the last one."""
+    """Return the number of a ground truth: a number itself; of a text, the number after ``####``, or the last one."""
     if isinstance(ground_truth, bool):
         return None
     if isinstance(ground_truth, str):
@@ -122,7 +122,7 @@ def true_number(ground_truth: Any) -> Fraction | None:
 
 
 def _is_list(text: str) -> bool:
-    """Whether a text ends in several values; the commas of thousands separate none."""
+    """Whether a text ends in several values; commas in thousands do not separate values."""
     return bool(SEVERAL.search(THOUSANDS.sub("", text)))
 
 

@@ -1,4 +1,4 @@
-"""Requests to an HTTP endpoint: bounded in number, with a time limit, and repeated where that may help."""
+"""Requests to an HTTP endpoint, limited in number and time, and repeated after temporary failures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from chatlearn_core.exceptions import BackendError, ConfigError, DataError, Role
 from chatlearn_rewards.endpoint_options import EndpointOptions
 
 _SHOWN = 200
-"""Characters of a response that an error shows."""
+"""Number of characters of a response that an error quotes."""
 _LARGEST_BYTES = 64 << 20
-"""Longest response that is read: more is no verdict."""
+"""Longest response in bytes; a longer one cannot be a verdict."""
 _TEMPORARY = frozenset({408, 425, 429})
-"""Besides 5xx, the statuses after which the same request may succeed."""
+"""Statuses, in addition to 5xx, after which the same request may succeed later."""
 _CLOSING_S = 10.0
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class EndpointFailedError(BackendError):
 
 @dataclass(slots=True, frozen=True)
 class _Failure:
-    """One failed try of a request that may be repeated."""
+    """One failed attempt of a request that may be repeated."""
 
     reason: str
     retry_after_s: float | None = None
@@ -44,12 +44,12 @@ class _Failure:
 class HttpEndpoint:
     """Posts JSON to one URL.
 
-    Connections live in a thread of their own with its own event loop, so any event loop may call ``post`` and ``close``
-    ends them whether or not a loop still runs.
+    A separate thread with its own event loop keeps the connections. So any event loop may call ``post``, and ``close``
+    works even if the caller's loop has ended.
 
     Args:
         url: absolute URL of every request.
-        what: what calls the endpoint, for errors, such as ``reward 'judge' of role 'reward'``.
+        what: the caller, for error messages, such as ``reward 'judge' of role 'reward'``.
 
     Raises:
         ConfigError: the environment variable with the key is not set, or its value cannot be sent. The message names
@@ -76,7 +76,7 @@ class HttpEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """End requests under way, connections and thread. Twice is fine."""
+        """Cancel open requests, close connections and end the thread. A repeated call does nothing."""
         loop, thread, client = self._loop, self._thread, self._client
         self._loop = self._thread = self._client = None
         if loop is None or thread is None or client is None:
@@ -88,11 +88,11 @@ class HttpEndpoint:
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine that runs in the endpoint's thread; cancelled there if the caller is cancelled."""
-        assert self._loop is not None, "an endpoint is started before it is asked"
+        assert self._loop is not None, "the endpoint was not started"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def post(self, body: Mapping[str, Any], deadline: float | None = None) -> Any:
-        """The decoded JSON of the response.
+        """Post a request and return the decoded JSON of the response.
 
         Args:
             deadline: reading of ``time.monotonic()`` at which all tries and the waits between them end; None: no limit
@@ -100,7 +100,7 @@ class HttpEndpoint:
 
         Raises:
             DataError: the body cannot be written as JSON, or the endpoint refuses this request (400, 413, 422).
-            RoleLostError: it refuses every request: the key is wrong (401, 403), or there is nothing at the URL.
+            RoleLostError: it refuses all requests: the key is wrong (401, 403), or the URL does not exist.
             EndpointFailedError: it did not answer, at the last of ``retries + 1`` tries or by the deadline.
         """
         return await self.run(self.post_here(body, deadline))
@@ -136,18 +136,18 @@ class HttpEndpoint:
                 return answer.value
             told.append(f"try {attempt} of {tries}: {answer.reason}")
             wait_s = min(options.backoff_s * 2.0 ** (attempt - 1), options.max_wait_s)
-            wait_s *= random.uniform(0.5, 1.0)  # callers that failed together do not come back together
+            wait_s *= random.uniform(0.5, 1.0)  # spreads the repetitions of callers that failed together
             if answer.retry_after_s is not None:
                 wait_s = max(wait_s, answer.retry_after_s)
             if attempt == tries or wait_s > options.max_wait_s:
                 asked = (
-                    f", and asks to wait {wait_s:g} s (max_wait_s: {options.max_wait_s:g})" if attempt < tries else ""
+                    f", and requests a wait of {wait_s:g} s (max_wait_s: {options.max_wait_s:g})" if attempt < tries else ""
                 )
                 raise EndpointFailedError(
-                    f"{self._what}: {self._url} failed at try {attempt} of {tries}: {answer.reason}{asked}"
+                    f"{self._what}: {self._url} failed at attempt {attempt} of {tries}: {answer.reason}{asked}"
                 )
             await asyncio.sleep(wait_s)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _try(self, sent: bytes) -> _Json | _Failure:
         assert self._client is not None
@@ -175,7 +175,7 @@ class HttpEndpoint:
             remedy = (
                 "set api_key_env to the variable that holds its key"
                 if key is None
-                else (f"the environment variable {key} must hold a key that it accepts")
+                else (f"the environment variable {key} must have a key that the endpoint accepts")
             )
             raise RoleLostError(f"{self._what}: {self._url} refuses access, {told}; {remedy}")
         if status in (400, 413, 422):
@@ -185,7 +185,7 @@ class HttpEndpoint:
         try:
             return _Json(json.loads(content))
         except (ValueError, RecursionError) as error:
-            return _Failure(f"the response is no JSON ({error}): {shown!r}")
+            return _Failure(f"the response is not JSON ({error}): {shown!r}")
 
     def without_key(self, text: str) -> str:
         """The text with ``***`` wherever it has the key."""
@@ -198,7 +198,7 @@ class _Json:
 
 
 async def _end(client: httpx.AsyncClient) -> None:
-    """Cancel requests, which their callers see as cancelled, and close connections."""
+    """Cancel requests, so that their callers are cancelled too, and close connections."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()
@@ -207,7 +207,7 @@ async def _end(client: httpx.AsyncClient) -> None:
 
 
 async def _content(response: httpx.Response) -> bytes | None:
-    """The body; None if it is too long."""
+    """Read and return the body; None if it is too long."""
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
@@ -220,19 +220,19 @@ def _key(variable: str, what: str) -> str:
     key = os.environ.get(variable, "")
     if not key:
         raise ConfigError(
-            f"{what}: the environment variable {variable} (api_key_env) is not set or empty; it must hold the key of "
-            "the endpoint where rewards are computed"
+            f"{what}: the environment variable {variable} (api_key_env) is not set or empty; set it to"
+            " the endpoint's key in every process that computes rewards"
         )
     if not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
             f"{what}: the key in the environment variable {variable} (api_key_env) has spaces, line ends or letters "
-            "outside ASCII; an HTTP header cannot hold it. Set it to the key alone"
+            "outside ASCII; an HTTP header cannot carry these. Set it to the key alone"
         )
     return key
 
 
 def _retry_after_s(header: str | None) -> float | None:
-    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), a number or a date; None without a readable one."""
+    """Return the seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), a number or a date; None if not readable."""
     if header is None:
         return None
     if header.strip().isdecimal():

@@ -1,4 +1,4 @@
-"""Shared by rewards that are pure and fast, and run where they are called."""
+"""The base of rewards that are pure and fast, and run in the caller's process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from chatlearn_core.types import RewardResult, Sample
 
 
 class InlineReward:
-    """Nothing to start and nothing to release; a subclass judges one sample at a time."""
+    """Needs no setup and holds no resources; a subclass judges one sample at a time."""
 
     def setup(self) -> None:
         """Nothing to start."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One result per sample, in order."""
+        """Return one result per sample, in order."""
         return [self.judge(sample) for sample in samples]
 
     def judge(self, sample: Sample) -> RewardResult:
-        """The result of one sample."""
+        """Return the result of one sample."""
         raise NotImplementedError
 
     def health(self) -> str | None:
@@ -36,5 +36,5 @@ class InlineReward:
 
 
 def failed(reward: str, role: str, sample: Sample, problem: str) -> RewardResult:
-    """A sample that cannot be judged because of its prompt's row."""
+    """Return the result of a sample that cannot be judged because of its prompt's row."""
     return RewardResult(None, error=f"reward {reward!r} of role {role!r}: prompt {sample.prompt.id!r} {problem}")

@@ -1,5 +1,7 @@
-"""JSON Schemas: which are valid, and the work of reward ``json_schema``'s processes. Patterns of a schema may backtrack
-for ever, so they are matched where they can be killed. A ``$ref`` reaches the schema itself, never a network.
+"""Checks JSON Schemas, and JSON against them, in the worker processes of reward ``json_schema``.
+
+A schema's patterns may backtrack endlessly, so the workers that match them can be killed. A ``$ref`` resolves inside
+the schema itself, never over a network.
 """
 
 from __future__ import annotations
@@ -17,27 +19,27 @@ from referencing.exceptions import Unresolvable
 
 BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:json)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 MAX_CHARACTERS = 1 << 20
-"""A longer completion is no JSON."""
+"""A longer completion counts as not JSON."""
 
 
 def schema_problem(schema: Any) -> str | None:
-    """Why this is no JSON Schema, worded to follow its name; None if it is one."""
+    """Return why this is not a JSON Schema, worded to follow its name; None if it is one."""
     if not isinstance(schema, dict | bool):
         return f"is a {type(schema).__name__}; it must be an object, or true or false"
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
-        return f"is no JSON Schema: at {error.json_path}: {error.message[:200]}"
+        return f"is not a JSON Schema: at {error.json_path}: {error.message[:200]}"
     except (RecursionError, re.error) as error:
-        return f"is no JSON Schema: {error}"
+        return f"is not a JSON Schema: {error}"
     return None
 
 
 def read_schema(text: Any) -> Any:
-    """The schema of a row: an object, or its JSON text.
+    """Return the schema of a row, from an object or its JSON text.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
     if not isinstance(text, str):
         return dict(text) if isinstance(text, Mapping) else text
@@ -48,7 +50,7 @@ def read_schema(text: Any) -> Any:
 
 
 def build_checker(take: str) -> Callable[[Mapping[str, Any]], str]:
-    """A function of ``{"text", "schema"}``: ``valid``, ``invalid`` or ``not_json``."""
+    """Return a function that maps ``{"text", "schema"}`` to ``valid``, ``invalid`` or ``not_json``."""
 
     def check(payload: Mapping[str, Any]) -> str:
         schema = payload["schema"]
@@ -64,7 +66,7 @@ def build_checker(take: str) -> Callable[[Mapping[str, Any]], str]:
         try:
             return "valid" if validator.is_valid(value) else "invalid"
         except Unresolvable as error:
-            raise ValueError(f"its schema refers to {error.ref!r}, which it does not hold") from error
+            raise ValueError(f"its schema refers to {error.ref!r}, which it does not define") from error
         except RecursionError:
             return "invalid"
 
@@ -72,4 +74,4 @@ def build_checker(take: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""The model that judges: a generator role, or anything else that answers a conversation."""
+"""The model that judges: a generator role, or any other object that answers conversations."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class JudgeModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What its answers are kept under: two models have two names."""
+        """Name under which a cache stores the answers; different models have different names."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it answers alike throughout a run, so that answers may be kept."""
+        """Whether the model stays the same throughout a run, so that a cache may store its answers."""
 
     def setup(self) -> None:
-        """Load what it needs. Called once, before it is asked."""
+        """Load tokenizer or connections. Called once, before the first question."""
 
     def close(self) -> None:
-        """Release everything. Twice is fine."""
+        """Release everything. A repeated call does nothing."""
 
     async def answer(
         self, messages: Sequence[Message], sampling: SamplingParams, *, request_id: str, group_id: str
     ) -> str:
-        """The text of the next turn.
+        """Return the text of the next turn.
 
         Raises:
-            DataError: the conversation is too long for it, or cannot be rendered.
-            RoleLostError: it cannot work any more.
+            DataError: the conversation is too long for the model, or cannot be rendered.
+            RoleLostError: the model cannot answer any more questions.
             BackendError: the request failed.
         """
 
 
 class GeneratorJudge:
-    """A generator role, asked through its own chat template."""
+    """A generator role that answers through its own chat template."""
 
     def __init__(self, handle: RoleHandle) -> None:
         self._handle = handle
@@ -61,7 +61,7 @@ class GeneratorJudge:
         _ = self._handle.renderer
 
     def close(self) -> None:
-        """Nothing is held: the role is not the reward's."""
+        """Do nothing: the role does not belong to the reward."""
 
     async def answer(
         self, messages: Sequence[Message], sampling: SamplingParams, *, request_id: str, group_id: str

@@ -20,58 +20,64 @@ DEFAULT_PATTERN = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
 
 
 class JudgeOptions(RewardOptions):
-    """What a judge is asked, how its answer becomes a number, and what becomes of an answer without one."""
+    """Options of ``judge``: the question, how to read a number from the answer, and what to do if there is none."""
 
     endpoint: JudgeEndpoint | None = Field(
-        None, description="An OpenAI-compatible endpoint that judges; without it uses names a generator role."
+        None, description="An OpenAI-compatible endpoint that judges; without it, uses names a generator role."
     )
     template: str = Field(
         DEFAULT_TEMPLATE,
-        description="What the judge is asked, a user's turn: {prompt}, {completion} and {ground_truth} are filled in.",
+        description="The question to the judge, a user's turn; {prompt}, {completion} and {ground_truth} are replaced.",
     )
     system_prompt: str | None = Field(None, description="The judge's system prompt.")
     pattern: str | None = Field(
         None,
-        description="Regular expression (Python's re) with one group, the number; the last match counts. By default "
-        "'Score: 5', unless labels are given.",
+        description="Regular expression (Python's re) with one group, the number; the last match counts. By default"
+        " it matches 'Score: 5', unless labels are set.",
     )
     labels: dict[str, float] = Field(
         default_factory=dict,
         description="Words with their values, instead of pattern; the last one in the answer counts, in any case.",
     )
-    lowest: float | None = Field(None, allow_inf_nan=False, description="A smaller number is no verdict.")
-    highest: float | None = Field(None, allow_inf_nan=False, description="A larger number is no verdict.")
+    lowest: float | None = Field(None, allow_inf_nan=False, description="A smaller number does not count as a verdict.")
+    highest: float | None = Field(None, allow_inf_nan=False, description="A larger number does not count as a verdict.")
     normalise: bool = Field(False, description="Map lowest to 0 and highest to 1.")
-    votes: int = Field(1, ge=1, le=64, description="Answers to one question, sampled with different seeds.")
+    votes: int = Field(1, ge=1, le=64, description="Number of answers to one question, sampled with different seeds.")
     combine: Literal["mean", "median", "majority"] = Field(
-        "mean", description="Of votes; majority: the most frequent value, the smallest of equally frequent ones."
+        "mean",
+        description="How to combine votes; majority: the most frequent value, the smallest of equally frequent ones.",
     )
-    max_tokens: int = Field(256, ge=1, description="Longest answer of the judge.")
-    temperature: float = Field(0.0, ge=0.0, le=10.0, description="Of the judge's answers; 0 is greedy.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Of the judge's answers.")
+    max_tokens: int = Field(256, ge=1, description="Longest answer of the judge in tokens.")
+    temperature: float = Field(
+        0.0, ge=0.0, le=10.0, description="Sampling temperature of the judge's answers; 0 is greedy."
+    )
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Top-p of the judge's answers.")
     retries: int = Field(
-        1, ge=0, le=16, description="How often an answer without verdict, or a request that failed, is asked for again."
+        1, ge=0, le=16, description="Number of further attempts after an answer without a verdict or a failed request."
     )
     retry_temperature: float = Field(
-        0.7, ge=0.0, le=10.0, description="Least temperature of further attempts: a greedy judge repeats itself."
+        0.7,
+        ge=0.0,
+        le=10.0,
+        description="Lowest temperature of further attempts, because a greedy judge repeats itself.",
     )
     nonsense_value: float | None = Field(
         None,
         allow_inf_nan=False,
         description="Reward of a sample for which the judge gave no verdict; null excludes it. Both are counted.",
     )
-    max_concurrent: int = Field(64, ge=1, le=4096, description="Questions that a reward worker has open at a time.")
+    max_concurrent: int = Field(64, ge=1, le=4096, description="Largest number of open questions of a reward worker.")
     cache: Literal["memory", "disk", "off"] = Field(
         "memory",
-        description="Keep answers by their content, so that the same question is asked once. Not of a judge whose "
-        "weights change in the run.",
+        description="Store answers by the content of the question, so that each question is sent once. Not allowed for"
+        " a judge whose weights change in the run.",
     )
-    cache_path: Path | None = Field(None, description="File of the cache on disk; several runs may share it.")
-    cache_entries: int = Field(100_000, ge=1, description="Answers that the cache in memory keeps.")
+    cache_path: Path | None = Field(None, description="File of the disk cache; several runs may share it.")
+    cache_entries: int = Field(100_000, ge=1, description="Largest number of answers in the memory cache.")
 
     @property
     def used_handles(self) -> frozenset[str]:
-        """Handles of the record that these options need: an endpoint takes the place of a generator role."""
+        """Return the handles that these options need: none with an endpoint, which replaces the generator role."""
         return frozenset({"judge"} if self.endpoint is None else ())
 
     @field_validator("template")
@@ -93,7 +99,7 @@ class JudgeOptions(RewardOptions):
         except re.error as error:
             raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
         if groups != 1:
-            raise ValueError(f"pattern {pattern!r} has {groups} groups; it needs one, around the number")
+            raise ValueError(f"pattern {pattern!r} has {groups} groups; it must have exactly one, around the number")
         return pattern
 
     @field_validator("labels")
@@ -107,7 +113,9 @@ class JudgeOptions(RewardOptions):
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeOptions:
         if self.pattern is not None and self.labels:
-            raise ValueError("pattern and labels are both given; a verdict is read by one of them: remove the other")
+            raise ValueError(
+                "pattern and labels are both given; a verdict is read by only one of them; remove the other"
+            )
         if self.lowest is not None and self.highest is not None and self.lowest >= self.highest:
             raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}; lowest must be below highest")
         if self.normalise and (self.lowest is None or self.highest is None):
@@ -118,5 +126,7 @@ class JudgeOptions(RewardOptions):
                 "temperature above 0, or votes to 1"
             )
         if (self.cache == "disk") != (self.cache_path is not None):
-            raise ValueError("cache: disk needs cache_path, a file; and cache_path is of cache: disk alone")
+            raise ValueError(
+                "cache: disk needs cache_path, a file, and no other cache takes cache_path; set both or neither"
+            )
         return self

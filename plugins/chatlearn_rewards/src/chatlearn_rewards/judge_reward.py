@@ -21,12 +21,12 @@ from chatlearn_rewards.question import fill
 from chatlearn_rewards.verdict import VerdictReader
 
 _SHOWN = 200
-"""Characters of an answer without verdict that an error shows."""
+"""Number of characters of an answer without a verdict that an error quotes."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Vote:
-    """What one attempt after the other came to."""
+    """The result of the attempts so far."""
 
     value: float | None
     problem: str = ""
@@ -35,13 +35,13 @@ class _Vote:
 
 
 class JudgeReward:
-    """Asks a judge for a verdict on each sample.
+    """Requests a verdict on each sample from a judge.
 
-    Seeds and cache are keyed by the content of the question, so that a sample's reward depends neither on when it was
-    asked for nor on which sample with the same text came first.
+    Seeds and cache are keyed by the content of the question, so a sample's reward depends neither on timing nor on the
+    order of samples with the same text.
 
     Args:
-        judge: who is asked; by default the option ``endpoint``, or the generator role under the handle ``judge``.
+        judge: the judge; by default the option ``endpoint``, or the generator role under the handle ``judge``.
     """
 
     def __init__(self, options: JudgeOptions, context: RoleContext, judge: JudgeModel | None = None) -> None:
@@ -65,7 +65,7 @@ class JudgeReward:
         """Open the cache and load the judge's tokenizer.
 
         Raises:
-            ConfigError: answers of a judge whose weights change are to be kept on disk, or the file cannot be used.
+            ConfigError: the options cache answers of a judge whose weights change, or the cache file cannot be used.
         """
         options = self._options
         self._judge.setup()
@@ -80,7 +80,7 @@ class JudgeReward:
             self._cache = MemoryCache(options.cache_entries)
 
     def health(self) -> str | None:
-        """Healthy: what can fail is the judge."""
+        """Return None: only the judge can fail."""
         return None
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
@@ -94,11 +94,11 @@ class JudgeReward:
         self._cache.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The combined verdicts; components ``votes`` (that had a verdict) and, where the judge gave none and
-        ``nonsense_value`` is set, ``ungraded``.
+        """The combined verdicts; components ``votes`` (number of answers with a verdict), and ``ungraded`` where the
+        judge gave none and ``nonsense_value`` is set.
 
         Raises:
-            RoleLostError: the judge cannot work any more.
+            RoleLostError: the judge cannot answer any more questions.
         """
         return list(await asyncio.gather(*(self._judged(sample) for sample in samples)))
 
@@ -118,7 +118,7 @@ class JudgeReward:
         return RewardResult(None, error=votes[0].problem)
 
     async def _vote(self, messages: Sequence[Message], number: int, sample: Sample) -> _Vote:
-        """The first attempt that has a verdict, or what was wrong with the last."""
+        """Return the first attempt with a verdict, or the problem of the last attempt."""
         options, vote = self._options, _Vote(None)
         for attempt in range(options.retries + 1):
             temperature = max(options.temperature, options.retry_temperature) if attempt else options.temperature
@@ -133,7 +133,7 @@ class JudgeReward:
             except RoleLostError:
                 raise
             except DataError as error:
-                return _Vote(None, f"the judge cannot be asked: {error}")
+                return _Vote(None, f"cannot send the question to the judge: {error}")
             except EndpointFailedError as error:
                 return _Vote(None, f"the judge did not answer: {error}")
             except BackendError as error:
@@ -154,7 +154,7 @@ class JudgeReward:
         request_id: str,
         group_id: str,
     ) -> str:
-        """From the cache, or from the judge."""
+        """Return the answer from the cache, or from the judge."""
         kept = await asyncio.to_thread(self._cache.get, key)
         if kept is not None:
             return kept

@@ -1,4 +1,4 @@
-"""What the workers of reward ``math`` do; imports math-verify (sympy), so it is imported in workers only."""
+"""Grades answers in the workers of reward ``math``. Only workers import it, because it imports math-verify (sympy)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from chatlearn_rewards.final_answer import last_boxed, last_tagged
 from chatlearn_rewards.strict_grading import objection_to_answer, objection_to_context, objection_to_statement
 
 TAIL_CHARACTERS = 4000
-"""Where the final expression is looked for when nothing is boxed."""
+"""Number of characters at the end of a completion without a box in which the final expression is searched."""
 MAX_ANSWER_CHARACTERS = 1000
-"""Longer answers are right only if they are the ground truth letter by letter: parsing takes more than linear time, and
-the longest published ground truth of MATH has about 200 characters."""
+"""Longer answers are right only if they equal the ground truth letter by letter: parsing takes more than linear time,
+and the longest published ground truth of MATH has about 200 characters."""
 TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 SPACING = re.compile(r"\\[!,;: ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
 SPACES = re.compile(r" {2,}")
 IDLE_SPACE = re.compile(r"(?<!\w) | (?!\w)")
-"""Between two word characters a space means something: 3 1/2 is not 31/2."""
+"""Matches spaces without meaning. Between two word characters a space has one: 3 1/2 is not 31/2."""
 
 # math-verify's own time limits use SIGALRM; the pool's limit is a hard kill instead.
 NO_LIMIT = None
 EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its timeouts are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns once that its timeouts are off
 
 
 def build_math_grader(require_boxed: bool, strict: bool = True) -> Callable[[tuple[str, str]], Mapping[str, Any]]:
-    """A function of ``(completion, ground truth)`` that says whether they are equal."""
+    """Return a function of ``(completion, ground truth)`` that tells whether they are equal."""
     parse("$1$", EXTRACTION, parsing_timeout=NO_LIMIT)  # builds the grammar before the first sample's clock runs
 
     def grade(payload: tuple[str, str]) -> Mapping[str, Any]:
@@ -50,15 +50,15 @@ def build_math_grader(require_boxed: bool, strict: bool = True) -> Callable[[tup
 def is_right(completion: str, truth: str, *, require_boxed: bool = False, strict: bool = True) -> bool:
     """Whether the final answer of ``completion`` equals ``truth``.
 
-    The final answer is what the last ``\\boxed{}`` holds; without one, unless ``require_boxed``, what the last
-    ``<answer>`` tag holds, and without that the last expression.
+    The final answer is the content of the last ``\\boxed{}``. Unless ``require_boxed`` is set, a completion without a
+    box gives the content of its last ``<answer>`` tag, or else its last expression.
 
     Args:
-        completion: what the policy wrote.
+        completion: text of the completion.
         truth: an expression, or a solution that boxes one.
         require_boxed: an answer outside ``\\boxed{}`` is wrong.
-        strict: refuse what ``strict_grading`` names (lists of guesses, negations, other units, ...), which math-verify
-            takes for equal.
+        strict: refuse the answers that ``strict_grading`` names (lists of guesses, negations, other units, ...),
+            although math-verify accepts them.
     """
     boxed_truth = last_boxed(truth)
     gold = in_plain_latex(boxed_truth.text if boxed_truth else truth)

@@ -13,7 +13,7 @@ from chatlearn_rewards.process_pool import Outcome, Task
 
 
 class MathReward(PooledReward):
-    """The last ``\\boxed{}`` of a completion, or its last expression, against the ground truth."""
+    """Compares the last ``\\boxed{}`` of a completion, or its last expression, with the ground truth."""
 
     def __init__(self, options: MathOptions, context: RoleContext) -> None:
         arguments = {"require_boxed": options.require_boxed, "strict": options.strict}

@@ -13,7 +13,7 @@ _ANSWERS = {"Yes": 1.0, "No": 0.0}
 
 
 class ModelOptions(RewardOptions):
-    """What a reward model is shown, and how its score becomes a reward."""
+    """Options of ``model``: the reward model's input, and how its score becomes a reward."""
 
     input: Literal["tokens", "text"] = Field(
         "tokens",
@@ -22,29 +22,29 @@ class ModelOptions(RewardOptions):
     )
     question: str | None = Field(
         None,
-        description="Of a generator role: what it is asked about the sample, with {prompt}, {completion} and "
-        "{ground_truth}; the reward is the mean of labels, weighted by their probability as the answer "
-        "[2408.15240]. Without it the reward is the mean logprob of the completion's tokens.",
+        description="The question to a generator role about the sample, with {prompt}, {completion}"
+        " and {ground_truth}; the reward is the mean of labels, weighted by their probability as the answer "
+        "[2408.15240]. Without a question, the reward is the mean logprob of the completion's tokens.",
     )
     labels: dict[str, float] | None = Field(
         None,
-        description="Answers to question with their values, by default {Yes: 1, No: 0}; probabilities are relative to "
-        "these alone.",
+        description="Answers to question with their values, by default {Yes: 1, No: 0}; their probabilities are"
+        " normalised to sum to 1.",
     )
-    transform: Literal["none", "sigmoid"] = Field("none", description="Applied to the score first.")
-    mean: float = Field(0.0, allow_inf_nan=False, description="Subtracted from the score.")
-    std: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="What the score is divided by after that.")
-    scale: float = Field(1.0, allow_inf_nan=False, description="Factor of the result.")
+    transform: Literal["none", "sigmoid"] = Field("none", description="Function that is applied to the score first.")
+    mean: float = Field(0.0, allow_inf_nan=False, description="Number that is then subtracted from the score.")
+    std: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Number by which the result is then divided.")
+    scale: float = Field(1.0, allow_inf_nan=False, description="Factor by which the result is then multiplied.")
     clip: float | None = Field(None, gt=0.0, description="Largest absolute value of the reward.")
 
     @property
     def token_ids(self) -> bool:
-        """Whether the model is given token ids of samples (``RoleUse.token_ids``)."""
+        """Whether the model receives token ids of samples (``RoleUse.token_ids``)."""
         return self.input == "tokens" and self.question is None
 
     @property
     def answers(self) -> dict[str, float]:
-        """``labels``, or what they are by default."""
+        """Return ``labels``, or their default."""
         return _ANSWERS if self.labels is None else self.labels
 
     @field_validator("question")
@@ -60,7 +60,12 @@ class ModelOptions(RewardOptions):
     @model_validator(mode="after")
     def _fits_together(self) -> ModelOptions:
         if self.labels is not None and self.question is None:
-            raise ValueError("labels are the answers to question, which is not set: set it, or remove labels")
+            raise ValueError(
+                "labels are the answers to question, but question is not set; set question, or remove labels"
+            )
         if len(self.answers) < 2 or not all(self.answers):
-            raise ValueError(f"labels {sorted(self.answers)} must be two or more texts: probabilities are compared")
+            raise ValueError(
+                f"labels {sorted(self.answers)} must be two or more texts, because the reward compares their"
+                " probabilities"
+            )
         return self

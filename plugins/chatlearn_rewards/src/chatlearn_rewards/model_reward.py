@@ -1,4 +1,4 @@
-"""Reward ``model``: the score that a reward model gives each sample."""
+"""Reward ``model``: a reward model's score of each sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatlearn_rewards.question import fill
 
 @dataclass(slots=True, frozen=True)
 class _Shown:
-    """A sample as the model is shown it."""
+    """A sample in the form that the model receives."""
 
     sample: Sample
     prompt_ids: TokenIds
@@ -26,10 +26,10 @@ class _Shown:
 
 
 class ModelReward:
-    """The score of a trainer role with head ``reward``, or what a generator role makes of the completion.
+    """The score of a trainer role with head ``reward``, or a score from a generator role's logprobs.
 
-    Groups are scored as they become complete, while others are still sampled. Each is one call, so that what a forward
-    pass holds, and with it the last bits of a score, does not depend on timing.
+    A group is scored as soon as it is complete, while other groups are still sampled. Each group is one call, so the
+    content of a forward pass, and with it the last bits of a score, does not depend on timing.
     """
 
     def __init__(self, options: ModelOptions, context: RoleContext) -> None:
@@ -43,10 +43,10 @@ class ModelReward:
         self._model = context.handles["model"]
 
     def setup(self) -> None:
-        """Load the tokenizer where text is rendered.
+        """Load the tokenizer if text is rendered.
 
         Raises:
-            ConfigError: an option that the kind of the role does not take.
+            ConfigError: an option does not apply to this kind of role.
         """
         if self._options.question is not None and self._model.kind == "trainer":
             raise ConfigError(
@@ -57,7 +57,7 @@ class ModelReward:
             _ = self._model.renderer
 
     def health(self) -> str | None:
-        """Healthy: what can fail is the model."""
+        """Return None: only the model can fail."""
         return None
 
     def offload(self, parts: Collection[MemoryPart]) -> None:
@@ -67,13 +67,13 @@ class ModelReward:
         """Nothing of its own is on a device."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """The component ``score`` is the model's number, before the options ``transform`` to ``clip`` change it.
 
         Raises:
-            BackendError: the model did not answer.
+            BackendError: the model failed or did not answer.
         """
         groups: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -87,13 +87,13 @@ class ModelReward:
         return [results[index] for index in range(len(samples))]
 
     async def _scored(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Of one group."""
+        """Score one group."""
         shown: list[_Shown | str] = []
         for sample in samples:
             try:
                 shown.append(self._shown(sample))
             except DataError as error:
-                shown.append(f"the reward model cannot be shown sample {sample.id!r}: {error}")
+                shown.append(f"the reward model cannot score sample {sample.id!r}: {error}")
         usable = [each for each in shown if isinstance(each, _Shown)]
         scores = iter(await self._scores(usable) if usable else [])
         return [
@@ -108,7 +108,7 @@ class ModelReward:
         return [float(score) for score in outputs["scores"].tolist()]
 
     async def _by_generator(self, shown: _Shown) -> float:
-        """The expected label, or the mean logprob of what was sampled."""
+        """Return the expected label, or the mean logprob of the sampled tokens."""
         sample = shown.sample
         if self._options.question is None:
             logprobs = await self._model.score(
@@ -132,7 +132,7 @@ class ModelReward:
         return np.asarray(self._model.tokenizer.encode(label, add_special_tokens=False), np.int64)
 
     def _shown(self, sample: Sample) -> _Shown:
-        """Raises DataError: the model cannot be shown this sample."""
+        """Return the model's input. Raises: DataError: the model cannot take this sample."""
         options, start = self._options, sample.num_prompt_tokens
         if options.question is not None:
             question = self._model.renderer.prompt([{"role": "user", "content": fill(options.question, sample)}])
@@ -166,7 +166,7 @@ class ModelReward:
 
 
 def _bare(shown: _Shown) -> Sample:
-    """Tokens alone, as one sequence of a batch."""
+    """Return tokens without other data, as one sequence of a batch."""
     sample = shown.sample
     token_ids = np.concatenate([np.asarray(shown.prompt_ids), np.asarray(shown.completion_ids)]).astype(np.int64)
     mask = np.arange(len(token_ids)) >= max(1, len(shown.prompt_ids))

@@ -9,23 +9,23 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 WORKERS_PER_CPU = 4
-"""More only take turns, and time out as they start."""
+"""More workers would only wait for each other, and time out as they start."""
 
 
 class RewardOptions(BaseModel):
-    """Unknown options are errors."""
+    """Base of all options; unknown options are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class PoolOptions(RewardOptions):
-    """Of every reward that runs in worker processes."""
+    """Options of every reward that runs in worker processes."""
 
     timeout_s: float = Field(
         10.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
     )
     num_workers: int | None = Field(
-        None, ge=1, le=256, description="Worker processes; as many as CPUs, at most 4, by default."
+        None, ge=1, le=256, description="Number of worker processes; by default the number of CPUs, at most 4."
     )
     worker_memory_mb: int | None = Field(
         None, ge=256, le=1 << 30, description="Address space of one worker, MiB; no limit if null."
@@ -33,24 +33,24 @@ class PoolOptions(RewardOptions):
 
     @property
     def warnings(self) -> tuple[tuple[str, str], ...]:
-        """What is allowed and hardly meant, by option."""
+        """Return warnings by option, about values that are allowed but probably mistakes."""
         cpus = os.cpu_count() or 1
         if self.num_workers is None or self.num_workers <= WORKERS_PER_CPU * cpus:
             return ()
         sentence = (
-            f"{self.num_workers} processes share {cpus} CPUs: they start slowly, perhaps too slowly for any to answer "
-            "in time; as many as CPUs judge as fast"
+            f"{self.num_workers} processes share {cpus} CPUs: they start slowly, perhaps too slowly to answer"
+            " in time; {cpus} processes would judge as fast"
         )
         return (("num_workers", sentence),)
 
 
 class RuleOptions(PoolOptions):
-    """Of rewards that compare a completion with a rule."""
+    """Options of rewards that compare a completion with a rule."""
 
     ungraded: Literal["wrong", "exclude"] = Field(
         "wrong",
-        description="A sample that cannot be judged within timeout_s and worker_memory_mb is wrong, so that a policy "
-        "is not spared for text that is too hard to judge; or it is excluded.",
+        description="Treat a sample that cannot be judged within timeout_s and worker_memory_mb as wrong, so that a"
+        " policy gains nothing by writing text that is too hard to judge; or exclude it.",
     )
 
 
@@ -62,8 +62,8 @@ class MathOptions(RuleOptions):
     require_boxed: bool = Field(False, description="Only an answer in \\boxed{} counts.")
     strict: bool = Field(
         True,
-        description="Refuse lists of guesses, chains of unequal equations, negations, other units and digits side by "
-        "side, which math-verify takes for equal; false grades as math-verify does.",
+        description="Refuse lists of guesses, chains of unequal equations, negations, other units and digits"
+        " side by side, which math-verify accepts as equal; false grades as math-verify does.",
     )
     worker_memory_mb: int | None = Field(4096, ge=256, le=1 << 30, description="Address space of one worker, MiB.")
 
@@ -79,8 +79,10 @@ class Gsm8kOptions(RewardOptions):
 class FormatOptions(RuleOptions):
     """Options of ``format``."""
 
-    pattern: str = Field(description="Regular expression (Python's re) that a completion is to match.")
-    match: Literal["full", "search"] = Field("full", description="The whole completion, or anywhere in it.")
+    pattern: str = Field(description="Regular expression (Python's re) that a completion must match.")
+    match: Literal["full", "search"] = Field(
+        "full", description="Whether the expression must match the whole completion or a part of it."
+    )
     flags: tuple[Literal["dotall", "ignorecase", "multiline", "verbose", "ascii"], ...] = Field(
         ("dotall",), description="Flags of re."
     )
@@ -107,16 +109,16 @@ class FunctionOptions(PoolOptions):
     signature: Literal["auto", "compute_score", "lists"] = Field(
         "auto",
         description="compute_score(data_source, solution_str, ground_truth, extra_info), or lists: f(prompts, "
-        "completions, **columns); auto goes by the names of the parameters.",
+        "completions, **columns); auto decides by the names of the parameters.",
     )
     batch_size: int = Field(
         1,
         ge=1,
-        description="lists only: samples a call; a crash or a timeout (timeout_s a sample) marks them all. Which "
-        "samples share a call is a matter of timing, so a sample's result should not depend on what else is in "
-        "the list.",
+        description="lists only: number of samples per call; a crash or a timeout (timeout_s per sample) is an"
+        " error of all of them. Which samples share a call depends on timing, so a sample's score should not depend"
+        " on the rest of the list.",
     )
-    conversational: bool = Field(False, description="lists only: chat messages instead of strings.")
+    conversational: bool = Field(False, description="lists only: pass chat messages instead of strings.")
     ungraded_score: float | None = Field(
         None,
         allow_inf_nan=False,
@@ -136,7 +138,7 @@ class FunctionOptions(PoolOptions):
     def _knows_which_sample_is_ungraded(self) -> FunctionOptions:
         if self.ungraded_score is not None and self.batch_size > 1:
             raise ValueError(
-                f"ungraded_score is {self.ungraded_score} and batch_size is {self.batch_size}: which sample of a call "
-                "could not be judged is not known. Set batch_size to 1, or leave ungraded_score out"
+                f"ungraded_score is {self.ungraded_score} and batch_size is {self.batch_size}: after a failed"
+                " call it is unknown which sample caused it. Set batch_size to 1, or remove ungraded_score"
             )
         return self

@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import RewardSpec, RoleUse
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """Rules, programs, plain functions, judges and reward models."""
+    """Register rules, programs, plain functions, judges and reward models."""
     return [
         RewardSpec(
             name="math",

@@ -1,8 +1,8 @@
 """The worker's end of the process pool: builds one function, and calls it on one payload at a time.
 
 Imports the standard library alone, so that a worker starts in a tenth of a second. A frame in either direction is an
-item's token, a length and a body: pickled payloads come in, one JSON reply to each goes out. The token is the pool's
-and new for every item, so that a reply belongs to the item it names or to none.
+item's token, a length and a body: pickled payloads come in, one JSON reply to each goes out. The pool draws a new token
+for every item, so a reply either names its item or is invalid.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 class TaskConfigError(Exception):
-    """What the user configured cannot become a task; shown to the user without a traceback."""
+    """The configured task cannot be built; the message is shown to the user without a traceback."""
 
 
 class Channel:
-    """The worker's end of its connection to the pool. The process that opened it is the only one to use it.
+    """The worker's end of its connection to the pool. Only the process that opened it uses it.
 
-    A function may fork, close descriptors that are not its own or put files in their place. What it forked leaves here
-    without a word, and a descriptor is used only while it is the one that was opened.
+    A user's function may fork, and may close or replace descriptors that it did not open. A forked process exits here
+    silently, and a descriptor is used only while it is still the one that was opened.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -50,12 +50,12 @@ class Channel:
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The next item's token and payload. The process ends with the connection."""
+        """Wait for the next item and return its token and payload. Ends the process if the connection is closed."""
         token, size = FRAME.unpack(self._read(FRAME.size))
         return token, self._read(size)
 
     def reply(self, token: bytes, body: bytes) -> None:
-        """Answer the item of ``token``."""
+        """Send the answer to the item of ``token``."""
         self.leave_if_forked()
         self._check()
         left = memoryview(FRAME.pack(token, len(body)) + body)
@@ -63,7 +63,7 @@ class Channel:
             left = left[os.write(self._descriptor, left) :]
 
     def leave_if_forked(self) -> None:
-        """End a process that the function forked and that came back out of it: the pool waits for another one."""
+        """End this process if the function forked it: the pool waits for its parent."""
         if os.getpid() != self._process:
             os._exit(0)
 
@@ -121,7 +121,7 @@ def describe_exception(error: BaseException) -> str:
     where = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in shown)
     try:
         message = " ".join(str(error).split())
-    except Exception as second:  # its __str__ is the user's code, too
+    except Exception as second:  # its __str__ may also be the user's code
         message = f"(its message cannot be shown: {type(second).__name__})"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if len(text) > MAX_ERROR_CHARACTERS:
@@ -143,11 +143,13 @@ def _call(task: Callable[[Any], Any], payload: bytes, channel: Channel) -> bytes
     try:
         body = _encoded(value=task(pickle.loads(payload)))
         if len(body) > MAX_REPLY_BYTES:
-            body = _encoded(error=f"returned {len(body)} bytes as JSON; at most {MAX_REPLY_BYTES} are taken")
-    except BaseException as error:  # SystemExit and KeyboardInterrupt as well: whatever a task raises is its sample's
+            body = _encoded(error=f"returned {len(body)} bytes as JSON; the limit is {MAX_REPLY_BYTES}")
+    except (
+        BaseException
+    ) as error:  # also SystemExit and KeyboardInterrupt: any exception of a task is an error of its sample
         channel.leave_if_forked()  # before it looks for the source lines of its traceback
         body = _encoded(error=describe_exception(error), exhausted=isinstance(error, MemoryError))
-    for timer in TIMERS:  # an alarm that the task left behind would end the next one
+    for timer in TIMERS:  # an alarm that the task left would end the next task
         signal.setitimer(timer, 0)
     return body
 

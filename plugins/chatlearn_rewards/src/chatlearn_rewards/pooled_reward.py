@@ -1,4 +1,4 @@
-"""Shared by rewards that run in worker processes: the lifetime of their pool, and turning outcomes into results."""
+"""The base of rewards that run in worker processes: owns their pool, and converts outcomes to results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatlearn_rewards.process_pool import Outcome, ProcessPool, Task
 
 
 class PooledReward:
-    """Owns a process pool from ``setup`` to ``close``; a subclass says what its workers do."""
+    """Owns a process pool from ``setup`` to ``close``; a subclass defines the task of its workers."""
 
     def __init__(self, name: str, task: Task, options: PoolOptions, context: RoleContext) -> None:
         self._pool = ProcessPool(
@@ -27,7 +27,7 @@ class PooledReward:
         """Start the workers.
 
         Raises:
-            ConfigError: the options name nothing that can run.
+            ConfigError: the options name no task that can run.
             BackendError: no worker starts.
         """
         self._pool.start()
@@ -46,7 +46,7 @@ class PooledReward:
 
 
 def result_from_outcome(outcome: Outcome) -> RewardResult:
-    """A worker's ``{"value", "components"}`` or ``{"error"}``, or why it gave none."""
+    """Convert a worker's ``{"value", "components"}`` or ``{"error"}``, or the failure of the worker, to a result."""
     if outcome.error is not None:
         return RewardResult(None, error=outcome.error)
     verdict: Mapping[str, Any] = outcome.value

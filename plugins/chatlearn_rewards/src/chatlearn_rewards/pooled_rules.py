@@ -1,4 +1,4 @@
-"""Rewards ``fuzzy_match`` and ``json_schema``: rules whose work may take too long, in worker processes."""
+"""Rewards ``fuzzy_match`` and ``json_schema``: rules that may take too long and so run in worker processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FuzzyMatchReward(PooledReward):
         self._role = context.role
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Component ``similarity``; one below ``threshold`` has the value 0."""
+        """Component ``similarity``; the reward is 0 if it is below ``threshold``."""
         results: list[RewardResult] = []
         judged: list[int] = []
         payloads: list[tuple[str, list[str]]] = []
@@ -91,13 +91,15 @@ class JsonSchemaReward(PooledReward):
 
 
 def row_schema_problem(options: JsonSchemaOptions, ground_truth: Any) -> str | None:
-    """Why no completion could be judged by this row's schema, or None."""
+    """Return why no completion can be judged by this row's schema, or None if one can."""
     if options.json_schema is not None:
         return None
     try:
         problem = schema_problem(read_schema(ground_truth))
     except ValueError as error:
-        problem = f"is no JSON: {error}"
+        problem = f"is not JSON: {error}"
     return (
-        None if problem is None else f"has a ground truth that {problem}; it must be a JSON Schema, or set json_schema"
+        None
+        if problem is None
+        else f"has a ground truth that {problem}; correct the row to a JSON Schema, or set json_schema"
     )

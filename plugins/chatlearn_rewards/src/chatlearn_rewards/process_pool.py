@@ -1,9 +1,9 @@
 """A pool of killable worker processes: one bad item costs that item and one worker, never the pool.
 
 ``concurrent.futures`` breaks as a whole when a worker dies and cannot stop one that hangs; timeouts by signal work only
-in a main thread and not inside C code. Here every worker is a process of its own that is killed with SIGKILL at its
-item's deadline and replaced. It is asked one item at a time, and a reply counts only if it names that item: what a
-function forks, prints or leaves running cannot answer for another one.
+in a main thread and not inside C code. Here every worker is a separate process, which is killed with SIGKILL at its
+item's deadline and replaced. It gets one item at a time, and a reply counts only if it names that item, so a process
+that a function forks or leaves running cannot answer for another item.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from chatlearn_rewards.worker_process import (
 )
 
 START_TIMEOUT_S = 120.0
-"""For the imports of a task: a user's module may import torch on a busy machine."""
+"""Time to import a task in seconds: a user's module may import torch on a busy machine."""
 CLOSE_TIMEOUT_S = 10.0
 CLOSED = "the process pool was closed"
 
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """What every worker builds once: ``factory(**arguments)`` gives a function of one payload to a JSON value."""
+    """The function of a pool: every worker calls ``factory(**arguments)`` once, which returns payload -> JSON value."""
 
     factory: str
     """Import string ``module:name``; the module is imported in the worker only."""
@@ -45,12 +45,12 @@ class Task:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """What became of one item: a value, or an error that says why there is none."""
+    """The result of one item: a value, or an error that says why there is none."""
 
     value: Any = None
     error: str | None = None
     exhausted: bool = False
-    """Whether the error is that the item took more time or memory than it may."""
+    """Whether the item exceeded its time or memory limit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,15 +72,15 @@ class _Item:
 
 
 class ProcessPool:
-    """Workers that each hold the same task and take items from one queue.
+    """Workers that all run the same task and take items from one queue.
 
-    Every worker is driven by a thread of its own, so a pool works under any event loop and blocks none.
+    Each worker has its own thread in this process, so a pool works under any event loop and blocks none.
 
     Args:
-        name: leads messages, for example ``reward 'math' of role 'reward'``.
-        num_workers: processes; by default as many as CPUs, at most 4.
-        timeout_s: longest time of one item, seconds.
-        memory_mb: address space of one worker, MiB; None for no limit.
+        name: begins messages, for example ``reward 'math' of role 'reward'``.
+        num_workers: number of processes; by default the number of CPUs, at most 4.
+        timeout_s: time limit of one item in seconds.
+        memory_mb: address space of one worker in MiB; None means no limit.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class ProcessPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Processes of the workers that live."""
+        """Return the process ids of the live workers."""
         with self._condition:
             return [worker.pid for worker in self._workers if worker is not None and worker.pid]
 
     def start(self) -> None:
-        """Start all workers and wait for the first that is ready.
+        """Start all workers and wait until the first one is ready.
 
         Raises:
-            ConfigError: the task cannot be built from what the user configured.
-            BackendError: no worker starts; holds the worker's own words.
+            ConfigError: the task cannot be built from the user's settings.
+            BackendError: no worker starts; the message quotes the worker.
         """
         with self._condition:
             if self._threads:
@@ -139,11 +139,11 @@ class ProcessPool:
         raise (ConfigError if failure.configuration else BackendError)(f"{self._name}: {failure}")
 
     async def run(self, payloads: Sequence[Any], timeouts_s: Sequence[float] | None = None) -> list[Outcome]:
-        """One outcome a payload, in order. Nothing a payload does to its worker raises here.
+        """Return one outcome per payload, in order. If a payload crashes its worker, its outcome is an error.
 
         Args:
-            payloads: picklable; one that is not gets an error.
-            timeouts_s: of each item, instead of the pool's.
+            payloads: picklable objects; the outcome of any other object is an error.
+            timeouts_s: time limit of each item, instead of the pool's.
 
         Raises:
             BackendError: the pool is not started or was closed.
@@ -167,11 +167,11 @@ class ProcessPool:
         try:
             await asyncio.wrap_future(batch.done)
         finally:
-            batch.dropped = True  # after a cancellation: what is still queued is not wanted
+            batch.dropped = True  # after a cancellation, drop the queued items
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def health(self) -> str | None:
-        """None while at least one worker lives or can be started."""
+        """Return None while at least one worker lives or can be started."""
         with self._condition:
             if self._closed:
                 return f"{self._name}: its process pool is closed"
@@ -181,7 +181,7 @@ class ProcessPool:
             return None
 
     def close(self) -> None:
-        """Kill every worker and fail what is queued. Twice is fine."""
+        """Kill every worker and fail the queued items. A repeated call does nothing."""
         with self._condition:
             self._closed = True
             items = list(self._queue)
@@ -209,13 +209,13 @@ class ProcessPool:
             self._discard(slot, worker)
 
     def _judge(self, slot: int, worker: WorkerProcess | None, item: _Item) -> tuple[Outcome, WorkerProcess | None]:
-        """What became of an item, and the worker if it can go on.
+        """Return the outcome of an item, and the worker if it can continue.
 
-        An item is lost with its worker only if the worker did nothing before it: a thread or an alarm that an earlier
-        item left behind must not cost this one.
+        If a worker that has run earlier items fails for another reason than a limit, the item is repeated on a new
+        worker, because a thread or an alarm of an earlier item may be the cause.
         """
         while True:
-            if worker is not None and not worker.alive():  # ended while idle, or said what no item asked for
+            if worker is not None and not worker.alive():  # ended while idle, or sent an unrequested message
                 self._discard(slot, worker)
                 worker = None
             worker = worker or self._start_worker(slot)
@@ -241,7 +241,7 @@ class ProcessPool:
                 if self._closed:
                     worker.end()
             worker.build(self._description, self._start_timeout_s)
-        except (WorkerStartError, OSError) as error:  # OSError: this process has no descriptors left
+        except (WorkerStartError, OSError) as error:  # OSError: no file descriptors are left
             if worker is not None:
                 self._discard(slot, worker)
             if not isinstance(error, WorkerStartError):
@@ -264,7 +264,7 @@ class ProcessPool:
         worker.close()
 
     def _take(self) -> _Item | None:
-        """The next item that is still wanted; None when the pool closes."""
+        """Return the next item that was not cancelled; None when the pool closes."""
         with self._condition:
             while True:
                 while self._queue:
@@ -276,7 +276,7 @@ class ProcessPool:
                 self._condition.wait()
 
     def _work(self, worker: WorkerProcess, item: _Item) -> tuple[Outcome, bool]:
-        """What became of an item, and whether the worker may be given another one."""
+        """Return the outcome of an item, and whether the worker may take another item."""
         try:
             reply = worker.ask(item.payload, item.timeout_s)
             return Outcome(reply.get("value"), reply.get("error"), exhausted=bool(reply.get("exhausted"))), True
@@ -286,12 +286,12 @@ class ProcessPool:
         except WorkerEndedError as error:
             outcome = Outcome(error=f"its worker process died ({error})")
         except MalformedReplyError as error:
-            text = f"its worker process sent something that is no reply ({error}), and was ended"
+            text = f"its worker process sent an invalid reply ({error}) and was ended"
             outcome = Outcome(
-                error=f"{text}: the function, or a process or thread that it started, writes to a file descriptor that "
-                "is not its own"
+                error=f"{text}: the function, or a process or thread that it started, writes to a file"
+                " descriptor that it did not open"
             )
-        except Exception as error:  # a bug of the pool's may cost this item, but not the thread that others wait for
+        except Exception as error:  # a bug in the pool may fail this item, but must not end the thread
             outcome = Outcome(error=f"the pool failed: {describe_exception(error)}")
         return Outcome(error=CLOSED) if self._closed else outcome, False
 

@@ -8,16 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_ROUNDS = 100
-"""Looks for new descendants: each round freezes those that it finds, so that a fork bomb runs out of processes."""
+"""Number of searches for new descendants; each freezes the processes that it finds, so even a fork bomb stops."""
 
 
 def descendants(root: int) -> set[int]:
-    """Children of ``root``, and theirs; zombies included."""
+    """Return the children of ``root`` and all their descendants, including zombies."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError, IndexError):  # it ended meanwhile
-                # The name in parentheses may hold anything; fixed fields follow its last parenthesis.
+                # The name in parentheses may contain any text; fixed fields follow its last parenthesis.
                 parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
     found: set[int] = set()
     generation = {root}
@@ -27,10 +27,9 @@ def descendants(root: int) -> set[int]:
 
 
 def end_descendants(root: int) -> None:
-    """Kill every descendant of ``root``: all are stopped first, so that none starts another meanwhile.
+    """Kill every descendant of ``root``. All are stopped first, so that none can start another meanwhile.
 
-    Orphans of ``root`` are found where it is a subreaper (``PR_SET_CHILD_SUBREAPER``), whatever session or group they
-    moved to.
+    If ``root`` is a subreaper (``PR_SET_CHILD_SUBREAPER``), this includes orphans in other sessions or groups.
     """
     stopped: set[int] = set()
     for _ in range(MAX_ROUNDS):
@@ -45,10 +44,10 @@ def end_descendants(root: int) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kill every process that was started with an environment variable of this value, or by one that was.
+    """Kill every process whose initial environment has this variable with this value.
 
-    Finds what ``end_descendants`` cannot where the common ancestor was killed, but no process that cleared its
-    environment.
+    This finds processes whose common ancestor was killed, which ``end_descendants`` cannot; it does not find processes
+    that cleared their environment.
     """
     for _ in range(MAX_ROUNDS):
         found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _has(entry, mark)]
@@ -61,10 +60,10 @@ def end_marked(mark: str) -> None:
 def _has(entry: Path, mark: str) -> bool:
     try:
         return mark.encode() in (entry / "environ").read_bytes()  # empty of a zombie
-    except OSError:  # it ended, or is another user's
+    except OSError:  # it ended, or belongs to another user
         return False
 
 
 def _send(process: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it ended, or took another user's rights
+    with suppress(ProcessLookupError, PermissionError):  # it ended, or changed its user
         os.kill(process, number)

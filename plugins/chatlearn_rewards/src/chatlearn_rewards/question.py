@@ -1,4 +1,4 @@
-"""The text of the question that a model is asked about a sample."""
+"""The text of a question to a model about a sample."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from chatlearn_core.types import Sample
 
 PLACES = ("prompt", "completion", "ground_truth")
-"""What a template may name in braces. Braces around anything that is no word are text, such as in formulas."""
+"""Words that a template may have in braces. Braces around anything but a word are text, as in formulas."""
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
 def unknown_places(template: str) -> list[str]:
-    """Words in braces that a template may not have."""
+    """Return the words in braces of a template that are not in ``PLACES``."""
     return [name for name in _PLACE.findall(template) if name not in PLACES]
 
 
 def fill(template: str, sample: Sample) -> str:
-    """The template with what it names of the sample; what is filled in is not looked at again."""
+    """Replace the words in braces by the sample's texts; braces inside these texts stay."""
     truth = sample.prompt.ground_truth
     values = {
         "prompt": conversation(sample),
@@ -30,7 +30,7 @@ def fill(template: str, sample: Sample) -> str:
 
 
 def conversation(sample: Sample) -> str:
-    """The prompt as text: of a single message its content, of several each with its role."""
+    """Return the prompt as text: a single message's content, or several messages, each with its role."""
     messages = sample.prompt.messages
     if not messages:
         return sample.prompt.text

@@ -11,8 +11,8 @@ from chatlearn_rewards.options import RewardOptions, RuleOptions
 
 Take = Literal["whole", "answer", "last_line"]
 TAKE = (
-    "The text that is compared: the whole completion; the answer in its last \\boxed{} or <answer> tag, and none "
-    "without one; or its last line that is not blank."
+    "The text that is compared: the whole completion; the answer in its last \\boxed{} or <answer> tag, if there"
+    " is one; or its last line that is not blank."
 )
 
 
@@ -20,12 +20,14 @@ class MultipleChoiceOptions(RewardOptions):
     """Options of ``multiple_choice``."""
 
     correct: float = Field(1.0, allow_inf_nan=False, description="Reward of the right choice.")
-    incorrect: float = Field(0.0, allow_inf_nan=False, description="Reward of another one, of several, or of none.")
+    incorrect: float = Field(
+        0.0, allow_inf_nan=False, description="Reward of a wrong choice, of several choices, or of none."
+    )
     choices: str = Field("ABCDEFGHIJ", description="The letters of the choices, in order.")
     strict: bool = Field(
         False,
-        description="Only a choice in \\boxed{}, an <answer> tag or after 'answer is' or 'answer:' counts; otherwise a "
-        "completion may also end with it.",
+        description="Only a choice in \\boxed{}, an <answer> tag or after 'answer is' or 'answer:' counts; otherwise a"
+        " choice at the end of a completion counts too.",
     )
 
     @field_validator("choices")
@@ -39,11 +41,15 @@ class MultipleChoiceOptions(RewardOptions):
 class LengthOptions(RewardOptions):
     """Options of ``length``."""
 
-    unit: Literal["tokens", "characters"] = Field("tokens", description="What is counted of the completion.")
+    unit: Literal["tokens", "characters"] = Field(
+        "tokens", description="Unit in which the completion's length is counted."
+    )
     minimum: int = Field(0, ge=0, description="Shortest length with the full reward.")
     maximum: int | None = Field(None, ge=0, description="Longest length with the full reward; none if null.")
     target: int | None = Field(None, ge=0, description="The one length with the full reward, instead of both limits.")
-    band: int = Field(0, ge=0, description="Over so many units beyond a limit the reward falls evenly to outside.")
+    band: int = Field(
+        0, ge=0, description="Number of units beyond a limit over which the reward falls linearly to outside."
+    )
     inside: float = Field(1.0, allow_inf_nan=False, description="Reward within the limits.")
     outside: float = Field(0.0, allow_inf_nan=False, description="Reward beyond the band.")
 
@@ -55,14 +61,14 @@ class LengthOptions(RewardOptions):
                 "either target, or minimum and maximum"
             )
         if self.target is None and not self.minimum and self.maximum is None:
-            raise ValueError("no length is asked for: set minimum, maximum or target")
+            raise ValueError("no limit is set; set minimum, maximum or target")
         if self.maximum is not None and self.maximum < self.minimum:
             raise ValueError(f"maximum is {self.maximum} and minimum is {self.minimum}: maximum must not be below it")
         return self
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Shortest and longest length with the full reward."""
+        """Return the shortest and the longest length with the full reward."""
         if self.target is not None:
             return self.target, self.target
         return self.minimum, float("inf") if self.maximum is None else self.maximum
@@ -74,10 +80,13 @@ class RepetitionOptions(RewardOptions):
     n: int = Field(3, ge=1, le=100, description="Size of the n-grams.")
     unit: Literal["tokens", "words"] = Field("words", description="What n-grams consist of; words ignore case.")
     penalty: float = Field(
-        -1.0, le=0, allow_inf_nan=False, description="Reward of a completion that repeats itself all the time, below 0."
+        -1.0, le=0, allow_inf_nan=False, description="Reward, below 0, of a completion that consists of repetitions."
     )
     tolerated: float = Field(
-        0.0, ge=0, lt=1, description="Share of repeated n-grams without a penalty; above, it grows evenly."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of repeated n-grams without a penalty; above it, the penalty grows linearly.",
     )
 
 
@@ -87,17 +96,17 @@ class ExactMatchOptions(RewardOptions):
     correct: float = Field(1.0, allow_inf_nan=False, description="Reward of a text equal to the ground truth.")
     incorrect: float = Field(0.0, allow_inf_nan=False, description="Reward of any other.")
     take: Take = Field("whole", description=TAKE)
-    ignore_case: bool = Field(False, description="Whether capital letters equal small ones.")
-    ignore_punctuation: bool = Field(False, description="Whether punctuation is left out on both sides.")
-    ignore_articles: bool = Field(False, description="Whether a, an and the are left out, as SQuAD does.")
+    ignore_case: bool = Field(False, description="Whether upper and lower case are equal.")
+    ignore_punctuation: bool = Field(False, description="Whether to ignore punctuation on both sides.")
+    ignore_articles: bool = Field(False, description="Whether to ignore a, an and the, as SQuAD does.")
 
 
 class FuzzyMatchOptions(RuleOptions):
     """Options of ``fuzzy_match``."""
 
     take: Take = Field("whole", description=TAKE)
-    ignore_case: bool = Field(True, description="Whether capital letters equal small ones.")
-    threshold: float = Field(0.0, ge=0, le=1, description="A similarity below it has reward 0.")
+    ignore_case: bool = Field(True, description="Whether upper and lower case are equal.")
+    threshold: float = Field(0.0, ge=0, le=1, description="The reward of a similarity below this is 0.")
     timeout_s: float = Field(
         2.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
     )
@@ -110,11 +119,13 @@ class JsonSchemaOptions(RuleOptions):
         None, description="The JSON Schema; the ground truth of each row if null."
     )
     take: Literal["block", "whole"] = Field(
-        "block", description="The last fenced block, or without one the whole completion; or always the whole."
+        "block",
+        description="fenced or whole: the last fenced block, or the whole completion if there is none; or always the"
+        " whole completion.",
     )
     valid: float = Field(1.0, allow_inf_nan=False, description="Reward of JSON that the schema allows.")
     invalid: float = Field(0.0, allow_inf_nan=False, description="Reward of other JSON.")
-    not_json: float = Field(0.0, allow_inf_nan=False, description="Reward of what is no JSON.")
+    not_json: float = Field(0.0, allow_inf_nan=False, description="Reward of a completion that is not JSON.")
     timeout_s: float = Field(
         2.0, gt=0, le=1e9, description="Longest time one sample may take; its worker is then killed."
     )

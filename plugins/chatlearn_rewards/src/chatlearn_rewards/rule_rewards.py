@@ -1,4 +1,4 @@
-"""Rewards ``multiple_choice``, ``length``, ``repetition`` and ``exact_match``: rules without a process of their own."""
+"""Rewards ``multiple_choice``, ``length``, ``repetition`` and ``exact_match``, which run in the caller's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chatlearn_rewards.rule_options import (
 )
 
 TAIL_CHARACTERS = 400
-"""Where a completion's stated or last choice is looked for."""
+"""Number of characters at the end of a completion in which its choice is searched."""
 STATED = re.compile(
     r"\b(?:answer|choice|option)(?:\s+is|\s*[:=])[\s:*_]*(?:option\s+|choice\s+)?(?P<rest>[^\n]{0,60})", re.IGNORECASE
 )
@@ -37,7 +37,7 @@ class MultipleChoiceReward(InlineReward):
         self._role = context.role
 
     def judge(self, sample: Sample) -> RewardResult:
-        """Right if exactly one choice is given, and it is the ground truth's."""
+        """Return ``correct`` if the completion gives exactly one choice and it is the right one."""
         truth = true_choice(self._options, sample.prompt.ground_truth)
         if truth is None:
             problem = choice_problem(self._options, sample.prompt.ground_truth)
@@ -48,7 +48,7 @@ class MultipleChoiceReward(InlineReward):
 
 
 def chosen(text: str, options: MultipleChoiceOptions) -> str | None:
-    """The one choice that a completion gives; None if it gives none, or several."""
+    """Return the choice that a completion gives; None if it gives none or several."""
     answers = [found for found in (last_tagged(text), last_boxed(text)) if found is not None]
     if answers:
         return _only(answers[0].text, options.choices)
@@ -60,7 +60,7 @@ def chosen(text: str, options: MultipleChoiceOptions) -> str | None:
 
 
 def _only(text: str, choices: str, *, at_end: bool = False) -> str | None:
-    """The choice that a text begins with, or ends with, if it names no other."""
+    """Return the choice at the beginning or end of a text; None if the text has another choice too."""
     letters = {letter for letter in LETTER.findall(text) if letter in choices}
     first = ONE.match(text)
     if at_end:
@@ -74,7 +74,7 @@ def _only(text: str, choices: str, *, at_end: bool = False) -> str | None:
 
 
 def true_choice(options: MultipleChoiceOptions, ground_truth: Any) -> str | None:
-    """The letter of a ground truth: itself, also in parentheses, or the number of the choice from 0."""
+    """Return the letter of a ground truth: a letter, also in parentheses, or a choice's number from 0."""
     if isinstance(ground_truth, int) and not isinstance(ground_truth, bool):
         return options.choices[ground_truth] if 0 <= ground_truth < len(options.choices) else None
     letter = ground_truth.strip().strip("().").upper() if isinstance(ground_truth, str) else ""
@@ -82,7 +82,7 @@ def true_choice(options: MultipleChoiceOptions, ground_truth: Any) -> str | None
 
 
 def choice_problem(options: MultipleChoiceOptions, ground_truth: Any) -> str | None:
-    """Why no completion could be right for this ground truth, or None."""
+    """Return why no completion can be right for this ground truth, or None if one can."""
     if true_choice(options, ground_truth) is not None:
         return None
     last = len(options.choices) - 1
@@ -98,7 +98,7 @@ class LengthReward(InlineReward):
         self._options = options
 
     def judge(self, sample: Sample) -> RewardResult:
-        """Between ``outside`` and ``inside``, by the distance to the nearest limit."""
+        """Return a reward between ``outside`` and ``inside``, by the distance to the nearest limit."""
         options = self._options
         length = len(sample.completion_ids) if options.unit == "tokens" else len(sample.text)
         shortest, longest = options.limits
@@ -114,7 +114,7 @@ class RepetitionReward(InlineReward):
         self._options = options
 
     def judge(self, sample: Sample) -> RewardResult:
-        """``penalty`` times the share of repeated n-grams above ``tolerated``, scaled to end at ``penalty``."""
+        """Return 0 up to ``tolerated``, the fraction of repeated n-grams; above it, fall linearly to ``penalty``."""
         options = self._options
         units: Sequence[Hashable] = (
             sample.completion_ids.tolist() if options.unit == "tokens" else sample.text.lower().split()
@@ -138,7 +138,7 @@ class ExactMatchReward(InlineReward):
         self._role = context.role
 
     def judge(self, sample: Sample) -> RewardResult:
-        """Right if the text equals the ground truth, or one of several."""
+        """Return ``correct`` if the text equals the ground truth, or one of several ground truths."""
         options, truth = self._options, sample.prompt.ground_truth
         wanted = accepted(truth)
         if wanted is None:

@@ -1,7 +1,7 @@
-"""Runs a program that may be hostile: no network, no file but its own, limits on all that it uses, and nothing left.
+"""Runs programs that may be hostile: without network or other files, with limits, and ends all of their processes.
 
-Linux only; uses namespaces that an ordinary user may make, and needs no other program. Imports nothing of this package
-but the end of processes, so that anything that runs a model's code can use it:
+Linux only; uses namespaces that ordinary users may create, and needs no other program. Of this package it imports only
+``process_tree``, so any code that runs a model's programs can use it:
 
     sandbox = Sandbox(Limits(wall_s=5))
     with sandbox.start([sandbox.python, "-S", "main.py"], files={"main.py": "print(1)"}) as process:
@@ -9,8 +9,8 @@ but the end of processes, so that anything that runs a model's code can use it:
     result.ended, result.output    # "exited", b"1\\n"
 
 What a program sees: the system's programs and libraries and the Python that runs this, read-only; an empty directory
-``/tmp`` in memory; five devices; an environment of a few variables; no ``/proc``; no network but an idle loopback. What
-it does not see: any other file or process of the machine.
+``/tmp`` in memory; five devices; a few environment variables. It sees no ``/proc``, no network except an unused
+loopback, and no other file or process of the machine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any, Literal
 ENTRY = str(Path(__file__).with_name("sandbox_entry.py"))
 PROCESS_TREE = str(Path(__file__).with_name("process_tree.py"))
 START_TIMEOUT_S = 60.0
-"""For the sandbox to be built; it takes a tenth of a second, and longer on a machine that is busy."""
+"""Time limit for building a sandbox, in seconds; it takes about 0.1 s, and longer on a busy machine."""
 END_TIMEOUT_S = 10.0
-"""For the kernel to end what was killed; it takes milliseconds."""
+"""Time limit for killed processes to end, in seconds; it takes milliseconds."""
 STDERR_BYTES = 64 << 10
-"""More is read and dropped: error messages are for people."""
+"""Number of bytes of standard error to keep: its end, which the error messages quote."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # sets in the same order, so that the same program prints the same
+    "PYTHONHASHSEED": "0",  # fixes the order of sets, so that a program's output is reproducible
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -50,28 +50,28 @@ Ended = Literal["exited", "timed_out", "too_much_output", "stopped"]
 
 
 class SandboxError(Exception):
-    """The sandbox cannot be built on this machine, or failed by itself: never the fault of the program."""
+    """This machine cannot build the sandbox, or the sandbox failed; the program is not at fault."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use."""
 
     wall_s: float = 10.0
-    """From the start of the program; the sandbox's own start does not count."""
+    """Wall time in seconds from the start of the program; the sandbox's own start does not count."""
     cpu_s: int | None = None
-    """Of each process; by default as the wall time, rounded up, and one more."""
+    """CPU time of each process in seconds; by default the wall time, rounded up, plus one."""
     memory_bytes: int = 512 << 20
-    """Address space of each process."""
+    """Address space of each process in bytes."""
     max_processes: int = 16
-    """Processes and threads at a time. Only with namespaces: otherwise the kernel counts all of the user's."""
+    """Processes and threads at once. Applies only with namespaces; without them the kernel counts all of the user's."""
     max_open_files: int = 64
     file_bytes: int = 16 << 20
     """Of one file."""
     disk_bytes: int = 32 << 20
-    """Of all files together. Only with namespaces."""
+    """Total size of all files in bytes. Applies only with namespaces."""
     output_bytes: int = 1 << 20
-    """On standard output; one that writes more is ended."""
+    """Bytes on standard output; a program that writes more is ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,9 +79,9 @@ class SandboxResult:
     """How a program ended, and what it wrote."""
 
     ended: Ended
-    """``stopped``: ended by the caller, for no fault of its own."""
+    """``stopped``: the caller ended it, and the program is not at fault."""
     code: int | None
-    """Exit status; -N if signal N ended it; None if it was ended from outside."""
+    """Exit status; -N if signal N ended it; None if the sandbox ended it."""
     output: bytes
     errors: bytes
     """The last 64 KiB of standard error."""
@@ -93,8 +93,8 @@ class Sandbox:
     """Starts programs under the same limits; keeps no state, so any thread may use it.
 
     Args:
-        isolation: ``none`` leaves out all that takes namespaces: the program then has the network, the user's files and
-            rights, and as many processes as the user may have. For code that is trusted.
+        isolation: ``none`` omits namespaces: the program then has the network, the user's files and rights, and as many
+            processes as the user may have. Only for trusted code.
         readable: further paths that the program may read, such as a directory of packages.
 
     Raises:
@@ -105,21 +105,19 @@ class Sandbox:
         self.limits = limits
         self.isolation: Isolation = isolation
         self.python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        """The interpreter that programs find inside."""
+        """Path of the interpreter inside the sandbox."""
         paths = (str(Path(self.python).parent), sys.base_prefix, sys.base_exec_prefix, *readable)
-        # A directory before what it holds: what is there already is not mounted again.
+        # Directories come before their content, so that nothing is mounted twice.
         self._readable = sorted({os.path.realpath(path) for path in paths}, key=len)
         hidden = [path for path in self._readable if path.startswith("/tmp/")]
         if isolation == "namespaces" and hidden:
-            raise SandboxError(
-                f"{hidden[0]} cannot be shown in a sandbox, whose own /tmp hides it; install it elsewhere"
-            )
+            raise SandboxError(f"{hidden[0]} is not visible in a sandbox, which has its own /tmp; install it elsewhere")
 
     def check(self) -> None:
         """Run an empty program.
 
         Raises:
-            SandboxError: this machine cannot build the sandbox; says what the kernel refused.
+            SandboxError: this machine cannot build the sandbox; the message names what the kernel refused.
         """
         if sys.platform != "linux":
             raise SandboxError(f"a sandbox needs Linux; this is {sys.platform}")
@@ -137,20 +135,20 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         descriptor: int | None = None,
     ) -> SandboxProcess:
-        """Start a program; ``run`` waits for it, and closing what is returned ends it.
+        """Start a program. ``run`` waits for the returned process; closing it ends the program.
 
         Args:
             argv: absolute path of the program, and its arguments.
-            files: name and text of files in its working directory.
-            descriptor: one that the program finds as descriptor 3.
+            files: names and texts of files in its working directory.
+            descriptor: file descriptor that the program inherits as descriptor 3.
 
         Raises:
-            SandboxError: no process can be started.
+            SandboxError: the process cannot be started.
         """
         return SandboxProcess(self, argv, stdin, files or {}, descriptor)
 
     def specification(self, argv: Sequence[str], files: Mapping[str, str], directory: str) -> bytes:
-        """What ``sandbox_entry.py`` reads."""
+        """Return the specification that ``sandbox_entry.py`` reads."""
         limits = self.limits
         content: dict[str, Any] = {
             "argv": list(argv),
@@ -168,7 +166,7 @@ class Sandbox:
 
 
 class SandboxProcess:
-    """One program in its sandbox, from start to end. Used by one thread."""
+    """One program in its sandbox, from start to end. Only one thread may use it."""
 
     def __init__(
         self, sandbox: Sandbox, argv: Sequence[str], stdin: bytes, files: Mapping[str, str], descriptor: int | None
@@ -178,7 +176,7 @@ class SandboxProcess:
         self.errors = bytearray()
         self.ended: Ended = "exited"
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        """When it is ended: counted from the program's start, once that is known."""
+        """Time at which the program is ended; counts from the program's start as soon as that is known."""
         self._stdin = memoryview(stdin)
         self._report = bytearray()
         self._started = False
@@ -209,7 +207,10 @@ class SandboxProcess:
         finally:
             for opened in (spec_read, status_write, control_read):
                 os.close(opened)
-        with os.fdopen(spec_write, "wb") as stream, suppress(BrokenPipeError):  # its status says why it did not read
+        with (
+            os.fdopen(spec_write, "wb") as stream,
+            suppress(BrokenPipeError),
+        ):  # the status says why the sandbox did not read
             stream.write(specification)
         streams = self._launcher.stdin, self._launcher.stdout, self._launcher.stderr
         self._open: dict[int, Any] = {}
@@ -230,11 +231,11 @@ class SandboxProcess:
 
     @property
     def waiting_for(self) -> dict[int, int]:
-        """Descriptors to poll, and for what; empty once the program and all that it started has ended."""
+        """Return the descriptors to poll with their events; empty once the program and all its processes have ended."""
         return {n: select.POLLOUT if name == "stdin" else select.POLLIN for n, (name, _) in self._open.items()}
 
     def advance(self, descriptor: int) -> None:
-        """Read or write what is ready at one of the descriptors."""
+        """Read or write at a descriptor that is ready."""
         name = self._open[descriptor][0]
         try:
             if name == "stdin":
@@ -264,14 +265,14 @@ class SandboxProcess:
             del self.errors[:-STDERR_BYTES]
 
     def end(self, why: Ended) -> None:
-        """End the program and all that it started; the first reason counts."""
+        """End the program and all its processes; the first reason counts."""
         if self._control >= 0:
             self.ended = why
             os.close(self._control)
             self._control = -1
 
     def result(self) -> SandboxResult:
-        """How it ended.
+        """Return how the program ended.
 
         Raises:
             SandboxError: the sandbox was not built.
@@ -287,7 +288,7 @@ class SandboxProcess:
                 raise SandboxError(f"the sandbox was not built within {START_TIMEOUT_S:g} s")
             if self.ended == "exited":
                 errors = self.errors.decode(errors="replace").strip()
-                raise SandboxError(f"the sandbox ended without a word (status {self._launcher.poll()}): {errors}")
+                raise SandboxError(f"the sandbox ended without a message (status {self._launcher.poll()}): {errors}")
             return SandboxResult(self.ended, None, bytes(self.output), bytes(self.errors))
         report = reports[0]
         return SandboxResult(
@@ -300,7 +301,7 @@ class SandboxProcess:
         )
 
     def close(self) -> None:
-        """End it if it still runs, wait, and remove its files. Twice is fine."""
+        """End the program if it still runs, wait, and remove its files. A repeated call does nothing."""
         self.end("stopped")
         try:
             self._launcher.wait(END_TIMEOUT_S)
@@ -328,9 +329,9 @@ class SandboxProcess:
 
 
 def run(main: SandboxProcess, *helpers: SandboxProcess) -> list[SandboxResult]:
-    """Wait until ``main`` ends, then end ``helpers``; results in this order.
+    """Wait until ``main`` ends, then end ``helpers``. Return their results in this order.
 
-    Each is ended at its own wall-time limit, or when it writes too much.
+    A program that exceeds its wall time or its output limit is ended.
 
     Raises:
         SandboxError: a sandbox was not built.

@@ -1,8 +1,10 @@
-"""Inside the sandbox: builds the namespaces, starts and watches the program. A script; standard library only.
+"""Builds the sandbox from inside: creates the namespaces, starts and watches the program. A script.
 
-Three processes. The first one (launcher) makes the namespaces; a second one (init, process 1 of the process namespace)
-builds the file system; the third one gives up all rights, sets its limits and becomes the program. The kernel kills
-everything in the process namespace once init ends, and init ends with the launcher.
+It imports only the standard library.
+
+There are three processes. The first one (launcher) creates the namespaces; the second one (init, process 1 of the
+process namespace) builds the file system; the third one gives up all rights, sets its limits and becomes the program.
+The kernel kills everything in the process namespace once init ends, and init ends with the launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 from contextlib import suppress
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing would take long to import
+if TYPE_CHECKING:  # importing typing is slow
     from collections.abc import Callable
     from typing import Any
 
@@ -33,16 +35,16 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 
 USER = 1000
-"""Of the program, inside."""
+"""User id of the program inside the sandbox."""
 NOBODY = 65534
-"""Of the program outside, where root starts it: the kernel counts no process of root's."""
+"""User id of the program outside if root starts it, because the kernel does not limit root's processes."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""What programs need to run; readable where it exists."""
+"""Directories that programs need; readable if they exist."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 WORK = "/tmp"
-"""The program's own directory, inside."""
+"""The program's working directory inside the sandbox."""
 MOUNT_POINTS = ("/mnt", "/srv", "/media", "/home", "/tmp")
-"""Where the new root is mounted for a moment, only here: one that holds nothing which it is to show."""
+"""Candidates for the temporary mount point of the new root; it must not contain a path that the sandbox shows."""
 MAX_FILES = 4096
 EXTRA_DESCRIPTOR = 3
 
@@ -50,7 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """``sandbox_entry.py SPECIFICATION STATUS CONTROL [EXTRA]``: descriptors of three pipes, and the program's."""
+    """``sandbox_entry.py SPECIFICATION STATUS CONTROL [EXTRA]``: descriptors of three pipes, and of the program."""
     specification, status, control, *extra = map(int, sys.argv[1:])
     with open(specification, "rb") as stream:
         spec = json.load(stream)
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def _enter_namespaces() -> None:
-    """Make the namespaces. A helper that stays outside maps the users: only there are the rights to map another one."""
+    """Create the namespaces. A helper process outside maps the users, because only there may another user be mapped."""
     made_reader, made_writer = os.pipe()
     launcher, user, group = os.getpid(), os.geteuid(), os.getegid()
     helper = os.fork()
@@ -98,7 +100,7 @@ def _enter_namespaces() -> None:
 
 
 def _map_users(process: int, user: int, group: int) -> int:
-    """Map the program's user; 0 or an error number."""
+    """Map the program's user. Return 0 or an error number."""
     maps = [(f"{USER} {user} 1", f"{USER} {group} 1")]
     if user == 0:
         maps.insert(0, (f"0 0 1\n{USER} {NOBODY} 1", f"0 0 1\n{USER} {NOBODY} 1"))
@@ -115,9 +117,9 @@ def _map_users(process: int, user: int, group: int) -> int:
 
 
 def _build_file_system(spec: dict[str, Any]) -> None:
-    """A root of the system's programs and libraries alone, all of it read-only, and an empty ``/tmp`` of its own."""
-    # A namespace of users inside this one would have rights that this one gives up.
-    with suppress(OSError):  # /proc/sys may be read-only; a nested one could still not undo a read-only mount
+    """Build a root with only the system's programs and libraries, read-only, and an empty ``/tmp``."""
+    # A nested user namespace would have the rights that this one gives up.
+    with suppress(OSError):  # /proc/sys may be read-only; even a nested namespace cannot undo a read-only mount
         _write("/proc/sys/user/max_user_namespaces", "0")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     readable = spec["readable"]
@@ -141,7 +143,7 @@ def _build_file_system(spec: dict[str, Any]) -> None:
 
 
 def _show(path: str, root: str) -> None:
-    """Make a path readable at the same place of the new root."""
+    """Make a path readable under the same name in the new root."""
     target = root + path
     if not os.path.lexists(path) or os.path.lexists(target):
         return
@@ -157,7 +159,7 @@ def _show(path: str, root: str) -> None:
 
 
 def _start(spec: dict[str, Any], status: int, extra: list[int]) -> int:
-    """Start the program; its process."""
+    """Start the program and return its process id."""
     _report(status, {"started": True})
     program = os.fork()
     if program:
@@ -185,7 +187,7 @@ def _become(spec: dict[str, Any], extra: list[int]) -> None:
             file.write(text)
     for descriptor in extra:
         os.dup2(descriptor, EXTRA_DESCRIPTOR)
-        os.set_inheritable(EXTRA_DESCRIPTOR, True)  # dup2 leaves it as it is where the two are the same
+        os.set_inheritable(EXTRA_DESCRIPTOR, True)  # dup2 does nothing if both are equal
     kept = EXTRA_DESCRIPTOR + 1 if extra else EXTRA_DESCRIPTOR
     for name, value in {
         "AS": spec["memory_bytes"],
@@ -212,7 +214,7 @@ def _become(spec: dict[str, Any], extra: list[int]) -> None:
 
 
 def _watch(program: int, control: int) -> dict[str, Any]:
-    """Wait until the program ends or the other end of ``control`` is closed; how it ended."""
+    """Wait until the program ends or the other end of ``control`` is closed. Return how the program ended."""
     exit_reader = os.pidfd_open(program)
     poll = select.poll()
     poll.register(exit_reader, select.POLLIN)
@@ -232,7 +234,7 @@ def _watch(program: int, control: int) -> dict[str, Any]:
 
 
 def _end_descendants(path: str) -> None:
-    """Where there is no process namespace: end what the program started, whatever session it moved to."""
+    """End all processes that the program started, in any session; needed only without a process namespace."""
     from importlib.machinery import SourceFileLoader
 
     SourceFileLoader("process_tree", path).load_module().end_descendants(os.getpid())
@@ -256,7 +258,7 @@ def _report(status: int, content: dict[str, Any]) -> None:
 
 def _die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() not in (0, 1):  # outside the namespace: shown as 0
+    if os.getppid() not in (0, 1):  # a process outside the namespace appears as 0
         os._exit(1)
 
 

@@ -1,8 +1,8 @@
-"""What the strict mode of reward ``math`` refuses although algebra calls it equal.
+"""Answers that the strict mode of reward ``math`` refuses although they are algebraically equal.
 
-A policy that is trained against a grader finds what the grader overlooks. Each rule here names one way to be called
-right without saying the answer: several guesses, a chain of unequal equations, a negation, another unit, digits that
-only an over-eager parser joins. The rules refuse; none accepts what math-verify does not.
+A policy that is trained against a grader finds the grader's gaps. Each rule here closes one way to count as right
+without stating the answer: several guesses, a chain of unequal equations, a negation, another unit, digits that only a
+lenient parser joins. The rules only refuse; none accepts an answer that math-verify refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sympy.core.expr import Expr
 from chatlearn_rewards.final_answer import CONTEXT_CHARACTERS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Of two numbers that stand for the same value. math-verify compares six decimals, so tiny numbers are all alike."""
+"""Tolerance of numbers that count as equal. math-verify compares six decimals, so all tiny numbers are equal to it."""
 
 NEGATION = (
     r"(?:\b(?:not|never|neither|nor|cannot|wrong|incorrect|false|anything but|other than|less than|more than|"
@@ -28,7 +28,7 @@ NEGATION = (
 NEGATED_END = re.compile(rf"{NEGATION}[\s$(\\\[*:]*$", re.IGNORECASE)
 NEGATED = re.compile(NEGATION, re.IGNORECASE)
 STATES = re.compile(r"\b(?:is|are|was|were|equals?|be)\b|[=:]", re.IGNORECASE)
-"""Between a negation and a value: then what is negated is not the value ("those who did not pass are 12")."""
+"""Verbs between a negation and a value, which show that something else is negated ("those who did not pass are 12")."""
 FALSE_THAT = re.compile(r"\b(?:false|untrue|not true|wrong|incorrect) that\b[^.!?\n]*$", re.IGNORECASE)
 DENIED = re.compile(r"[\s$.]*(?:is|are|was|were)(?:\s+(?:not|never|wrong|incorrect|false)\b|n't\b)", re.IGNORECASE)
 VALUE = r"(?:[-+−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?)"
@@ -73,12 +73,12 @@ BASE = re.compile(r"[\dA-Fa-f]_\{?(\d+)\}?[\s.]*$")
 
 
 def objection_to_context(before: str) -> str | None:
-    """Why text that ends right before the answer takes it back (``the answer is not``), or None."""
+    """Return why the text right before the answer negates it (``the answer is not``), or None."""
     return "it is negated" if NEGATED_END.search(before) else None
 
 
 def objection_to_statement(text: str, gold: str, equals: Callable[[str], bool]) -> str | None:
-    """Why the last statement of a completion without a marked answer names no single answer, or None.
+    """Return why the last statement of a completion without a marked answer has no single answer, or None.
 
     Args:
         text: the end of the completion.
@@ -101,12 +101,12 @@ def objection_to_statement(text: str, gold: str, equals: Callable[[str], bool]) 
 
 
 def objection_to_answer(answer: str, gold: str, parse: Callable[[str], Sequence[Any]]) -> str | None:
-    """Why an answer that algebra calls equal to ``gold`` is not accepted, or None.
+    """Return why an answer that is algebraically equal to ``gold`` is refused, or None.
 
     Args:
         answer: in plain LaTeX.
         gold: in plain LaTeX.
-        parse: math-verify's reading of an answer.
+        parse: math-verify's parser of answers.
     """
     if NEGATED.search(answer) and not NEGATED.search(gold):
         return "it is negated"
@@ -131,7 +131,7 @@ def objection_to_answer(answer: str, gold: str, parse: Callable[[str], Sequence[
 
 
 def _denies(clause: str) -> bool:
-    """Whether a clause says what the answer is not: a negation right before its last value, or right after it."""
+    """Whether a clause negates its last value: a negation stands right before or after it."""
     values = list(re.finditer(VALUE, clause))
     if not values:
         return bool(NEGATED.search(clause))
@@ -142,7 +142,7 @@ def _denies(clause: str) -> bool:
 
 
 def _last_statement(text: str) -> str | None:
-    """What follows the last "answer is", or the last sentence that holds a value."""
+    """Return the text after the last "answer is", or the last sentence with a value."""
     phrases = list(PHRASE.finditer(text))
     if phrases:
         after = text[phrases[-1].end() :].strip()
@@ -156,7 +156,7 @@ def _last_statement(text: str) -> str | None:
 
 
 def _unequal_numbers(text: str) -> str | None:
-    """Bare numbers that a chain of equations sets equal must be equal, up to the rounding that they show."""
+    """Return why a chain of equations is wrong, or None: bare numbers must be equal up to their shown rounding."""
     parts = [part.strip().strip("$").strip() for part in EQUALS.split(text)]
     if len(parts) < 2:
         return None
@@ -168,13 +168,13 @@ def _unequal_numbers(text: str) -> str | None:
 
 
 def _rounding(number: str) -> Fraction:
-    """Half of the last decimal shown; integers and fractions are exact."""
+    """Return half of the last shown decimal; integers and fractions are exact."""
     _, point, decimals = number.partition(".")
     return Fraction(1, 2 * 10 ** len(decimals)) if point else Fraction(0)
 
 
 def _element_counts(answer: str) -> set[int]:
-    """How many values an answer may be read as: a set or a bare list as its elements, ``(a, b)`` as two or as one."""
+    """Return the possible numbers of values in an answer: elements of a set or bare list; ``(a, b)`` is two or one."""
     text = THOUSANDS.sub("0", LIST_WORD.sub(",", answer)).strip().rstrip(".")
     if text.startswith("\\{") and text.endswith("\\}"):
         return {_num_elements(text[2:-2])}
@@ -185,7 +185,7 @@ def _element_counts(answer: str) -> set[int]:
 
 
 def _num_elements(text: str) -> int:
-    """Elements that top-level commas and semicolons separate."""
+    """Count the elements that top-level commas and semicolons separate."""
     depth = 0
     elements = [""]
     for token in re.findall(r"\\.|.", text, re.DOTALL):
@@ -211,7 +211,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _unit(answer: str) -> str | None:
-    """The unit at the end of an answer, such as ``cm^2`` or ``apple``; None without one.
+    """Return the unit at the end of an answer, such as ``cm^2`` or ``apple``; None if there is none.
 
     Units with a symbol are recognised however they are written; other words only inside ``\\text{}`` and the like,
     since bare letters may be variables.
@@ -230,7 +230,7 @@ def _unit(answer: str) -> str | None:
 
 
 def _differ(left: str, right: str) -> bool:
-    """Whether two units are not the same: symbols by name, words if they have none in common."""
+    """Whether two units differ: symbols are compared by name; words differ if they have no word in common."""
     if left in SYMBOLS and right in SYMBOLS:
         return left != right
     return not _words(left) & _words(right)
@@ -241,7 +241,7 @@ def _words(unit: str) -> set[str]:
 
 
 def _close(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
-    """Whether some reading of both gives the same numbers, relative to their size; True where numbers cannot tell."""
+    """Whether both answers have equal numbers in some reading, relative to their size; True if they have no numbers."""
     compared = False
     for left in gold:
         for right in answer:
@@ -255,7 +255,7 @@ def _close(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
 
 
 def _number_pairs(left: Any, right: Any) -> list[tuple[Expr, Expr]] | None:
-    """Numbers to compare: the values themselves, or those of two containers of the same size in order of size."""
+    """Return the pairs of numbers to compare: the two values, or the sorted elements of two equal-sized containers."""
     if not (isinstance(left, Basic) and isinstance(right, Basic)):
         return None
     containers = (FiniteSet, Tuple, Interval)

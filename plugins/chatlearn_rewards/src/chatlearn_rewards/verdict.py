@@ -46,7 +46,7 @@ class VerdictReader:
         return value
 
     def combine(self, values: Sequence[float]) -> float:
-        """One value of several votes."""
+        """Combine several votes to one value."""
         if self._options.combine == "mean":
             return fmean(values)
         if self._options.combine == "median":

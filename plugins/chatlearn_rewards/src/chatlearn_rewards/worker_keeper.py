@@ -1,7 +1,7 @@
-"""What a worker's process starts as: it forks the worker, waits, and ends everything that the worker started.
+"""The parent process of a worker: it forks the worker, waits, and ends all processes that the worker started.
 
-The keeper runs no code of the user's and touches no reply. As a subreaper it inherits processes whose parents ended, so
-one that left the worker's session is found as well. It ends them when the worker ends and when the pool does.
+The keeper runs no user code and handles no replies. As a subreaper it inherits processes whose parents ended, and so
+also finds processes that left the worker's session. It ends all of them when the worker or the pool ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     """Keep one worker, until it ends, the pool sends SIGTERM, or the pool's process dies."""
     channel, reports, pool = (int(argument) for argument in sys.argv[1:4])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some parents leave it, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some parents ignore SIGCHLD, which would hide how children end
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _die_with(pool, signal.SIGTERM)
@@ -37,7 +37,7 @@ def main() -> None:
     worker = os.fork()
     if worker == 0:
         os.close(reports)
-        os.setsid()  # what the worker sends to its process group does not reach the keeper
+        os.setsid()  # signals of the worker to its process group do not reach the keeper
         _die_with(keeper, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -46,7 +46,7 @@ def main() -> None:
         os._exit(0)
     os.close(channel)
     connection = socket.socket(fileno=reports)
-    with suppress(OSError):  # the pool is gone: SIGTERM is on its way
+    with suppress(OSError):  # the pool is gone, so SIGTERM will follow
         connection.sendall(REPORT.pack(worker))
     end = _wait_for(worker)
     end_descendants(keeper)
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def _wait_for(worker: int) -> int | None:
-    """How the worker ended; None if the pool asks to end it."""
+    """Return how the worker ended; None if the pool requests its end."""
     while signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) == signal.SIGCHLD:
         while True:
-            process, status = os.waitpid(-1, os.WNOHANG)  # orphans of the worker's, too
+            process, status = os.waitpid(-1, os.WNOHANG)  # also orphans of the worker
             if process == worker:
                 return os.waitstatus_to_exitcode(status)
             if process == 0:
@@ -68,7 +68,7 @@ def _wait_for(worker: int) -> int | None:
 
 
 def _reap_all() -> dict[int, int]:
-    """Wait for all that were killed; how each ended."""
+    """Wait for all killed processes. Return how each ended."""
     ends: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:

@@ -1,6 +1,4 @@
-"""What the workers of a pool print, passed on to stderr: so much of an item, so much in all, and nothing that a
-terminal obeys.
-"""
+"""Forwards the output of a pool's workers to stderr, limited per item and in total, without control characters."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from chatlearn_core.printable import printable
 
 MAX_ITEM_BYTES = 16 << 10
 MAX_POOL_BYTES = 16 << 20
-"""A function that prints a line for each sample stays below it in all but the longest runs."""
+"""Limit of a pool's output in bytes; one line per sample stays below it except in very long runs."""
 
 
 class PoolOutput:
     """The output of all workers of a pool.
 
     Args:
-        name: of the pool, leads sentences about what was left out.
+        name: name of the pool, which begins messages about omitted output.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,7 +29,7 @@ class PoolOutput:
         self._told = False
 
     def take(self, data: bytes, text: str) -> None:
-        """Pass on ``text``, which is ``data`` decoded, as far as the pool may."""
+        """Forward ``text``, which is the decoded ``data``, if the pool's limit allows it."""
         with self._lock:
             fits = len(data) <= self._left
             self._left -= len(data) if fits else 0
@@ -41,24 +39,24 @@ class PoolOutput:
             self.leave_out(len(data))
 
     def leave_out(self, num_bytes: int) -> None:
-        """Count what is not shown; the first time it is said."""
+        """Count omitted bytes; print a message the first time."""
         with self._lock:
             self._bytes_left_out += num_bytes
             told, self._told = self._told, True
         if not told:
             self.say(
-                f"what its workers print is left out beyond {MAX_ITEM_BYTES >> 10} KiB a sample and "
+                f"omitting the output of its workers beyond {MAX_ITEM_BYTES >> 10} KiB a sample and "
                 f"{MAX_POOL_BYTES >> 20} MiB in all"
             )
 
     def say(self, sentence: str) -> None:
-        """A sentence about the pool's workers, on a line of its own."""
+        """Print a sentence about the pool's workers on a separate line."""
         _write(f"\n{printable(self._name)}: {sentence}\n")
 
     def close(self) -> None:
-        """Say how much was left out."""
+        """Print how many bytes were omitted, if any."""
         if self._bytes_left_out:
-            self.say(f"{self._bytes_left_out} bytes that its workers printed were left out")
+            self.say(f"{self._bytes_left_out} bytes of output of its workers were omitted")
             self._bytes_left_out = 0
 
 
@@ -71,11 +69,11 @@ class WorkerOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def begin_item(self) -> None:
-        """The worker begins another item, which may print as much as the one before."""
+        """Reset the item's limit, because the worker begins another item."""
         self._left = MAX_ITEM_BYTES
 
     def take(self, data: bytes) -> None:
-        """What was printed."""
+        """Forward printed bytes up to the item's limit."""
         shown = data[: self._left]
         self._left -= len(shown)
         if shown:
@@ -85,6 +83,6 @@ class WorkerOutput:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # it is full, closed or none: there is no other place
+    with suppress(OSError, ValueError, AttributeError):  # stderr is full, closed or absent, and there is no other place
         sys.stderr.write(text)
         sys.stderr.flush()

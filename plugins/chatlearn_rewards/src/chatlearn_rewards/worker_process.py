@@ -1,4 +1,4 @@
-"""The pool's end of one worker: a process that is asked one item at a time, and ended with all that it started."""
+"""The pool's end of one worker: a process that gets one item at a time and is ended with all that it started."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from chatlearn_rewards.worker_output import WorkerOutput
 
 BOOTSTRAP = "from chatlearn_rewards.worker_keeper import main; main()"
 MARK_VARIABLE = "CHATLEARN_REWARD_WORKER"
-"""In the environment of a worker and of all that it starts."""
+"""Environment variable that marks a worker and all processes that it starts."""
 TOKEN_BYTES = 16
 END_TIMEOUT_S = 5.0
-"""For the keeper, to say how the worker ended and to end all that it started; it takes milliseconds."""
+"""Time limit in seconds for the keeper to end all processes and report how the worker ended; it takes milliseconds."""
 MAX_WAIT_S = 3600.0
-"""Longest single wait: ``poll`` takes no more than a few weeks."""
+"""Longest single wait in seconds: ``poll`` accepts at most a few weeks."""
 
 
 class WorkerStartError(Exception):
@@ -41,15 +41,15 @@ class WorkerStartError(Exception):
 
 
 class WorkerEndedError(Exception):
-    """A worker's process is gone; says how it ended."""
+    """A worker's process is gone; the message says how it ended."""
 
 
 class MalformedReplyError(Exception):
-    """What came from a worker is no reply to the item that it was given."""
+    """A worker sent something that is not a reply to its item."""
 
 
 class WorkerProcess:
-    """One worker and the connection to it; used by one thread, told to end by any.
+    """One worker and the connection to it. One thread uses it; any thread may call ``end``.
 
     Raises:
         WorkerStartError: no process can be started.
@@ -58,9 +58,9 @@ class WorkerProcess:
     def __init__(self, output: WorkerOutput) -> None:
         self.ready = False
         self.used = False
-        """Whether it was asked anything since it is ready."""
+        """Whether it has got an item since it became ready."""
         self.pid = 0
-        """Of the process that calls the function; known once it is ready."""
+        """Id of the process that calls the function; known once it is ready."""
         self._output = output
         self._channel, worker_channel = socket.socketpair()
         self._reports, keeper_reports = socket.socketpair()
@@ -75,7 +75,7 @@ class WorkerProcess:
                 stdout=printing,
                 stderr=printing,
                 pass_fds=given,
-                start_new_session=True,  # Ctrl-C does not reach it
+                start_new_session=True,  # protects it from Ctrl-C
                 env={"OMP_NUM_THREADS": "1", **os.environ, MARK_VARIABLE: self._mark},
             )
         except OSError as error:
@@ -92,10 +92,10 @@ class WorkerProcess:
         self._channel.setblocking(False)
 
     def build(self, description: bytes, timeout_s: float) -> None:
-        """Have the process build its task.
+        """Make the process build its task.
 
         Raises:
-            WorkerStartError: it cannot, or did not in time.
+            WorkerStartError: it failed, or did not finish in time.
         """
         try:
             self.pid = REPORT.unpack(self._read(self._reports, REPORT.size, time.monotonic() + timeout_s))[0]
@@ -111,12 +111,12 @@ class WorkerProcess:
         self.ready = True
 
     def ask(self, payload: bytes, timeout_s: float) -> Mapping[str, Any]:
-        """The worker's reply to one payload.
+        """Send one payload and return the worker's reply.
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: no reply came in time.
             WorkerEndedError: the process is gone.
-            MalformedReplyError: what came is no reply to this payload.
+            MalformedReplyError: the worker sent something that is not a reply to this payload.
         """
         deadline = time.monotonic() + timeout_s
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -125,9 +125,9 @@ class WorkerProcess:
         self._write(FRAME.pack(token, len(payload)) + payload, deadline)
         answered, size = FRAME.unpack(self._read(self._channel, FRAME.size, deadline))
         if answered != token or size > MAX_REPLY_BYTES:
-            raise MalformedReplyError("it does not begin as a reply to this item does")
+            raise MalformedReplyError("it does not begin like a reply to this item")
         body = self._read(self._channel, size, deadline)
-        self._drain()  # what it printed before it replied
+        self._drain()  # forward what it printed before the reply
         try:
             reply = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -155,7 +155,7 @@ class WorkerProcess:
                 self._poll.modify(writing, select.POLLIN)
 
     def _read(self, connection: socket.socket, size: int, deadline: float) -> bytes:
-        """So many bytes of a connection; meanwhile what the worker prints is taken."""
+        """Read this number of bytes of a connection, and forward what the worker prints meanwhile."""
         parts = bytearray()
         while len(parts) < size:
             try:
@@ -172,7 +172,7 @@ class WorkerProcess:
         return bytes(parts)
 
     def _wait(self, deadline: float) -> bool:
-        """Wait until something happens; whether the keeper reported. Raises TimeoutError."""
+        """Wait for data. Return whether the keeper reported. Raises: TimeoutError: the deadline passed."""
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -188,7 +188,7 @@ class WorkerProcess:
 
     @staticmethod
     def _has_data(connection: socket.socket) -> bool:
-        """Whether bytes or the end of the connection wait to be read."""
+        """Whether data or the end of the connection can be read."""
         try:
             connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -198,36 +198,36 @@ class WorkerProcess:
         return True
 
     def alive(self) -> bool:
-        """Whether it may be given an item: it lives, and sent nothing that was not asked for."""
+        """Whether it can take an item: it lives and has sent nothing unrequested."""
         self._drain()
         if self._has_data(self._reports) or self._has_data(self._channel):
             return False
-        try:  # one that was killed may be a zombie before its connection is closed
+        try:  # a killed process may be a zombie before its connection closes
             return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
         except OSError:
             return False
 
     def describe_end(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         self._reports.settimeout(END_TIMEOUT_S)
         try:
             code = REPORT.unpack(self._reports.recv(REPORT.size, socket.MSG_WAITALL))[0]
         except TimeoutError:
             return "it closed its connection to the pool"
         except (OSError, struct.error):
-            return "the process that watches over it was killed"
+            return "its keeper process was killed"
         if code == CHANNEL_LOST:
-            return "the function closed or replaced a file descriptor that is not its own, the connection to the pool"
+            return "the function closed or replaced the connection to the pool, a file descriptor that it did not open"
         return f"exit status {code}" if code >= 0 else f"signal {_signal_name(-code)}"
 
     def end(self) -> None:
-        """Have the worker and all that it started ended; does not wait for it."""
+        """Make the keeper end the worker and all that it started, without waiting."""
         with suppress(ProcessLookupError):
             self._keeper.send_signal(signal.SIGTERM)
-            self._keeper.send_signal(signal.SIGCONT)  # what it keeps may have stopped it
+            self._keeper.send_signal(signal.SIGCONT)  # a process of the worker may have stopped the keeper
 
     def close(self) -> None:
-        """End, reap and close."""
+        """End the worker, reap its processes and close the connection."""
         self.end()
         try:
             self._keeper.wait(END_TIMEOUT_S)
@@ -235,7 +235,7 @@ class WorkerProcess:
             end_descendants(self._keeper.pid)
             self._keeper.kill()
             self._keeper.wait()
-        if self._keeper.returncode != 0:  # it was killed before it had ended the others
+        if self._keeper.returncode != 0:  # the keeper was killed before it had ended the others
             end_marked(self._mark)
         with suppress(OSError):
             self._drain()
@@ -250,5 +250,5 @@ class WorkerProcess:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers only
+    except ValueError:  # real-time signals have no names
         return str(number)
