@@ -98,7 +98,9 @@ def test_what_fails_for_ever_excludes_its_sample(make_sample: Any, failure: Http
         bad, fine = judged(server, [make_sample("a"), make_sample("fine", index=1)], {"timeout_s": 0.2, "retries": 1})
         address = server.url
     assert fine.value == 7.0
-    assert f"reward 'judge' of role 'reward': {address}/v1/chat/completions failed at attempt 2 of 2" in (bad.error or "")
+    assert f"reward 'judge' of role 'reward': {address}/v1/chat/completions failed at attempt 2 of 2" in (
+        bad.error or ""
+    )
     assert reason in (bad.error or "")
     assert KEY not in (bad.error or "")
     assert len(server.requests) == 3, "the judge does not repeat what the endpoint repeated"

@@ -110,8 +110,8 @@ def test_what_fails_for_a_time_is_tried_again(make_sample: Any, failure: HttpRep
 @pytest.mark.parametrize(
     ("failure", "reason"),
     [
-        (HttpReply({"key": KEY}, 500), 'failed at try 2 of 2: HTTP status 500: \'{"key": "***"}\''),
-        (HttpReply(b"<html>"), "the response is no JSON"),
+        (HttpReply({"key": KEY}, 500), 'failed at attempt 2 of 2: HTTP status 500: \'{"key": "***"}\''),
+        (HttpReply(b"<html>"), "the response is not JSON"),
         (HttpReply(hangs=True), "no complete response within timeout_s, 0.2 s"),
         (HttpReply({"a": "b" * 50}, breaks_off=True), "RemoteProtocolError"),
         (HttpReply({"problem": "too long"}, 422), 'refuses the request, HTTP status 422: \'{"problem": "too long"}\''),
@@ -187,7 +187,7 @@ def test_the_deadline_ends_all_tries_and_names_the_last(make_sample: Any) -> Non
 def test_a_wrong_key_ends_the_run_and_is_not_shown(make_sample: Any) -> None:
     with (
         FakeHttpServer(lambda body, number: HttpReply({"bad key": KEY}, 401)) as server,
-        pytest.raises(RoleLostError, match="the environment variable SCORER_KEY must hold a key") as caught,
+        pytest.raises(RoleLostError, match="the environment variable SCORER_KEY must have a key") as caught,
     ):
         scored(server, [make_sample("a")])
     assert KEY not in str(caught.value)

@@ -87,7 +87,7 @@ class HttpEndpoint:
         loop.close()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that runs in the endpoint's thread; cancelled there if the caller is cancelled."""
+        """Run a coroutine in the endpoint's thread and return its result. Cancelling the caller cancels it."""
         assert self._loop is not None, "the endpoint was not started"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -95,19 +95,19 @@ class HttpEndpoint:
         """Post a request and return the decoded JSON of the response.
 
         Args:
-            deadline: reading of ``time.monotonic()`` at which all tries and the waits between them end; None: no limit
-                but that of each try.
+            deadline: reading of ``time.monotonic()`` at which all attempts and waits end; None limits only each
+                attempt.
 
         Raises:
             DataError: the body cannot be written as JSON, or the endpoint refuses this request (400, 413, 422).
             RoleLostError: it refuses all requests: the key is wrong (401, 403), or the URL does not exist.
-            EndpointFailedError: it did not answer, at the last of ``retries + 1`` tries or by the deadline.
+            EndpointFailedError: all of the ``retries + 1`` attempts failed, or the deadline passed.
         """
         return await self.run(self.post_here(body, deadline))
 
     async def post_here(self, body: Mapping[str, Any], deadline: float | None = None) -> Any:
         """``post`` for a caller that runs in the endpoint's thread (``run``)."""
-        told = ["no try was made"]
+        told = ["no attempt was made"]
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             content = json.dumps(dict(body), allow_nan=False).encode("ascii")
@@ -122,26 +122,28 @@ class HttpEndpoint:
             ) from None
 
     async def _tries(self, content: bytes, told: list[str]) -> Any:
-        """The decoded response.
+        """Repeat the request until an attempt succeeds, and return the decoded response.
 
         Args:
-            told: receives what happened to each try.
+            told: receives the state of each attempt.
         """
         options, tries = self._options, self._options.retries + 1
         for attempt in range(1, tries + 1):
             async with self._open:
-                told.append(f"try {attempt} of {tries} is not answered yet")
+                told.append(f"attempt {attempt} of {tries} has no answer yet")
                 answer = await self._try(content)
             if not isinstance(answer, _Failure):
                 return answer.value
-            told.append(f"try {attempt} of {tries}: {answer.reason}")
+            told.append(f"attempt {attempt} of {tries}: {answer.reason}")
             wait_s = min(options.backoff_s * 2.0 ** (attempt - 1), options.max_wait_s)
             wait_s *= random.uniform(0.5, 1.0)  # spreads the repetitions of callers that failed together
             if answer.retry_after_s is not None:
                 wait_s = max(wait_s, answer.retry_after_s)
             if attempt == tries or wait_s > options.max_wait_s:
                 asked = (
-                    f", and requests a wait of {wait_s:g} s (max_wait_s: {options.max_wait_s:g})" if attempt < tries else ""
+                    f", and requests a wait of {wait_s:g} s (max_wait_s: {options.max_wait_s:g})"
+                    if attempt < tries
+                    else ""
                 )
                 raise EndpointFailedError(
                     f"{self._what}: {self._url} failed at attempt {attempt} of {tries}: {answer.reason}{asked}"
@@ -188,7 +190,7 @@ class HttpEndpoint:
             return _Failure(f"the response is not JSON ({error}): {shown!r}")
 
     def without_key(self, text: str) -> str:
-        """The text with ``***`` wherever it has the key."""
+        """Replace the key in a text by ``***``."""
         return text if self._key is None else text.replace(self._key, "***")
 
 
