@@ -152,7 +152,7 @@ def test_rows_with_equal_sides_end_the_run_or_are_counted(offline: Any, chatlear
     refused = chatlearn("run", recipe.file)
     assert refused.code == 2, refused.output
     assert "1 of 13 rows" in refused.output
-    assert "completions 0 and 1 are equal, and one is preferred to the other" in refused.output
+    assert "completions 0 and 1 are equal, but their ranks differ" in refused.output
     accepted = chatlearn("run", recipe.file, "data.on_bad_row=skip")
     assert accepted.code == 0, accepted.output
     assert "completions 0 and 1 are equal" in accepted.output

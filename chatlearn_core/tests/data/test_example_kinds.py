@@ -79,15 +79,18 @@ def test_a_single_completion_has_a_label(build: Build) -> None:
     ("changes", "reason"),
     [
         ({"completions": []}, r"no completions to compare \(looked in: completion\)"),
-        ({"ranks": []}, "2 completions with 0 ranks and 0 labels; they need one of the two"),
-        ({"labels": [True, False]}, "2 completions with 2 ranks and 2 labels; they need one of the two"),
+        ({"ranks": []}, "2 completions with 0 ranks and 0 labels; give one of the two, for every completion"),
+        (
+            {"labels": [True, False]},
+            "2 completions with 2 ranks and 2 labels; give one of the two, for every completion",
+        ),
         ({"ranks": [1.0]}, "2 completions with 1 ranks; each needs one"),
         ({"ranks": [1.0, "high"]}, "ranks must be finite numbers"),
         ({"ranks": [1.0, float("nan")]}, "ranks must be finite numbers"),
         ({"ranks": [], "labels": [1, 0]}, "labels must be true or false"),
         ({"ranks": [1.0, 1.0]}, "no preference: all 2 completions have rank 1"),
         ({"completions": ["4"], "ranks": [1.0]}, "no preference: a single completion needs a label"),
-        ({"completions": ["4", "4"]}, "completions 0 and 1 are equal, and one is preferred"),
+        ({"completions": ["4", "4"]}, "completions 0 and 1 are equal, but their ranks differ"),
         ({"completions": ["4", ""]}, "the completion is empty"),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_ranked_algorithm_refuses_labels():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"completions": ("a", "a"), "ranks": (1.0, 0.0)}, "completions 0 and 1 are equal, and one is preferred"),
+        ({"completions": ("a", "a"), "ranks": (1.0, 0.0)}, "completions 0 and 1 are equal, but their ranks differ"),
         ({"completions": ("a",), "ranks": (1.0,)}, "a single completion needs a label, not a rank"),
         ({"completions": ("a", "b"), "ranks": (1.0, 1.0)}, "all 2 completions have rank 1"),
         ({"completions": ("a", "b"), "ranks": (1.0,)}, "2 completions with 1 ranks; each needs one"),
@@ -255,5 +255,5 @@ def test_pairs_become_labels():
     assert (example.labels, example.ranks) == ((False, True), ())
     kept = LabelledCompletions().build(raw(completions=("a",), labels=(False,)), Row())
     assert kept.labels == (False,)
-    with pytest.raises(DataError, match="3 different ranks, and no line between good and bad ones; give labels"):
+    with pytest.raises(DataError, match="3 different ranks, which do not say which completions are good; give labels"):
         LabelledCompletions().build(raw(completions=("a", "b", "c"), ranks=(0.0, 1.0, 2.0)), Row())

@@ -253,7 +253,9 @@ def test_a_kl_in_the_loss_is_followed_too(make_ppo):
 
 def test_a_schedule_and_a_target_exclude_each_other(make_context):
     context = replace(make_context(reference="trainer", critic="trainer"), schedules={"kl_coef": None})
-    with pytest.raises(ConfigError, match=r"kl_target is 0\.1, so that kl_coef follows the KL, and schedules has"):
+    with pytest.raises(
+        ConfigError, match=r"kl_target is 0\.1, which adapts kl_coef to the KL, but schedules also sets"
+    ):
         PPO(PPOOptions(kl_coef=0.2, kl_target=0.1), context)
 
 

@@ -59,7 +59,7 @@ def test_rejection_sampling_keeps_the_best(scored, make_context):
         (OnlineDPOOptions, {"group_size": 1}, "greater than or equal to 2"),
         (OnlineDPOOptions, {"loss": "ipo", "label_smoothing": 0.1}, "has no meaning for loss=ipo"),
         (OnlineDPOOptions, {"roles": {"reward": None}}, "needs an environment that gives rewards"),
-        (RejectionSamplingOptions, {"group_size": 2, "keep": 2}, "keep=2 rejects nothing of group_size=2"),
+        (RejectionSamplingOptions, {"group_size": 2, "keep": 2}, "keep=2 keeps all completions of group_size=2"),
         (RejectionSamplingOptions, {"roles": {"reward": None}}, "needs an environment that gives rewards"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_ERROR = 0.2
-"""Of the relative error that one update looks at."""
+"""Bound of the relative error in one update."""
 
 
 @dataclass(slots=True)
@@ -18,6 +18,6 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, kl: float, num_samples: float) -> None:
-        """Follow the KL that n samples had. More samples than the horizon count as the horizon."""
+        """Adapt the coefficient to the KL of n samples. More samples than the horizon count as the horizon."""
         error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1.0 + error * min(num_samples / self.horizon, 1.0)

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class NoAggregationOptions(BaseModel):
-    """An aggregation that needs nothing but the batch."""
+    """Options of an aggregation that has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -14,4 +14,4 @@ class NoAggregationOptions(BaseModel):
 class ConstantLengthOptions(NoAggregationOptions):
     """Sums over a constant length (Dr.GRPO, arXiv 2503.20783)."""
 
-    constant_length: int = Field(ge=1, description="Tokens that every sequence's sum is divided by.")
+    constant_length: int = Field(ge=1, description="Number of tokens by which every sequence's sum is divided.")

@@ -15,20 +15,20 @@ def token_mean(batch: TrainBatch, options: NoAggregationOptions) -> Tensor:
 
 
 def seq_mean_token_mean(batch: TrainBatch, options: NoAggregationOptions) -> Tensor:
-    """[T] the mean over sequences of each one's mean over tokens."""
+    """[T] the mean over sequences of the mean over a sequence's tokens."""
     return aggregation_weights(batch, "seq_mean_token_mean")
 
 
 def seq_mean_token_sum(batch: TrainBatch, options: NoAggregationOptions) -> Tensor:
-    """[T] the mean over sequences of each one's sum over tokens."""
+    """[T] the mean over sequences of the sum over a sequence's tokens."""
     return aggregation_weights(batch, "seq_mean_token_sum")
 
 
 def seq_mean_token_sum_norm(batch: TrainBatch, options: ConstantLengthOptions) -> Tensor:
-    """[T] the same over a constant length."""
+    """[T] the mean over sequences of the sum over a sequence's tokens, divided by a constant length."""
     return aggregation_weights(batch, "seq_mean_token_sum_norm", constant_length=options.constant_length)
 
 
 def prompt_mean(batch: TrainBatch, options: NoAggregationOptions) -> Tensor:
-    """[T] the mean over prompts of the mean over all tokens sampled for one."""
+    """[T] the mean over prompts of the mean over all tokens that were sampled for a prompt."""
     return aggregation_weights(batch, "prompt_mean")

@@ -18,7 +18,7 @@ from chatlearn_losses import overlong_penalty
 
 
 class DAPO(GroupNormalised[DAPOOptions], ClippedPolicyGradient[DAPOOptions]):
-    """Groups whose verdicts are all equal are left out, and others are sampled in their place."""
+    """Excludes groups whose verdicts are all equal, and samples other groups in their place."""
 
     def wanted(self, samples: Sequence[Sample]) -> int:
         """Dynamic sampling, section 3.2: prompts to draw until a step has its number of groups with spread."""
@@ -32,7 +32,7 @@ class DAPO(GroupNormalised[DAPOOptions], ClippedPolicyGradient[DAPOOptions]):
         return math.ceil(max(0, missing) * self.options.oversampling)
 
     def bonus(self, batch: TrainBatch) -> Tensor | None:
-        """Soft overlong punishment, section 3.4, eq. 13; in tokens behind the prompt."""
+        """Soft overlong punishment, section 3.4, eq. 13; lengths count the tokens after the prompt."""
         options = self.options
         if options.overlong_buffer is None:
             return None

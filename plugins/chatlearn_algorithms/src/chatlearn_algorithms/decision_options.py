@@ -14,13 +14,13 @@ class TruncatedOptions(BaseModel):
 
 
 class LinearOptions(BaseModel):
-    """From one value to another along a straight line."""
+    """Options of a linear schedule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     start: float = Field(description="Value up to and including step first_step.")
     end: float = Field(description="Value from step last_step on.")
-    first_step: int = Field(1, ge=1, description="Where the line begins.")
+    first_step: int = Field(1, ge=1, description="Step at which the line begins.")
     last_step: int = Field(ge=2, description="Where it ends.")
 
     @model_validator(mode="after")
@@ -31,12 +31,16 @@ class LinearOptions(BaseModel):
 
 
 class EarlyStopOptions(BaseModel):
-    """Ends a run whose metric does not improve any more."""
+    """Options of the step policy that ends a run whose metric no longer improves."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    metric: str = Field("eval/accuracy", description="Name in metrics.jsonl. Steps without it are passed over.")
-    mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller is better.")
-    patience: int = Field(3, ge=1, description="Measurements in a row without improvement that end the run.")
-    min_improvement: float = Field(0.0, ge=0, description="What a measurement must be better by than the best before.")
-    goal: float | None = Field(None, description="A value that ends the run as soon as it is reached.")
+    metric: str = Field("eval/accuracy", description="Name in metrics.jsonl. Steps without this metric are skipped.")
+    mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller values are better.")
+    patience: int = Field(
+        3, ge=1, description="Number of consecutive measurements without an improvement after which the run ends."
+    )
+    min_improvement: float = Field(
+        0.0, ge=0, description="Smallest difference from the best earlier value that counts as an improvement."
+    )
+    goal: float | None = Field(None, description="Value at which the run ends at once.")

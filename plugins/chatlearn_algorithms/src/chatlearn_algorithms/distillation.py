@@ -19,7 +19,7 @@ from chatlearn_core.types import Derived, Metric, OutputRequest, Outputs, Sample
 from chatlearn_losses import generalised_jsd, masked_difference
 
 TEACHERS = "teachers"
-"""Stands for the role in the names of what several teachers computed together."""
+"""Takes the place of the role's name in the outputs of several teachers together."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,8 +27,8 @@ class DistillationLoss:
     """Σ w · D over the masked tokens, with D the generalised Jensen-Shannon divergence of eq. 1 in GKD's section 2.
 
     Attributes:
-        beta: 0 for the forward KL(T ‖ S), 1 for the reverse KL(S ‖ T), between them the mixture.
-        teacher: whose ``{teacher}_topk_ids`` and ``{teacher}_topk_logprobs`` the batch holds.
+        beta: 0 for the forward KL(T ‖ S), 1 for the reverse KL(S ‖ T), otherwise the mixture's weight.
+        teacher: name in the batch's ``{teacher}_topk_ids`` and ``{teacher}_topk_logprobs``.
     """
 
     aggregation: Aggregation
@@ -64,8 +64,9 @@ class DistillationLoss:
 
 
 class Distillation(Algorithm):
-    """Samples with the student and brings its distribution over each next token to that of a teacher, which may be
-    another one for each data source.
+    """Samples with the student, and trains its next-token distributions toward those of a teacher.
+
+    Each data source may have its own teacher.
     """
 
     def __init__(self, options: DistillationOptions, context: AlgorithmContext) -> None:
@@ -77,7 +78,7 @@ class Distillation(Algorithm):
         self.sampled = options.divergence == "sampled_reverse_kl"
 
     def flow(self, prompts: Any, m: Any) -> Any:
-        """Generate, then ask each teacher about the samples of its data sources."""
+        """Generate, then let each teacher compute its outputs on the samples of its data sources."""
         roles, options = self.options.roles, self.options
         if roles.environment is None:
             samples = getattr(m, roles.generator).generate(prompts)
@@ -98,8 +99,8 @@ class Distillation(Algorithm):
         return m.join(samples, *parts)
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """What the teachers computed, as one: each sample has zeros from all but its own. For the sampled KL, token t
-        has the advantage log T(t) − log S(t).
+        """Sum the teachers' outputs, of which all but one are 0 for each sample. For the sampled KL, the advantage of
+        token t is log T(t) − log S(t).
         """
         data, teachers = batch.token_data, tuple(self.options.teachers)
         if not self.sampled:
@@ -113,7 +114,7 @@ class Distillation(Algorithm):
         return Derived({"advantages": advantages.float()}, metrics={"distillation/reverse_kl": mean})
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """The student alone."""
+        """Update only the student."""
         return [RoleUpdate(self.options.roles.policy, self.loss())]
 
     def loss(self) -> Loss:
@@ -133,7 +134,7 @@ class Distillation(Algorithm):
 
 
 def taught(samples: list[Sample], data_sources: Sequence[str]) -> list[Sample]:
-    """Those samples that a teacher has something to say about."""
+    """Return the samples that a teacher teaches."""
     return [sample for sample in samples if sample.prompt.data_source in data_sources]
 
 

@@ -13,11 +13,11 @@ Divergence = Literal["sampled_reverse_kl", "forward_kl", "reverse_kl", "jsd"]
 
 
 class StudentRoles(PolicyRole):
-    """The roles of an algorithm that samples and is taught."""
+    """The roles of an algorithm that learns from teachers."""
 
-    generator: str = Field("generator", description="The role that samples.")
+    generator: str = Field("generator", description="The generator that samples.")
     environment: str | None = Field(
-        None, description="The role of kind environment that makes rollouts of several turns; null: one turn."
+        None, description="The role of kind environment that makes multi-turn rollouts; null: a single turn."
     )
 
 
@@ -26,27 +26,28 @@ class DistillationOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(1, ge=1, description="Completions sampled for one prompt.")
+    group_size: int = Field(1, ge=1, description="Number of completions sampled for each prompt.")
     teachers: dict[str, list[str]] = Field(
         {"teacher": []},
         min_length=1,
-        description="Frozen trainer roles, each with the data sources that it teaches. An empty list: all of them, "
-        "which only a single teacher can.",
+        description="Frozen trainer roles, each with the data sources that it teaches. An empty list means all data"
+        " sources, which only a single teacher may have.",
     )
     divergence: Divergence = Field(
         "sampled_reverse_kl",
-        description="What is made small: the reverse KL on sampled tokens alone, by policy gradient, or a divergence "
-        "over the teacher's most likely tokens and the rest of the vocabulary together: forward_kl, reverse_kl or jsd.",
+        description="The minimised divergence. sampled_reverse_kl: the reverse KL on sampled tokens, by policy"
+        " gradient."
+        " forward_kl, reverse_kl, jsd: over the teacher's most likely tokens, with all other tokens as one class.",
     )
-    top_k: int = Field(64, ge=1, description="The teacher's most likely tokens that are compared.")
+    top_k: int = Field(64, ge=1, description="Number of the teacher's most likely tokens to compare.")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture of jsd.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="sampled_reverse_kl: the ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="sampled_reverse_kl: the ratio is clipped above 1 + clip_high.")
-    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    aggregation: str = Field("token_mean", description="How to aggregate token losses.")
     aggregation_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of an aggregation that a plugin adds."
     )
-    roles: StudentRoles = Field(StudentRoles(), description="What the roles are called, if not as by default.")
+    roles: StudentRoles = Field(StudentRoles(), description="Names of the roles in the configuration.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> DistillationOptions:
@@ -65,6 +66,6 @@ class DistillationOptions(BaseModel):
     @property
     def required_roles(self) -> tuple[tuple[str, str], ...]:
         """(name, kind) of the roles that a configuration must define."""
-        environment = self.roles.environment  # which says itself what generators it uses
+        environment = self.roles.environment  # the environment names the generators that it uses
         sampler = (self.roles.generator, "generator") if environment is None else (environment, "environment")
         return (sampler, (self.roles.policy, "trainer"), *((teacher, "trainer") for teacher in self.teachers))

@@ -37,7 +37,7 @@ class DPOLoss(PairLoss):
 
 
 class DPO(OfflinePairs):
-    """Raises the likelihood of chosen completions over that of rejected ones, relative to the reference."""
+    """Raises the likelihood of chosen over rejected completions, relative to the reference."""
 
     options: DPOOptions
 

@@ -18,7 +18,7 @@ class EarlyStop(StepPolicy):
         self._since_best = 0
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Decision | None:
-        """Stop when the goal is reached or patience is over."""
+        """Stop when the metric reaches the goal, or has not improved for ``patience`` measurements."""
         options = self.options
         value = metrics.get(options.metric)
         if value is None:

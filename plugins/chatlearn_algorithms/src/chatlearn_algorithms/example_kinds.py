@@ -1,4 +1,4 @@
-"""Kinds of examples that hold their samples: demonstrations to imitate, and completions that are ranked or labelled."""
+"""Kinds of examples that contain completions: demonstrations to imitate, and ranked or labelled completions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Preferences:
     """Completions of one prompt, ranked or labelled: one sample each, all in one unit.
 
     ``sequence_data["rank"]`` is larger for a better completion; ``sequence_data["label"]`` is 1 for a good one and 0
-    for a bad one. A sample has whichever of the two its example has.
+    for a bad one. A sample has the one that its example has.
     """
 
     def build(self, raw: RawExample, row: RowRenderer) -> Preference:
@@ -74,7 +74,8 @@ def _check_verdicts(raw: RawExample) -> None:
     count = len(raw.completions)
     if bool(raw.ranks) == bool(raw.labels):
         raise DataError(
-            f"{count} completions with {len(raw.ranks)} ranks and {len(raw.labels)} labels; they need one of the two"
+            f"{count} completions with {len(raw.ranks)} ranks and {len(raw.labels)} labels; give one of the two, for"
+            " every completion"
         )
     name, verdicts = ("ranks", raw.ranks) if raw.ranks else ("labels", raw.labels)
     if len(verdicts) != count:
@@ -92,13 +93,13 @@ def _check_verdicts(raw: RawExample) -> None:
 
 
 def _check_sides(answers: tuple[Answer, ...], raw: RawExample) -> None:
-    """Check that equal completions have equal ranks: preferring a text to itself teaches nothing."""
+    """Check that equal completions have equal ranks: a text cannot be better than itself."""
     verdicts = [*raw.ranks] or [*raw.labels]
     seen: dict[bytes, tuple[int, float]] = {}
     for index, (answer, verdict) in enumerate(zip(answers, verdicts, strict=True)):
         first, other = seen.setdefault(answer.token_ids.tobytes(), (index, verdict))
         if verdict != other:
             raise DataError(
-                f"completions {first} and {index} are equal, and one is preferred to the other; remove the row or one "
-                "of the two"
+                f"completions {first} and {index} are equal, but their ranks differ; remove the row"
+                " or one of the completions"
             )

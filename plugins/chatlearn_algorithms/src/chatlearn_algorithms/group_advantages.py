@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 GROUP_TOO_SMALL = "group_too_small"
 ZERO_SPREAD = "zero_spread_group"
 MIN_GROUP = 2
-"""One completion has nothing to be compared with."""
+"""Exclusion of a single completion, which has no other to be compared with."""
 
 
 def group_advantages(rewards: Floats, std: AdvantageStd = "population", epsilon: float = 1e-5) -> Floats:
@@ -30,7 +30,7 @@ def group_advantages(rewards: Floats, std: AdvantageStd = "population", epsilon:
         epsilon: added to the standard deviation.
 
     Returns:
-        [G]; exactly 0 where all rewards are equal, rounding of the mean notwithstanding.
+        [G]; exactly 0 if all rewards are equal, even where the mean is rounded.
     """
     if np.ptp(rewards) == 0.0:
         return np.zeros_like(rewards)
@@ -43,21 +43,21 @@ def group_advantages(rewards: Floats, std: AdvantageStd = "population", epsilon:
 def derive_group_advantages(
     batch: TrainBatch, scored: ScoredRewards, advantages_of: Callable[[Floats], Floats], *, drop_zero_spread: bool
 ) -> Derived:
-    """The advantages of a batch of whole groups, and what a group cannot teach.
+    """Compute the advantages of a batch of whole groups, and exclude groups without a signal.
 
     Args:
         batch: sequences of equal ``group_index`` are one group.
-        scored: its rewards. Outcomes are compared. Whether a group has spread is asked of the verdicts, to which
-            neither a KL nor a length penalty belongs.
+        scored: rewards of the batch. Advantages compare outcomes; the spread of a group is that of its verdicts, which
+            contain neither a KL nor a length penalty.
         advantages_of: [G] outcomes of a group, not all equal -> [G] advantages.
         drop_zero_spread: exclude groups with equal verdicts.
 
     Returns:
         ``token_data["advantages"]`` ([T] float32, a sequence's advantage on its loss mask and 0 elsewhere) and
-        ``sequence_data["advantage"]`` [S]. Excluded are the rest of a group of which fewer than 2 were scored
-        (``group_too_small``), and, if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``), whose
-        sampled tokens are counted as ``rollout/discarded_tokens``. Metrics: those of ``scored``, ``reward_std`` (mean
-        over groups of the population standard deviation) and ``zero_spread_groups`` (share of groups).
+        ``sequence_data["advantage"]`` [S]. Excludes groups with fewer than 2 scored samples (``group_too_small``) and,
+        if ``drop_zero_spread``, groups with equal rewards (``zero_spread_group``), whose sampled tokens count as
+        ``rollout/discarded_tokens``. Metrics: those of ``scored``, ``reward_std`` (mean over groups of the population
+        standard deviation) and ``zero_spread_groups`` (fraction of groups).
     """
     outcomes = scored.outcomes.numpy()
     advantages = np.zeros(batch.num_sequences)
@@ -74,12 +74,12 @@ def derive_group_advantages(
 
 
 def on_actions(batch: TrainBatch, of_sequence: Tensor) -> Tensor:
-    """[T] float32: a sequence's number [S] at each token of its loss mask, 0 elsewhere."""
+    """[T] float32: the number of a sequence, from [S], at each token of its loss mask; 0 elsewhere."""
     return torch.where(batch.loss_mask, of_sequence[batch.sequence_index], 0.0).float()
 
 
 def groups_of(batch: TrainBatch) -> list[list[int]]:
-    """The sequences of each group, in the order of its first."""
+    """Return the sequences of each group; groups are in the order of their first sequence."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(batch.group_index.tolist()):
         members.setdefault(group, []).append(index)
@@ -95,15 +95,15 @@ def group_means(batch: TrainBatch, of_sequence: Tensor) -> Tensor:
 
 
 def groups_too_small(batch: TrainBatch) -> dict[str, str]:
-    """Sample id -> ``group_too_small`` of those that have nothing to be compared with."""
+    """Sample id -> ``group_too_small``, for samples of groups that are too small to compare."""
     return {batch.sample_ids[of[0]]: GROUP_TOO_SMALL for of in groups_of(batch) if len(of) < MIN_GROUP}
 
 
 def without_spread(batch: TrainBatch, *rewards: Tensor) -> tuple[dict[str, str], Metrics]:
-    """Sample id -> why, of groups that are too small or with equal rewards; and how many tokens the latter took.
+    """Sample id -> reason, for groups that are too small or have equal rewards; and the number of tokens of the latter.
 
     Args:
-        rewards: [S] each; a group has spread if one of them differs in it.
+        rewards: arrays [S]; a group has spread if the values of any array differ within it.
     """
     exclusions, discarded, tokens = groups_too_small(batch), 0, _sampled_tokens(batch)
     for members in groups_of(batch):

@@ -20,6 +20,6 @@ class GroupNormalised(GroupRelative[NormalisedT]):
 
 
 class GRPO(GroupNormalised[GRPOOptions], ClippedPolicyGradient[GRPOOptions]):
-    """Samples a group a prompt, scores it, and prefers what scored above the group's mean: eq. 3, PPO's clip with these
-    advantages.
+    """Samples a group per prompt, scores it, and reinforces completions above the group's mean: eq. 3, PPO's clip with
+    these advantages.
     """

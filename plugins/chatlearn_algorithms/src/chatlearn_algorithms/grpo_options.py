@@ -17,30 +17,32 @@ class DrGRPOOptions(GRPOOptions):
     """Dr.GRPO (arXiv 2503.20783): advantages without a standard deviation, token sums over a constant length."""
 
     advantage_std: AdvantageStd = Field(
-        "none", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
+        "none", description="Divisor of a group's centred rewards: their standard deviation, or none."
     )
-    aggregation: str = Field("seq_mean_token_sum_norm", description="How token losses become one number.")
+    aggregation: str = Field("seq_mean_token_sum_norm", description="How to aggregate token losses.")
 
 
 class DAPOOptions(GRPOOptions):
     """DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token mean, overlong shaping."""
 
     clip_high: float = Field(0.28, ge=0, description="The ratio is clipped above 1 + clip_high.")
-    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    aggregation: str = Field("token_mean", description="How to aggregate token losses.")
     drop_zero_spread_groups: bool = Field(True, description="Exclude groups whose rewards are all equal.")
     dynamic_sampling: bool = Field(
         True,
-        description="Draw further prompts until train.prompts_per_step groups have rewards that differ, at most "
-        "rollout.max_refills times.",
+        description="Draw further prompts until train.prompts_per_step groups have rewards that differ, at"
+        " most rollout.max_refills times.",
     )
     oversampling: float = Field(
         1.0,
         ge=1,
-        description="Prompts drawn for each group that is missing. What is left over waits for the next step, if "
-        "rollout.max_staleness is at least 1.",
+        description="Number of prompts drawn for each missing group. Surplus groups wait for the next"
+        " step if rollout.max_staleness is at least 1.",
     )
     overlong_buffer: int | None = Field(
-        None, ge=1, description="Tokens before the longest completion in which the reward falls; off by default."
+        None,
+        ge=1,
+        description="Number of tokens before the longest completion over which the reward falls; off by default.",
     )
     overlong_penalty: float = Field(1.0, gt=0, description="What the reward falls by at the longest completion.")
     overlong_length: int | None = Field(
@@ -83,13 +85,13 @@ class GSPOOptions(GRPOOptions):
 class CISPOOptions(NormalisedOptions):
     """CISPO (arXiv 2506.13585): the weight is clipped, by default from above alone."""
 
-    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    aggregation: str = Field("token_mean", description="How to aggregate token losses.")
     clip_low: float = Field(1.0, ge=0, le=1, description="The weight is at least 1 - clip_low; 1: no lower bound.")
     clip_high: float = Field(4.0, ge=0, description="The weight is at most 1 + clip_high.")
 
 
 class GDPOOptions(GRPOOptions):
-    """GDPO (arXiv 2601.05242): each reward is normalised by itself before they are added."""
+    """GDPO (arXiv 2601.05242): each reward is normalised separately before they are added."""
 
     rewards: dict[str, float] = Field(
         default_factory=dict,
@@ -100,14 +102,15 @@ class GDPOOptions(GRPOOptions):
     )
     whiten_over: Literal["sequence", "token"] = Field(
         "sequence",
-        description="What the sum is normalised over: the sequences of the step as in the paper, or its tokens (verl).",
+        description="Unit over which the sum is normalised: the sequences of the step as in the paper, or its tokens"
+        " (verl).",
     )
 
     @model_validator(mode="after")
     def _gdpo_agrees(self) -> GDPOOptions:
         if self.kl_placement == "reward":
             raise ValueError(
-                "gdpo normalises each reward by itself, and a KL in the reward (kl_placement=reward) is none of them: "
-                "set kl_placement: loss"
+                "gdpo normalises each reward separately, which a KL in the reward (kl_placement=reward)"
+                " does not allow: set kl_placement: loss"
             )
         return self

@@ -32,7 +32,7 @@ class SequenceClip:
 
 
 class GSPO(GroupNormalised[GSPOOptions]):
-    """GRPO's advantages; every token of a sequence is clipped, or none."""
+    """GRPO's advantages; either all tokens of a sequence are clipped or none."""
 
     def objective(self, options: GSPOOptions) -> SequenceClip:
         return SequenceClip(options.clip_low, options.clip_high, options.dual_clip)

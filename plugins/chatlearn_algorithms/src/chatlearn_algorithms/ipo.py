@@ -34,8 +34,8 @@ class IPOLoss(PairLoss):
 
 
 class IPO(OfflinePairs):
-    """Brings the difference between chosen and rejected completions to a fixed size, so that sure preferences do not
-    push it without bound.
+    """Moves the difference between chosen and rejected completions to a fixed size, so that certain preferences do not
+    increase it without bound.
     """
 
     options: IPOOptions

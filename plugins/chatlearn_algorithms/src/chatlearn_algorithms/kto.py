@@ -16,7 +16,7 @@ from chatlearn_core.types import Derived, Metric, Metrics, OutputRequest, Output
 from chatlearn_losses import kto_loss, masked_difference, sequence_sums
 
 POINT = "kto_reference_point"
-"""``sequence_data``: z, the estimate of KL(π ‖ ref) that a step's completions are measured from."""
+"""Key in ``sequence_data``: z, the estimate of KL(π ‖ ref), to which a step's completions are compared."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +44,7 @@ class KTOLoss:
         return replace(batch, sequence_data=batch.sequence_data | {"completion_weight": weights})
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
-        """The loss of one micro-batch; ``accuracy`` is the share of completions on their side of z."""
+        """The loss of one micro-batch; ``accuracy`` is the fraction of completions on the right side of z."""
         ratios = masked_difference(outputs["logprobs"], batch.token_data[self.reference_logprobs], batch.loss_mask)
         sums = sequence_sums(ratios, batch.loss_mask, batch.sequence_index, batch.num_sequences)
         point = batch.sequence_data[POINT].to(sums.dtype)
@@ -63,8 +63,8 @@ class KTOLoss:
 
 
 class KTO(Algorithm):
-    """Learns from single completions that are good or bad, by what they are worth beside the policy's distance from the
-    reference.
+    """Learns from single completions that are good or bad, by comparing their log-ratios with the policy's distance
+    from the reference.
     """
 
     input = "labelled_completions"
@@ -77,7 +77,7 @@ class KTO(Algorithm):
         self.evaluation_input = None if samples else self.input
 
     def flow(self, completions: Any, m: Any) -> Any:
-        """What the reference makes of the completions, and what both make of other prompts' completions."""
+        """Compute the reference's logprobs, and the mismatched logprobs of policy and reference."""
         roles = self.options.roles
         reference = getattr(m, roles.reference)
         parts = [reference.logprobs(completions, temperature=1.0, cache=self.options.cache_reference)]
@@ -89,7 +89,7 @@ class KTO(Algorithm):
         return m.join(completions, *parts)
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """The reference point of a step: max(0, mean of π − ref over the mismatched pairs)."""
+        """Compute the reference point of a step: max(0, mean of π − ref over the mismatched pairs)."""
         roles, data = self.options.roles, batch.sequence_data
         point = 0.0
         if self.options.reference_point == "mismatched" and batch.num_sequences:
@@ -105,7 +105,7 @@ class KTO(Algorithm):
         )
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """The policy alone."""
+        """Update only the policy."""
         return [RoleUpdate(self.options.roles.policy, self.loss())]
 
     def loss(self) -> KTOLoss:
@@ -119,7 +119,7 @@ class KTO(Algorithm):
         )
 
     def evaluation(self, completions: Any, m: Any) -> Any:
-        """What the flow computes, and what the policy makes of held-out completions."""
+        """Compute the flow's outputs and the policy's logprobs of held-out completions."""
         policy = getattr(m, self.options.roles.policy)
         return m.join(self.flow(completions, m), policy.logprobs(completions, temperature=1.0))
 

@@ -1,6 +1,7 @@
 """MaxRL (arXiv 2602.02710): rewards relative to the group's mean, which gives hard prompts more weight.
 
-With binary rewards and success rate p, the gradient of log p, the likelihood of success, is that of p divided by p.
+With binary rewards and success rate p, the gradient of the log-likelihood of success, log p, is the gradient of p
+divided by p.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class MaxRL(GroupRelative[MaxRLOptions], ClippedPolicyGradient[MaxRLOptions]):
         if rewards is not None and (rewards < 0).any():
             index = int(rewards.argmin())
             raise FlowError(
-                f"sample {batch.sample_ids[index]}: its reward is {float(rewards[index]):g}, and maxrl takes the mean "
-                "reward of a prompt for its probability of success, so that none may be negative. Let the reward give "
+                f"sample {batch.sample_ids[index]}: its reward is {float(rewards[index]):g}, and maxrl uses the"
+                " mean reward of a prompt as its probability of success, so no reward may be negative. Let the reward"
+                " give "
                 "0 for failure and 1 for success, or choose another algorithm"
             )
         return super().advantages(batch, step)

@@ -1,4 +1,4 @@
-"""The flow method ``trainer.mismatched_logprobs``: how likely a model finds each prompt's completion by another prompt.
+"""The flow method ``trainer.mismatched_logprobs``: logprobs of completions after the prompts of other examples.
 
 KTO (arXiv 2402.01306, section 4.1) estimates KL(π ‖ ref) from such pairs: prompt i with the completion of prompt j.
 """
@@ -39,11 +39,12 @@ async def mismatched_logprobs(call: FlowCall, requests: Sequence[RolloutRequest]
 
 
 def mismatched(samples: Sequence[Sample], max_length: int) -> list[Sample]:
-    """Each sample's prompt with the completion of the next sample, around the end, that is of another example; cut at
-    ``max_length`` tokens.
+    """Pair each sample's prompt with the completion of the next sample (cyclically) of another example.
+
+    Sequences are cut at ``max_length`` tokens.
 
     Raises:
-        DataError: all are of one example.
+        DataError: all samples belong to one example.
     """
     found: list[Sample] = []
     for place, sample in enumerate(samples):
@@ -51,8 +52,9 @@ def mismatched(samples: Sequence[Sample], max_length: int) -> list[Sample]:
         other = next((one for one in order if one.example_id != sample.example_id), None)
         if other is None:
             raise DataError(
-                f"the {len(samples)} completions of this step are all of example {sample.example_id!r}, but a "
-                "mismatched pair takes the completion of another one: set train.prompts_per_step to at least 2 (and "
+                f"the {len(samples)} completions of this step are all of example {sample.example_id!r}, but"
+                " a mismatched pair needs the completion of another example: set train.prompts_per_step to at least 2"
+                " (and "
                 "have as many examples), or algorithm.options.reference_point: zero"
             )
         start, own = other.num_prompt_tokens, sample.num_prompt_tokens

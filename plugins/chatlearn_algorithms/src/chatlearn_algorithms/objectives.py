@@ -12,7 +12,7 @@ from chatlearn_losses import ClippedLoss, clipped_policy_loss
 
 
 class Objective(Protocol):
-    """Made of settings alone, so that it travels to workers."""
+    """Consists only of settings, so that it can be sent to workers."""
 
     def __call__(self, logprobs: Tensor, log_ratio: Tensor, batch: TrainBatch) -> ClippedLoss:
         """The loss of each token of whole sequences.
@@ -26,7 +26,7 @@ class Objective(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Clip:
-    """PPO's clipped ratio, with an upper bound of its own (DAPO) and a dual clip: ``clipped_policy_loss``."""
+    """PPO's clipped ratio, with a separate upper bound (DAPO) and a dual clip; see ``clipped_policy_loss``."""
 
     low: float = 0.2
     high: float = 0.2

@@ -1,4 +1,4 @@
-"""Shared by algorithms that learn from a dataset of ranked completions: flow, exclusions, evaluation."""
+"""The base of algorithms that learn from a dataset of ranked completions: flow, exclusions, evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatlearn_core.types import Derived, Metric, Metrics, Outputs, TrainBatch
 
 
 class OfflinePairs(Algorithm):
-    """Learns from ranked completions as they are; a subclass gives the loss.
+    """Learns from the ranked completions of the dataset; a subclass defines the loss.
 
     Evaluation measures held-out pairs without a generator. Where a generator and a reward are configured, it samples
     and scores prompts instead.
@@ -22,7 +22,7 @@ class OfflinePairs(Algorithm):
 
     input = "ranked_completions"
     output: ClassVar[str] = "logprobs"
-    """Of the policy: what the loss reads."""
+    """Outputs of the policy that the loss reads."""
 
     def __init__(self, options: PairOptions, context: AlgorithmContext) -> None:
         self.options = options
@@ -36,11 +36,11 @@ class OfflinePairs(Algorithm):
         raise NotImplementedError
 
     def flow(self, completions: Any, m: Any) -> Any:
-        """What the reference makes of the completions, where one is needed."""
+        """Compute the reference's logprobs, if the loss needs them."""
         return m.join(completions, *self._reference(completions, m))
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Exclude completions that are compared with none."""
+        """Exclude completions that are in no pair."""
         return derive_pairs(batch, batch.sequence_data[RANK], self.options.pairing)
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
@@ -48,14 +48,14 @@ class OfflinePairs(Algorithm):
         return [RoleUpdate(self.options.roles.policy, self.loss())]
 
     def evaluation(self, completions: Any, m: Any) -> Any:
-        """What policy and reference make of held-out completions."""
+        """Compute the logprobs of held-out completions, by policy and reference."""
         policy = getattr(m, self.options.roles.policy)
         arguments = {"temperature": 1.0} if self.output == "logprobs" else {}
         found = getattr(policy, self.output)(completions, **arguments)
         return m.join(completions, found, *self._reference(completions, m))
 
     def evaluation_metrics(self, batch: TrainBatch) -> Metrics:
-        """``loss`` of the held-out prompts, and what the loss measures: ``accuracy`` of pairs, ``margin``."""
+        """Return ``loss`` of the held-out prompts, and the loss's metrics: ``accuracy`` of pairs, ``margin``."""
         batch = without(batch, self.advantages(batch, 0))
         if not batch.num_sequences:
             return {}

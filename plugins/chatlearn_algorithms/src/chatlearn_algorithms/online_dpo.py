@@ -13,11 +13,11 @@ from chatlearn_core.protocols import Algorithm, AlgorithmContext, RoleUpdate
 from chatlearn_core.types import Derived, Metric, TrainBatch
 
 EQUAL_REWARDS = "equal_rewards"
-"""Exclusion of a prompt's completions that all have the same reward: none is preferred."""
+"""Exclusion of a prompt's completions if all have the same reward, so that none is preferred."""
 
 
 class OnlineDPO(Algorithm):
-    """Samples a group a prompt, scores it, and learns from the best against the worst by the loss of DPO or IPO."""
+    """Samples a group per prompt, scores it, and learns from the best against the worst by the loss of DPO or IPO."""
 
     def __init__(self, options: OnlineDPOOptions, context: AlgorithmContext) -> None:
         self.options = options
@@ -36,7 +36,7 @@ class OnlineDPO(Algorithm):
         return m.join(samples, *parts, getattr(m, roles.reference).logprobs(samples))
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Rank by reward, and exclude what is not compared."""
+        """Rank completions by reward, and exclude those in no pair."""
         rewards = batch.sequence_data["reward"]
         derived = derive_pairs(batch, rewards, self.options.pairing, tie=EQUAL_REWARDS)
         if batch.num_sequences:

@@ -1,4 +1,4 @@
-"""Shared by losses on pairs of completions: which completions are compared, weights, and metrics."""
+"""The base of losses on pairs of completions: selection of pairs, weights, and metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from chatlearn_core.types import Derived, Metric, Metrics, OutputRequest, Output
 from chatlearn_losses import Pairs, best_and_worst, groups, ordered_pairs, sequence_means
 
 RANK = "rank"
-"""``sequence_data``: larger for a better completion."""
+"""Key in ``sequence_data``: larger for a better completion."""
 PROMPT_WEIGHT = "prompt_weight"
-"""``sequence_data``: what the prompt of a sequence counts in the mini-batch."""
+"""Key in ``sequence_data``: weight of a sequence's prompt in the mini-batch."""
 NOT_COMPARED = "not_compared"
-"""Exclusion of a completion that no pair has: its rival is excluded, or it is neither the best nor the worst."""
+"""Exclusion of a completion in no pair: the other one is excluded, or it is neither the best nor the worst."""
 
 
 @dataclass(slots=True, frozen=True)
 class PairLoss:
-    """The mean over prompts of the mean over each one's pairs of ``losses``, which a subclass defines.
+    """The mean over prompts of the mean of ``losses``, which a subclass defines, over a prompt's pairs.
 
     Attributes:
         temperature: divides the logits.
@@ -49,7 +49,7 @@ class PairLoss:
         return replace(batch, sequence_data=batch.sequence_data | {PROMPT_WEIGHT: weights})
 
     def scores(self, outputs: Outputs, batch: TrainBatch) -> Tensor:
-        """[S] what is compared, larger for what the policy prefers."""
+        """[S] the compared numbers, larger for completions that the policy prefers."""
         raise NotImplementedError
 
     def losses(self, scores: Tensor, pairs: Pairs, outputs: Outputs, batch: TrainBatch) -> Tensor:
@@ -85,13 +85,13 @@ def pair_metrics(scores: Tensor, pairs: Pairs) -> Metrics:
 
 
 def derive_pairs(batch: TrainBatch, ranks: Tensor, pairing: Pairing, tie: str = NOT_COMPARED) -> Derived:
-    """Exclude what no pair has, so that losses compare all that is left.
+    """Exclude completions in no pair, so that losses compare all that remain.
 
     Args:
         batch: whole groups.
         ranks: [S]
-        pairing: which pairs there are.
-        tie: exclusion of a group's completions where several are there and all are ranked alike.
+        pairing: how pairs are chosen.
+        tie: exclusion of a group's completions if there are several and all have the same rank.
     """
     exclusions: dict[str, str] = {}
     for members, ends in ranked_groups(batch, ranks):
@@ -104,7 +104,7 @@ def derive_pairs(batch: TrainBatch, ranks: Tensor, pairing: Pairing, tie: str = 
 
 
 def ranked_groups(batch: TrainBatch, ranks: Tensor) -> list[tuple[list[int], tuple[int, int] | None]]:
-    """Each prompt's sequences, and which are the best and the worst of them; None where all are ranked alike.
+    """Return each prompt's sequences with the best and the worst of them, which are None if all ranks are equal.
 
     Args:
         ranks: [S]
@@ -118,7 +118,7 @@ def ranked_groups(batch: TrainBatch, ranks: Tensor) -> list[tuple[list[int], tup
 
 
 def without(batch: TrainBatch, excluded: Derived) -> TrainBatch:
-    """The sequences that are left."""
+    """Return the batch without the excluded sequences."""
     kept = [i for i, sample in enumerate(batch.sample_ids) if sample not in excluded.exclusions]
     return batch.select(kept)
 

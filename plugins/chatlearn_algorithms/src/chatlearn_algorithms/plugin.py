@@ -18,7 +18,7 @@ from chatlearn_core.plugins.records import (
 
 @hookimpl
 def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
-    """Policy gradients, preferences, distillation and supervised fine-tuning."""
+    """Register policy gradients, preference learning, distillation and supervised fine-tuning."""
     return [
         *_policy_gradients(),
         AlgorithmSpec(
@@ -38,7 +38,7 @@ def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
 
 
 def _preference_algorithms() -> Iterable[AlgorithmSpec]:
-    """Those that learn from good and bad completions."""
+    """Return the algorithms that learn from good and bad completions."""
     summaries = {
         "dpo:DPO": "Direct preference optimization (arXiv 2305.18290)",
         "ipo:IPO": "Identity preference optimization (arXiv 2310.12036)",
@@ -62,7 +62,7 @@ def _preference_algorithms() -> Iterable[AlgorithmSpec]:
 
 @hookimpl
 def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
-    """What algorithms take from the data that holds their samples."""
+    """Register kinds of examples that contain completions."""
     return [
         ExampleKindSpec(
             name="demonstrations",
@@ -76,12 +76,12 @@ def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
         ),
         ExampleKindSpec(
             name="ranked_completions",
-            summary="Completions of one prompt, of which one is better than another.",
+            summary="Completions of one prompt, some better than others.",
             factory="chatlearn_algorithms.preference_kinds:RankedCompletions",
         ),
         ExampleKindSpec(
             name="labelled_completions",
-            summary="Completions that are good or bad; of a pair, the chosen and the rejected one.",
+            summary="Completions that are good or bad; in a pair, the chosen one is good and the rejected one bad.",
             factory="chatlearn_algorithms.preference_kinds:LabelledCompletions",
         ),
     ]
@@ -89,11 +89,11 @@ def chatlearn_example_kinds() -> Iterable[ExampleKindSpec]:
 
 @hookimpl
 def chatlearn_flow_methods() -> Iterable[FlowMethodSpec]:
-    """What KTO measures completions from."""
+    """Register the mismatched logprobs that KTO needs."""
     return [
         FlowMethodSpec(
             name="trainer.mismatched_logprobs",
-            summary="Summed logprobs of each prompt's completion by another prompt (KTO, arXiv 2402.01306).",
+            summary="Summed logprobs of each prompt with a completion of another prompt (KTO, arXiv 2402.01306).",
             arguments="chatlearn_core.flow.arguments:ComputeArguments",
             adds=("{name}_mismatched_logprobs",),
             granularity="batch",
@@ -116,7 +116,7 @@ _POLICY_GRADIENTS = {
     ),
     "gspo": ("gspo:GSPO", "grpo_options:GSPOOptions", "GRPO with ratios of whole sequences (arXiv 2507.18071)"),
     "cispo": ("cispo:CISPO", "grpo_options:CISPOOptions", "Clipped importance weights (arXiv 2506.13585)"),
-    "gdpo": ("gdpo:GDPO", "grpo_options:GDPOOptions", "Several rewards, each normalised by itself (arXiv 2601.05242)"),
+    "gdpo": ("gdpo:GDPO", "grpo_options:GDPOOptions", "Several rewards, each normalised separately (arXiv 2601.05242)"),
     "rloo": ("rloo:RLOO", "reinforce_options:RLOOOptions", "REINFORCE leave-one-out (arXiv 2402.14740)"),
     "reinforce_pp": (
         "reinforce_pp:ReinforcePP",
@@ -137,7 +137,7 @@ _POLICY_GRADIENTS = {
     "decoupled_ppo": (
         "ppo:PPO",
         "ppo_options:DecoupledPPOOptions",
-        "PPO whose proximal policy is not the one that sampled (arXiv 2110.00641)",
+        "PPO with separate proximal and sampling policies (arXiv 2110.00641)",
     ),
 }
 """Name -> factory, options, summary."""
@@ -155,11 +155,11 @@ def _policy_gradients() -> Iterable[AlgorithmSpec]:
 
 @hookimpl
 def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
-    """Filters of scored samples."""
+    """Register filters of scored samples."""
     return [
         SampleFilterSpec(
             name="truncated",
-            summary="Leaves out completions that the length limit cut off (arXiv 2503.14476)",
+            summary="Excludes completions that the length limit cut off (arXiv 2503.14476)",
             factory="chatlearn_algorithms.truncated:Truncated",
             options="chatlearn_algorithms.decision_options:TruncatedOptions",
         )
@@ -168,11 +168,11 @@ def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
 
 @hookimpl
 def chatlearn_schedules() -> Iterable[ScheduleSpec]:
-    """Schedules of settings."""
+    """Register schedules of settings."""
     return [
         ScheduleSpec(
             name="linear",
-            summary="From one value to another along a straight line",
+            summary="Linear from one value to another",
             factory="chatlearn_algorithms.linear:Linear",
             options="chatlearn_algorithms.decision_options:LinearOptions",
         )
@@ -181,11 +181,11 @@ def chatlearn_schedules() -> Iterable[ScheduleSpec]:
 
 @hookimpl
 def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
-    """What follows from a step."""
+    """Register step policies."""
     return [
         StepPolicySpec(
             name="early_stop",
-            summary="Ends a run whose metric has reached a goal, or does not improve any more",
+            summary="Ends a run whose metric has reached a goal, or no longer improves",
             factory="chatlearn_algorithms.early_stop:EarlyStop",
             options="chatlearn_algorithms.decision_options:EarlyStopOptions",
         )
@@ -194,13 +194,14 @@ def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
 
 @hookimpl
 def chatlearn_aggregations() -> Iterable[AggregationSpec]:
-    """How token losses become one number."""
+    """Register aggregations of token losses."""
     module, options = "chatlearn_algorithms.aggregations", "chatlearn_algorithms.aggregation_options"
     summaries = {
         "token_mean": "Every token weighs the same (DAPO, arXiv 2503.14476)",
-        "seq_mean_token_mean": "The mean over sequences of each one's mean (GRPO, arXiv 2402.03300)",
-        "seq_mean_token_sum": "The mean over sequences of each one's sum",
-        "seq_mean_token_sum_norm": "The same over a constant length (Dr.GRPO, arXiv 2503.20783)",
+        "seq_mean_token_mean": "The mean over sequences of a sequence's mean (GRPO, arXiv 2402.03300)",
+        "seq_mean_token_sum": "The mean over sequences of a sequence's sum",
+        "seq_mean_token_sum_norm": "The mean over sequences of a sequence's sum, divided by a constant length"
+        " (Dr.GRPO, arXiv 2503.20783)",
         "prompt_mean": "The mean over prompts of the mean over the tokens of all completions",
     }
     return [

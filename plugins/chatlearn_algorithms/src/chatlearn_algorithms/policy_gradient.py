@@ -1,4 +1,4 @@
-"""Shared by policy-gradient algorithms: sample, score, compute logprobs; then update the policy by advantages."""
+"""The base of policy-gradient algorithms: sample, score, compute logprobs; then update the policy by advantages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GroupT = TypeVar("GroupT", bound=GroupOptions)
 
 
 class PolicyGradient(Algorithm, Generic[OptionsT]):
-    """A subclass says what the advantages are, and the objective.
+    """A subclass defines the advantages and the objective.
 
     Raises:
-        ConfigError: a KL is asked for without a role ``reference``, a coefficient is to follow a schedule and a target
-            at once, or the options need the generator's logprobs in a ratio and these are of another distribution than
-            the trainer's: raw ones at a temperature other than 1, or cut to top-p or top-k, which no trainer computes.
+        ConfigError: the options set a KL without a role ``reference``; a coefficient has both a schedule and a target;
+            or a ratio needs the generator's logprobs, but they belong to another distribution than the trainer's: raw
+            ones at a temperature other than 1, or cut to top-p or top-k, which no trainer computes.
     """
 
     scheduled = frozenset({"clip_low", "clip_high", "kl_coef", "entropy_coef"})
@@ -58,7 +58,7 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         return m.join(samples, *self.parts(samples, m))
 
     def parts(self, samples: Any, m: Any) -> list[Any]:
-        """What roles compute of the samples."""
+        """Return the calls on the samples, which the flow joins."""
         roles = self.options.roles
         parts = [] if roles.reward is None else [getattr(m, roles.reward).score(samples)]
         if self.options.kl_coef and self.options.kl_estimator == "full":
@@ -70,10 +70,10 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         return parts
 
     def scored(self, batch: TrainBatch, step: int) -> ScoredRewards:
-        """What the samples have earned, shaping and a KL in the reward included."""
+        """Return the samples' rewards, including shaping and a KL in the reward."""
         options, penalty = self.options_at(step), None
         if options.kl_coef and options.kl_placement == "reward":
-            assert options.kl_estimator in ("k1", "k2", "k3"), "the options refuse the others"
+            assert options.kl_estimator in ("k1", "k2", "k3"), "the options refuse all other values"
             reference = f"{options.roles.reference}_logprobs"
             clamps = options.kl_clamp != "none"
             penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, self.old_logprobs, reference)
@@ -83,19 +83,19 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         return scored
 
     def bonus(self, batch: TrainBatch) -> Tensor | None:
-        """[S] what is added to the rewards; None: nothing."""
+        """[S] numbers to add to the rewards, or None."""
         return None
 
     def objective(self, options: OptionsT) -> Objective:
-        """What a token's loss is, before KL, entropy and aggregation."""
+        """Return the loss of a token before KL, entropy and aggregation."""
         raise NotImplementedError
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """The policy."""
+        """Update the policy."""
         return [RoleUpdate(self.options.roles.policy, self.loss(self.options_at(step)))]
 
     def loss(self, options: OptionsT | None = None) -> PolicyLoss:
-        """The policy's loss with these options; by default those of the configuration."""
+        """Return the policy's loss with these options, by default those of the configuration."""
         options = options or self.options
         aggregation_options = dict(options.aggregation_options)
         if options.aggregation == "seq_mean_token_sum_norm":
@@ -124,44 +124,44 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         )
 
     def options_at(self, step: int) -> OptionsT:
-        """The options as they are in a step: schedules, and the coefficient that follows the KL."""
+        """Return the options in a step: with scheduled values and the adapted KL coefficient."""
         options = self.context.options_at(self.options, step)
         if self.adaptive_kl is None:
             return options
         return options.model_copy(update={"kl_coef": self.adaptive_kl.coef})
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adapt the KL's coefficient to what was measured, if anything was."""
+        """Adapt the KL coefficient to the measured KL, if the step has one."""
         measured = "reward_kl" if self.options.kl_placement == "reward" else "policy/kl_loss"
         if self.adaptive_kl is not None and measured in metrics:
             self.adaptive_kl.update(metrics[measured], metrics.get("samples/trained", 0.0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient of an adaptive KL."""
+        """Return the coefficient of an adaptive KL."""
         return {} if self.adaptive_kl is None else {"kl_coef": self.adaptive_kl.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the coefficient; one that a checkpoint does not have starts anew."""
+        """Restore the coefficient; if the checkpoint has none, it keeps its initial value."""
         if self.adaptive_kl is not None:
             self.adaptive_kl = replace(self.adaptive_kl, coef=state.get("kl_coef", self.options.kl_coef))
 
 
 class ClippedPolicyGradient(PolicyGradient[ClippedT]):
-    """With PPO's clipped ratio."""
+    """A policy gradient with PPO's clipped ratio."""
 
     def objective(self, options: ClippedT) -> Objective:
         return Clip(options.clip_low, options.clip_high, options.dual_clip)
 
 
 class GroupRelative(PolicyGradient[GroupT]):
-    """With advantages that compare the completions of a prompt; a subclass says how."""
+    """A policy gradient whose advantages compare the completions of a prompt; a subclass defines how."""
 
     def group_advantages(self, rewards: Floats) -> Floats:
         """[G] advantages of one group from its rewards, which are not all equal."""
         raise NotImplementedError
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Relative to the other completions of the same prompt."""
+        """Compute advantages relative to the other completions of the same prompt."""
         return derive_group_advantages(
             batch,
             self.scored(batch, step),
@@ -171,10 +171,10 @@ class GroupRelative(PolicyGradient[GroupT]):
 
 
 def check_reference(options: PolicyGradientOptions, context: AlgorithmContext) -> None:
-    """A KL has a reference, and one master of its coefficient.
+    """Check that a KL has a reference, and that only one setting determines its coefficient.
 
     Raises:
-        ConfigError: it has none, or two.
+        ConfigError: there is no reference, or both a schedule and a target.
     """
     if options.kl_coef and context.roles.get(options.roles.reference) != "trainer":
         configured = ", ".join(f"{name} ({kind})" for name, kind in context.roles.items())
@@ -185,16 +185,16 @@ def check_reference(options: PolicyGradientOptions, context: AlgorithmContext) -
         )
     if options.kl_target is not None and "kl_coef" in context.schedules:
         raise ConfigError(
-            f"algorithm.options.kl_target is {options.kl_target}, so that kl_coef follows the KL, and schedules has "
-            "one for algorithm.options.kl_coef. Remove one of the two"
+            f"algorithm.options.kl_target is {options.kl_target}, which adapts kl_coef to the KL,"
+            " but schedules also sets algorithm.options.kl_coef. Remove one of the two"
         )
 
 
 def check_bases(options: PolicyGradientOptions, context: AlgorithmContext) -> None:
-    """No ratio is made of logprobs of two distributions.
+    """Check that every ratio compares logprobs of the same distribution.
 
     Raises:
-        ConfigError: an option needs one.
+        ConfigError: an option needs a ratio of two distributions.
     """
     compares = {
         "recompute_old_logprobs=false": not options.recompute_old_logprobs,

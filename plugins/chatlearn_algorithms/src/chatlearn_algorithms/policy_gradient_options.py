@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from chatlearn_algorithms.role_names import RolloutRoles
 
-# The names repeat those of chatlearn_losses, which imports torch; a test holds the two lists together.
+# The names repeat those of chatlearn_losses, which imports torch; a test keeps the two lists equal.
 KLName = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through", "full"]
 KLWeightName = Literal["none", "ratio", "generator_ratio", "score"]
 KLClampName = Literal["k3", "all", "none"]
@@ -17,73 +17,74 @@ AdvantageStd = Literal["population", "sample", "none"]
 
 
 class PolicyGradientOptions(BaseModel):
-    """How many completions a prompt gets, and everything of the loss but its objective."""
+    """The number of completions per prompt, and all options of the loss except its objective."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(8, ge=1, description="Completions sampled for one prompt.")
-    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt.")
+    aggregation: str = Field("token_mean", description="How to aggregate token losses.")
     aggregation_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of an aggregation that a plugin adds."
     )
     constant_length: int | None = Field(
         None,
         ge=1,
-        description="Tokens that seq_mean_token_sum_norm divides by; the longest completion allowed by default.",
+        description="Number of tokens by which seq_mean_token_sum_norm divides; by default the longest allowed"
+        " completion.",
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the role 'reference'; 0: no KL.")
     kl_placement: Literal["loss", "reward"] = Field(
         "loss",
-        description="Where the KL counts: in the loss, or in the reward, from which it is taken token by token before "
-        "advantages are computed.",
+        description="Where the KL counts: in the loss, or in the reward, from which it is subtracted token"
+        " by token before the advantages are computed.",
     )
     kl_estimator: KLName = Field(
         "k3",
-        description="How the KL to the reference is estimated from sampled tokens; full: computed over the reference's "
-        "kl_top_k most likely tokens, all others being one class.",
+        description="How the KL to the reference is estimated from sampled tokens; full: over the reference's kl_top_k"
+        " most likely tokens, with all other tokens as one class.",
     )
     kl_top_k: int = Field(
-        64, ge=1, description="Tokens that kl_estimator=full looks at; the vocabulary's size for the exact KL."
+        64, ge=1, description="Number of tokens for kl_estimator=full; the vocabulary's size gives the exact KL."
     )
     kl_weight: KLWeightName = Field(
         "none",
-        description="What each token's KL is multiplied by, with gradient, so that k1 and k3 push toward the reference "
-        "as the KL itself does: ratio, of the policy to old (TRL); generator_ratio, to the generator, or score (both "
-        "NeMo-RL).",
+        description="Factor of each token's KL, with gradient, which gives k1 and k3 the"
+        " gradient of the KL itself: ratio, of the policy to old (TRL); generator_ratio, to the generator, or score"
+        " (both NeMo-RL).",
     )
     kl_clamp: KLClampName = Field(
         "k3",
-        description="What is cut, and gives no gradient there: k3 above 10 (verl), all estimates beyond 10 either way "
-        "(NeMo-RL, OpenRLHF), or none (TRL).",
+        description="Which estimates are clipped and then have no gradient: k3 above 10 (verl), all estimates"
+        " outside ±10 (NeMo-RL, OpenRLHF), or none (TRL).",
     )
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="KL of a token, nats, that kl_coef is adapted to reach (arXiv 1909.08593, section 2.2); off by "
-        "default: kl_coef stays.",
+        description="Target KL of a token in nats, to which kl_coef is adapted (arXiv 1909.08593, section 2.2); by"
+        " default kl_coef stays constant.",
     )
     kl_horizon: int = Field(
-        10_000, ge=1, description="Samples over which kl_coef changes by at most a fifth; with kl_target."
+        10_000, ge=1, description="With kl_target: number of samples over which kl_coef changes by at most a fifth."
     )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
     log_entropy: bool = Field(True, description="Measure the policy's entropy even without a bonus.")
     recompute_old_logprobs: bool = Field(
         True,
-        description="Ratios are against logprobs that the trainer computes before its first update; false: against the "
-        "generator's own, which saves one forward pass and needs top_p=1, top_k=0.",
+        description="Old logprobs of the ratios: true takes those that the trainer computes before its first"
+        " update; false takes the generator's, which saves a forward pass and needs top_p=1, top_k=0.",
     )
     importance_correction: Literal["none", "truncate", "mask", "mask_sequences"] = Field(
         "none",
-        description="Correct for the gap between the trainer's and the generator's logprobs: weights cut to the "
-        "bounds, 0 outside them, or 0 in sequences outside them.",
+        description="Correct for the gap between the trainer's and the generator's logprobs: truncate clips weights to"
+        " the bounds, mask sets weights outside them to 0, mask_sequences does so for whole sequences.",
     )
-    importance_level: Level = Field("token", description="Whose ratio the correction weighs by.")
+    importance_level: Level = Field("token", description="Unit of the ratio that gives the correction's weights.")
     importance_threshold: float = Field(2.0, gt=0, description="Upper bound of the correction's weights.")
     importance_min: float | None = Field(
         None, ge=0, description="Lower bound; by default none to truncate, and 1/importance_threshold to mask."
     )
 
-    roles: RolloutRoles = Field(RolloutRoles(), description="What the roles are called, if not as by default.")
+    roles: RolloutRoles = Field(RolloutRoles(), description="Names of the roles in the configuration.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> PolicyGradientOptions:
@@ -105,8 +106,8 @@ class PolicyGradientOptions(BaseModel):
                 []
                 if least is None
                 else [
-                    f"importance_min={least} bounds weights that importance_correction=none does not make: "
-                    f"remove it, or set importance_correction"
+                    f"importance_min={least} bounds importance weights, but importance_correction=none uses"
+                    f" none: remove it, or set importance_correction"
                 ]
             )
         problems = []
@@ -117,15 +118,16 @@ class PolicyGradientOptions(BaseModel):
             )
         if mode == "mask_sequences" and self.importance_level == "token":
             problems.append(
-                "importance_correction=mask_sequences looks at the ratio of a sequence, not at importance_level=token: "
-                "set importance_level: sequence_geometric (or sequence)"
+                "importance_correction=mask_sequences needs the ratio of a sequence, but importance_level"
+                " is token: set importance_level: sequence_geometric (or sequence)"
             )
         if least is None and mode != "truncate":
             least = 1 / threshold
         if least is not None and least > threshold:
             problems.append(
-                f"importance_threshold={threshold} is below the lower bound {least:g}, so nothing is "
-                f"between: raise it, or set importance_min below it (by default 1/importance_threshold to mask)"
+                f"importance_threshold={threshold} is below the lower bound {least:g}, so no"
+                f" weight is allowed: raise it, or set importance_min below it (by default 1/importance_threshold to"
+                " mask)"
             )
         return problems
 
@@ -133,37 +135,37 @@ class PolicyGradientOptions(BaseModel):
         problems = []
         if self.kl_weight != "none" and self.kl_placement == "reward":
             problems.append(
-                f"kl_weight={self.kl_weight} gives a KL in the loss its gradient; a KL in the reward "
-                f"(kl_placement=reward) has none: set kl_weight: none"
+                f"kl_weight={self.kl_weight} changes the gradient of a KL in the loss,"
+                f" but a KL in the reward (kl_placement=reward) has no gradient: set kl_weight: none"
             )
         elif self.kl_weight != "none" and self.kl_estimator == "full":
             problems.append(
-                f"kl_weight={self.kl_weight} mends the gradient of an estimate from sampled tokens, and "
-                f"kl_estimator=full has its whole gradient: set kl_weight: none"
+                f"kl_weight={self.kl_weight} corrects the gradient of an estimate from"
+                f" sampled tokens, but kl_estimator=full needs no correction: set kl_weight: none"
             )
         elif self.kl_weight != "none" and self.kl_estimator not in ("k1", "k2", "k3"):
             problems.append(
-                f"kl_weight={self.kl_weight} gives the KL the gradient that kl_estimator={self.kl_estimator} takes "
-                f"from k2 already, and both together twice that: set kl_weight: none, or kl_estimator: k1 or k3"
+                f"kl_weight={self.kl_weight} and kl_estimator={self.kl_estimator} each give the KL its"
+                f" whole gradient; together they would double it: set kl_weight: none, or kl_estimator: k1 or k3"
             )
         if self.kl_placement == "reward" and self.kl_estimator not in ("k1", "k2", "k3"):
             what = "is computed with the loss" if self.kl_estimator == "full" else "differs in its gradient alone"
             problems.append(
-                f"kl_estimator={self.kl_estimator} {what}, and kl_placement=reward takes a number from the "
-                f"reward: set kl_estimator: k1, k2 or k3, or kl_placement: loss"
+                f"kl_estimator={self.kl_estimator} {what}, but kl_placement=reward subtracts a number"
+                f" from the reward: set kl_estimator: k1, k2 or k3, or kl_placement: loss"
             )
         if self.kl_target is not None and not self.kl_coef:
             problems.append(
-                f"kl_target={self.kl_target} adapts a kl_coef that is 0, and stays so: set kl_coef above 0, where it "
-                f"starts, or remove kl_target"
+                f"kl_target={self.kl_target} adapts kl_coef by factors, but kl_coef is 0 and would stay 0: set kl_coef"
+                f" to a start value above 0, or remove kl_target"
             )
         return problems
 
     @property
     def required_roles(self) -> tuple[tuple[str, str], ...]:
-        """(name, kind) of the roles that a configuration must define. The reference has a message of its own."""
+        """(name, kind) of the roles that a configuration must define. A missing reference has its own message."""
         roles = self.roles
-        environment = roles.environment  # which says itself what generators it uses
+        environment = roles.environment  # the environment names the generators that it uses
         needed = [(roles.generator, "generator") if environment is None else (environment, "environment")]
         needed += [(roles.policy, "trainer")]
         needed += [(roles.reward, "reward")] if roles.reward is not None else []
@@ -171,7 +173,9 @@ class PolicyGradientOptions(BaseModel):
 
     @property
     def stale_tokens(self) -> tuple[tuple[str, ...], str] | None:
-        """Partial rollouts: why tokens of older weights would be taken for the current policy's; None: corrected."""
+        """Return the remedy if the loss would treat tokens of older weights as the current policy's; None if it
+        corrects them.
+        """
         if self.importance_correction != "none" or not self.recompute_old_logprobs:
             return None
         remedy = "set algorithm.options.importance_correction to truncate or mask, or recompute_old_logprobs to false"
@@ -179,14 +183,15 @@ class PolicyGradientOptions(BaseModel):
 
     @property
     def warnings(self) -> tuple[tuple[str, str], ...]:
-        """(option, sentence) pairs: what is allowed and hardly meant."""
+        """Return (option, sentence) pairs about settings that are allowed but probably mistakes."""
         unweighted = self.kl_estimator == "k1" and self.kl_weight == "none"
         if self.kl_coef and unweighted and self.kl_placement == "loss":
             return (
                 (
                     "kl_estimator",
-                    "k1 in a loss adds noise and no pull toward the reference: its gradient has expectation 0 while "
-                    "the policy is the one that sampled. Set kl_weight: ratio, kl_estimator: k1_straight_through, or "
+                    "k1 in a loss adds noise but no pull toward the reference: on samples of"
+                    " the current policy the expectation of its gradient is 0. Set kl_weight: ratio, kl_estimator:"
+                    " k1_straight_through, or "
                     "kl_placement: reward",
                 ),
             )
@@ -194,7 +199,7 @@ class PolicyGradientOptions(BaseModel):
 
 
 class ClippedOptions(PolicyGradientOptions):
-    """With PPO's clipped ratio (arXiv 1707.06347)."""
+    """Options of PPO's clipped ratio (arXiv 1707.06347)."""
 
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above 1 + clip_high.")
@@ -204,19 +209,19 @@ class ClippedOptions(PolicyGradientOptions):
 
 
 class GroupOptions(PolicyGradientOptions):
-    """Of algorithms that compare the completions of a prompt with each other."""
+    """Options of algorithms that compare the completions of a prompt with each other."""
 
-    group_size: int = Field(8, ge=2, description="Completions sampled for one prompt.")
+    group_size: int = Field(8, ge=2, description="Number of completions sampled for each prompt.")
     drop_zero_spread_groups: bool = Field(
         False, description="Exclude groups whose rewards are all equal (DAPO): they carry no signal, only weight."
     )
 
 
 class NormalisedOptions(GroupOptions):
-    """With GRPO's advantages (arXiv 2402.03300)."""
+    """Options of GRPO's advantages (arXiv 2402.03300)."""
 
-    aggregation: str = Field("seq_mean_token_mean", description="How token losses become one number.")
+    aggregation: str = Field("seq_mean_token_mean", description="How to aggregate token losses.")
     advantage_std: AdvantageStd = Field(
-        "population", description="What a group's centred rewards are divided by: their standard deviation, or nothing."
+        "population", description="Divisor of a group's centred rewards: their standard deviation, or none."
     )
-    epsilon: float = Field(1e-5, gt=0, description="Added to the standard deviation.")
+    epsilon: float = Field(1e-5, gt=0, description="Number added to the standard deviation.")

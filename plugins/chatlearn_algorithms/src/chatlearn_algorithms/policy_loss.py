@@ -54,9 +54,9 @@ class PolicyLoss:
     objective: Objective = field(default_factory=Clip)
     """The loss of a token before KL and entropy; PPO's clip by default."""
     aggregation: AggregationMode | Aggregation = "seq_mean_token_mean"
-    """One of ``chatlearn_losses`` by name, or one that a plugin registers."""
+    """Aggregation: a name in ``chatlearn_losses``, or one that a plugin registers."""
     constant_length: int | None = None
-    """Of ``seq_mean_token_sum_norm``, where it is given by name."""
+    """Length for ``seq_mean_token_sum_norm``, if the aggregation is given by name."""
     kl_coef: float = 0.0
     kl_estimator: KLEstimator | Literal["full"] = "k3"
     """``full``: over the reference's most likely tokens (``topk_kl``), which the flow has asked of it."""
@@ -69,9 +69,9 @@ class PolicyLoss:
     """``token_data`` that the ratio's denominator is read from; ``generator_logprobs``: what the tokens were sampled
     with."""
     reference: str = "reference"
-    """The role whose ``<role>_logprobs``, or ``<role>_topk_logprobs`` and ``<role>_topk_ids``, a KL reads."""
+    """Role in the names ``<role>_logprobs``, or ``<role>_topk_logprobs`` and ``<role>_topk_ids``, which a KL reads."""
     temperature: float = 1.0
-    """Of the distribution whose logprobs are compared: the sampling temperature."""
+    """Temperature of the compared distributions: the sampling temperature."""
 
     @property
     def needs(self) -> OutputRequest:
@@ -103,8 +103,8 @@ class PolicyLoss:
     def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Add ``loss_weight``, [T].
 
-        Looks at no logprobs: on a cluster they are kept where they were computed, and would have to travel. What is
-        made of them needs whole sequences only, and is computed with the loss.
+        This reads no logprobs, because on a cluster they stay on the workers that computed them. Values derived from
+        them need only whole sequences, so the loss computes them.
 
         Raises:
             FlowError: a per-token array that the loss reads is missing.
@@ -157,7 +157,7 @@ class PolicyLoss:
             means["entropy"] = entropy
 
         # Distances are shown as they are, not cut as the loss cuts them. One token of probability 0 would leave nothing
-        # of their means, so such tokens are counted apart.
+        # of their means, so such tokens are counted separately.
         finite = torch.stack([values.isfinite() for values in differences.values()]).all(0)
         means["infinite_kl"] = ~finite
         # One transfer to the host for all of them.
@@ -170,13 +170,13 @@ class PolicyLoss:
         names = (*means, *differences)
         metrics |= {name: Metric(*parts) for name, *parts in zip(names, totals, num_tokens, strict=True)}
         if self.old_logprobs == "generator_logprobs":
-            # Nobody else has trainer logprobs to compare with. From a step's second update on, what the updates
-            # changed is part of the difference.
+            # No other output has trainer logprobs to compare with. From a step's second update on, the difference
+            # includes the effect of the updates.
             metrics |= mismatch_metrics(logprobs, old, mask)
         return LossOutput(total, metrics)
 
     def _kl(self, outputs: Outputs, batch: TrainBatch, differences: dict[str, Tensor]) -> Tensor:
-        """[T] the KL of each token, with gradient; adds what shows its distances."""
+        """[T] the KL of each token, with gradient; adds its metrics."""
         logprobs, mask = outputs["logprobs"], batch.loss_mask
         zero = logprobs.new_zeros(())
         if self._full_kl:
@@ -221,6 +221,6 @@ class PolicyLoss:
             raise FlowError(
                 f"The policy loss reads {', '.join(missing)}, which not every sample of the mini-batch carries "
                 f"(samples {batch.sample_ids[0]} ... {batch.sample_ids[-1]}; it has: "
-                f"{', '.join(sorted(batch.token_data)) or 'nothing'}). A flow must join the outputs of every role that "
-                f"the options ask for: <role>.logprobs(samples) gives <role>_logprobs."
+                f"{', '.join(sorted(batch.token_data)) or 'nothing'}). A flow must join the outputs of"
+                f" every role that the options need: <role>.logprobs(samples) gives <role>_logprobs."
             )

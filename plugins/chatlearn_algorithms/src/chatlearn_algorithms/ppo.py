@@ -1,7 +1,7 @@
 """PPO with a critic (arXiv 1707.06347), as it is used on language models (arXiv 2203.02155).
 
-Decoupled PPO (arXiv 2110.00641) is the same with other options: old logprobs are those of the proximal policy, which
-the trainer computes when a step takes its samples, and the loss is weighed by their ratio to the generator's.
+Decoupled PPO (arXiv 2110.00641) is PPO with other options: old logprobs belong to the proximal policy (the trainer
+computes them when a step takes its samples), and their ratio to the generator's logprobs weights the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from chatlearn_losses import gae, whiten
 
 
 class PPO(ClippedPolicyGradient[PPOOptions]):
-    """Rewards are the verdict at the last token, minus β KL_t at each; advantages by GAE; the critic learns returns."""
+    """Rewards are the verdict at the last token, minus β KL_t at each token; advantages by GAE; the critic learns
+    returns.
+    """
 
     advantage_split = "batch"
 
@@ -32,11 +34,11 @@ class PPO(ClippedPolicyGradient[PPOOptions]):
         self.value_aggregation = context.aggregation(options.value_aggregation, options.value_aggregation_options)
 
     def parts(self, samples: Any, m: Any) -> list[Any]:
-        """Those of every policy gradient, and the critic's values."""
+        """Return the calls of every policy gradient, and the critic's values."""
         return [*super().parts(samples, m), getattr(m, self.critic).values(samples)]
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """GAE (arXiv 1506.02438) over the sampled tokens; ``returns`` before advantages are whitened."""
+        """Compute GAE (arXiv 1506.02438) over the sampled tokens; ``returns`` use the advantages before whitening."""
         if self.values not in batch.token_data:
             raise FlowError(f"samples have no {self.values}: the flow must join m.{self.critic}.values(samples)")
         scored, values = self.scored(batch, step), batch.token_data[self.values]
@@ -49,7 +51,7 @@ class PPO(ClippedPolicyGradient[PPOOptions]):
         return Derived(token_data, metrics=scored.metrics | {f"{self.critic}/explained_variance": explained})
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """The critic; after its warm-up the policy, too."""
+        """Update the critic and, after its warm-up, the policy."""
         options = self.options
         loss = ValueLoss(options.value_clip, self.value_aggregation, self.values)
         critic = RoleUpdate(self.critic, loss, options.critic_epochs, options.critic_mini_batches)
@@ -57,6 +59,6 @@ class PPO(ClippedPolicyGradient[PPOOptions]):
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var(R − V) / Var(R): 1 for a perfect critic, 0 for one that knows nothing; 0 where the returns are equal."""
+    """1 − Var(R − V) / Var(R): 1 for a perfect critic, 0 for a constant one, and 0 if all returns are equal."""
     variance = float(returns.double().var(unbiased=False)) if len(returns) else 0.0
     return 1.0 - float((returns - values.double()).var(unbiased=False)) / variance if variance else 0.0

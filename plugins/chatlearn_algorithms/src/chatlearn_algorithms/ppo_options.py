@@ -1,4 +1,4 @@
-"""Options of PPO, and of its decoupled form."""
+"""Options of PPO and of decoupled PPO."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from chatlearn_algorithms.role_names import RolloutRoles
 
 
 class PPORoles(RolloutRoles):
-    """With a critic."""
+    """The roles of an algorithm with a critic."""
 
-    critic: str = Field("critic", description="The role that learns values: of kind trainer, with head: value.")
+    critic: str = Field("critic", description="The role that learns values: kind trainer, head: value.")
 
 
 class PPOOptions(ClippedOptions):
     """Proximal policy optimization (arXiv 1707.06347) of language models (arXiv 2203.02155)."""
 
-    roles: PPORoles = Field(PPORoles(), description="What the roles are called, if not as by default.")
-    group_size: int = Field(1, ge=1, description="Completions sampled for one prompt.")
+    roles: PPORoles = Field(PPORoles(), description="Names of the roles in the configuration.")
+    group_size: int = Field(1, ge=1, description="Number of completions sampled for each prompt.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of later tokens' rewards.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of the generalised advantage estimation.")
     whiten_advantages: bool = Field(True, description="Normalise advantages over the tokens of the step.")
@@ -29,11 +29,15 @@ class PPOOptions(ClippedOptions):
     )
     kl_estimator: KLName = Field("k1", description="How the KL to the reference is estimated from sampled tokens.")
     value_clip: float | None = Field(
-        0.2, gt=0, description="Values are clipped to this distance from those before the step; null: not at all."
+        0.2, gt=0, description="Clip values to this distance from the values before the step; null: no clipping."
     )
-    value_aggregation: str = Field("token_mean", description="How the critic's token losses become one number.")
-    value_aggregation_options: dict[str, Any] = Field(default_factory=dict, description="Options of that aggregation.")
-    critic_warmup_steps: int = Field(0, ge=0, description="First steps in which the critic learns alone.")
+    value_aggregation: str = Field("token_mean", description="How to aggregate the critic's token losses.")
+    value_aggregation_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the critic's aggregation."
+    )
+    critic_warmup_steps: int = Field(
+        0, ge=0, description="Number of steps at the start in which only the critic learns."
+    )
     critic_epochs: int | None = Field(
         None, ge=1, description="The critic's passes over a step's samples; train.epochs by default."
     )
@@ -45,8 +49,8 @@ class PPOOptions(ClippedOptions):
     def _roles_differ(self) -> PPOOptions:
         if self.roles.critic in (self.roles.policy, self.roles.reference):
             raise ValueError(
-                f"roles.critic={self.roles.critic} is the policy or the reference, too; a critic has a model and an "
-                "optimizer of its own: name another role"
+                f"roles.critic={self.roles.critic} is also the policy or the reference, but a critic"
+                " needs its own model and optimizer: name another role"
             )
         return self
 
@@ -57,7 +61,7 @@ class PPOOptions(ClippedOptions):
 
 
 class DecoupledPPOOptions(PPOOptions):
-    """Decoupled PPO (arXiv 2110.00641, 2505.24298): the loss is weighed by exp(proximal - generator)."""
+    """Decoupled PPO (arXiv 2110.00641, 2505.24298): exp(proximal - generator) weights the loss."""
 
     importance_correction: Literal["none", "truncate", "mask", "mask_sequences"] = Field(
         "truncate",
@@ -71,8 +75,9 @@ class DecoupledPPOOptions(PPOOptions):
         if self.importance_correction == "none" or not self.recompute_old_logprobs:
             raise ValueError(
                 f"importance_correction={self.importance_correction}, recompute_old_logprobs="
-                f"{str(self.recompute_old_logprobs).lower()}: decoupled_ppo weighs by the ratio of the proximal policy "
-                "to the one that sampled. Set importance_correction: truncate and recompute_old_logprobs: true, or "
+                f"{str(self.recompute_old_logprobs).lower()}: decoupled_ppo weights the loss by the ratio of"
+                " the proximal policy to the sampling policy. Set importance_correction: truncate and"
+                " recompute_old_logprobs: true, or "
                 "algorithm.name: ppo"
             )
         return self

@@ -12,22 +12,22 @@ Pairing = Literal["all", "best_worst"]
 
 
 class ReferenceRoles(PolicyRole):
-    """The roles of an algorithm that measures from a frozen model."""
+    """The roles of an algorithm with a frozen reference."""
 
-    reference: str = Field("reference", description="The frozen role that the policy is measured from: a trainer.")
+    reference: str = Field("reference", description="The frozen role to which the policy is compared: kind trainer.")
 
 
 class PairOptions(BaseModel):
-    """What all algorithms that compare completions share."""
+    """Options of all algorithms that compare completions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pairing: Pairing = Field(
         "all",
-        description="Which completions of a prompt are compared, where there are more than two: every one with every "
-        "worse one, or the best with the worst. A prompt weighs the same, however many pairs it gives.",
+        description="Which completions of a prompt with more than two are compared: every one with every worse"
+        " one, or the best with the worst. All prompts have the same weight, whatever their number of pairs.",
     )
-    roles: PolicyRole = Field(PolicyRole(), description="What the role is called, if not as by default.")
+    roles: PolicyRole = Field(PolicyRole(), description="Name of the role in the configuration.")
 
     @property
     def required_roles(self) -> tuple[tuple[str, str], ...]:
@@ -36,14 +36,14 @@ class PairOptions(BaseModel):
 
 
 class ReferencedPairOptions(PairOptions):
-    """Those of them that need a reference."""
+    """Options of the algorithms that compare completions and need a reference."""
 
     cache_reference: bool = Field(
         True,
         description="Compute the logprobs of the reference once, before the run, and keep them on disk, so that "
         "no reference model stays in memory. False for a reference that follows the policy (refresh).",
     )
-    roles: ReferenceRoles = Field(ReferenceRoles(), description="What the roles are called, if not as by default.")
+    roles: ReferenceRoles = Field(ReferenceRoles(), description="Names of the roles in the configuration.")
 
     @property
     def required_roles(self) -> tuple[tuple[str, str], ...]:
@@ -54,9 +54,9 @@ class ReferencedPairOptions(PairOptions):
 class DPOOptions(ReferencedPairOptions):
     """Direct preference optimization (arXiv 2305.18290)."""
 
-    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference.")
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is kept near the reference.")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Share of pairs that are labelled the wrong way round (conservative DPO)."
+        0.0, ge=0, lt=0.5, description="Fraction of pairs whose labels are assumed to be swapped (conservative DPO)."
     )
     sft_coef: float = Field(
         0.0, ge=0, description="Weight of the negative logprob of chosen completions, a mean over their tokens."
@@ -66,7 +66,7 @@ class DPOOptions(ReferencedPairOptions):
 class IPOOptions(ReferencedPairOptions):
     """Identity preference optimization (arXiv 2310.12036)."""
 
-    beta: float = Field(0.1, gt=0, description="The difference to the reference that is aimed at is 1/(2 beta).")
+    beta: float = Field(0.1, gt=0, description="The target of the difference to the reference is 1/(2 beta).")
     token_means: bool = Field(
         False, description="Compare means over tokens (TRL, AReaL) in place of sums (the paper, OpenRLHF)."
     )
@@ -76,13 +76,15 @@ class SimPOOptions(PairOptions):
     """Simple preference optimization (arXiv 2405.14734)."""
 
     beta: float = Field(2.0, gt=0, description="Scale of the mean logprobs.")
-    gamma: float = Field(1.0, ge=0, description="By how much the chosen completion should be ahead, after scaling.")
+    gamma: float = Field(1.0, ge=0, description="Target margin of the chosen completion, after scaling.")
 
 
 class ORPOOptions(PairOptions):
     """Odds ratio preference optimization (arXiv 2403.07691)."""
 
-    odds_ratio_coef: float = Field(0.1, gt=0, description="Weight of the odds ratio beside the likelihood: lambda.")
+    odds_ratio_coef: float = Field(
+        0.1, gt=0, description="Weight of the odds ratio relative to the likelihood (lambda)."
+    )
 
 
 class RewardModelOptions(PairOptions):
@@ -91,8 +93,8 @@ class RewardModelOptions(PairOptions):
     margin_coef: float = Field(
         0.0,
         ge=0,
-        description="The chosen completion should be ahead by so much times the difference of the two ranks (scores, "
-        "where the dataset's options name columns with them); 0: no margin.",
+        description="Target margin of the chosen completion: this number times the difference of the two ranks"
+        " (scores, where the dataset's options name columns with them); 0: no margin.",
     )
     centring_coef: float = Field(0.0, ge=0, description="Weight of the squared sum of a pair's scores.")
 
@@ -102,20 +104,20 @@ class KTOOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference.")
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is kept near the reference.")
     desirable_weight: float = Field(1.0, gt=0, description="Weight of good completions.")
     undesirable_weight: float = Field(1.0, gt=0, description="Weight of bad completions.")
     reference_point: Literal["mismatched", "zero"] = Field(
         "mismatched",
-        description="What completions are measured from: the KL to the reference, estimated from each prompt with the "
-        "completion of another one, or 0, which saves two forward passes.",
+        description="Number to which completions are compared: the KL to the reference, estimated from prompts"
+        " with completions of other prompts, or 0, which saves two forward passes.",
     )
     cache_reference: bool = Field(
         True,
         description="With reference_point: zero, compute the logprobs of the reference once, before the run, and keep "
         "them on disk, so that no reference model stays in memory. Mismatched pairs need it in every step.",
     )
-    roles: ReferenceRoles = Field(ReferenceRoles(), description="What the roles are called, if not as by default.")
+    roles: ReferenceRoles = Field(ReferenceRoles(), description="Names of the roles in the configuration.")
 
     @property
     def required_roles(self) -> tuple[tuple[str, str], ...]:
@@ -128,16 +130,16 @@ class OnlineDPOOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(2, ge=2, description="Completions sampled for one prompt.")
+    group_size: int = Field(2, ge=2, description="Number of completions sampled for each prompt.")
     loss: Literal["dpo", "ipo"] = Field("dpo", description="Of the pairs.")
-    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference.")
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is kept near the reference.")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Share of pairs that the reward ranks the wrong way round; for the loss dpo."
+        0.0, ge=0, lt=0.5, description="For the loss dpo: fraction of pairs whose order is assumed to be wrong."
     )
     pairing: Pairing = Field(
         "best_worst", description="Which completions of a prompt are compared: the best with the worst, or all."
     )
-    roles: RolloutRoles = Field(RolloutRoles(), description="What the roles are called, if not as by default.")
+    roles: RolloutRoles = Field(RolloutRoles(), description="Names of the roles in the configuration.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> OnlineDPOOptions:
@@ -157,20 +159,22 @@ class RejectionSamplingOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(8, ge=2, description="Completions sampled for one prompt.")
-    keep: int = Field(1, ge=1, description="How many of them are imitated: those with the highest rewards.")
-    min_reward: float | None = Field(None, description="What a completion must score at least to be imitated.")
-    aggregation: str = Field("token_mean", description="How token losses become one number.")
+    group_size: int = Field(8, ge=2, description="Number of completions sampled for each prompt.")
+    keep: int = Field(
+        1, ge=1, description="Number of completions of a group to imitate: those with the highest rewards."
+    )
+    min_reward: float | None = Field(None, description="Lowest reward of a completion that is imitated.")
+    aggregation: str = Field("token_mean", description="How to aggregate token losses.")
     aggregation_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of an aggregation that a plugin adds."
     )
-    roles: RolloutRoles = Field(RolloutRoles(), description="What the roles are called, if not as by default.")
+    roles: RolloutRoles = Field(RolloutRoles(), description="Names of the roles in the configuration.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> RejectionSamplingOptions:
         check_rewarded(self.roles)
         if self.keep >= self.group_size:
-            raise ValueError(f"keep={self.keep} rejects nothing of group_size={self.group_size}: set it lower")
+            raise ValueError(f"keep={self.keep} keeps all completions of group_size={self.group_size}: set keep lower")
         return self
 
     @property
@@ -180,14 +184,14 @@ class RejectionSamplingOptions(BaseModel):
 
 
 def check_rewarded(roles: RolloutRoles) -> None:
-    """Raises ValueError: neither a reward nor an environment scores completions."""
+    """Check that completions are scored. Raises: ValueError: there is neither a reward nor an environment."""
     if roles.reward is None and roles.environment is None:
         raise ValueError("roles.reward=null needs an environment that gives rewards: set roles.environment")
 
 
 def rollout_roles(roles: RolloutRoles) -> tuple[tuple[str, str], ...]:
     """(name, kind) of the roles that sample, score and learn."""
-    environment = roles.environment  # which says itself what generators it uses
+    environment = roles.environment  # the environment names the generators that it uses
     needed = [(roles.generator, "generator") if environment is None else (environment, "environment")]
     needed += [(roles.policy, "trainer")]
     needed += [(roles.reward, "reward")] if roles.reward is not None else []

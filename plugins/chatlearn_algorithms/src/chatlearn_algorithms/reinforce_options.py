@@ -12,7 +12,7 @@ from chatlearn_algorithms.policy_gradient_options import ClippedOptions, GroupOp
 class RLOOOptions(GroupOptions, ClippedOptions):
     """REINFORCE leave-one-out (arXiv 2402.14740)."""
 
-    aggregation: str = Field("seq_mean_token_sum", description="How token losses become one number.")
+    aggregation: str = Field("seq_mean_token_sum", description="How to aggregate token losses.")
     kl_placement: Literal["loss", "reward"] = Field(
         "reward", description="Where the KL counts: in the loss, or in the reward as in the paper."
     )
@@ -22,7 +22,7 @@ class RLOOOptions(GroupOptions, ClippedOptions):
 class ReinforcePPOptions(ClippedOptions):
     """REINFORCE++ (arXiv 2501.03262)."""
 
-    group_size: int = Field(1, ge=1, description="Completions sampled for one prompt.")
+    group_size: int = Field(1, ge=1, description="Number of completions sampled for each prompt.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of later tokens' rewards.")
     kl_placement: Literal["loss", "reward"] = Field(
         "reward", description="Where the KL counts: in the loss, or in the reward as in the paper."

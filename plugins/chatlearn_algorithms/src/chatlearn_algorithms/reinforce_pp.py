@@ -27,7 +27,7 @@ class ReinforcePP(ClippedPolicyGradient[ReinforcePPOptions]):
 
 
 class ReinforcePPBaseline(ClippedPolicyGradient[ReinforcePPBaselineOptions]):
-    """The same of rewards from which the mean of the prompt's group is taken first."""
+    """REINFORCE++ on rewards minus the mean reward of the prompt's group."""
 
     advantage_split = "batch"
 

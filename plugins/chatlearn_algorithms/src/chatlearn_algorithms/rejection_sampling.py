@@ -16,7 +16,7 @@ BEST_TOO_BAD = "below_min_reward"
 
 
 class RejectionSampling(Algorithm):
-    """Samples a group a prompt, scores it, and imitates the completions with the highest rewards."""
+    """Samples a group per prompt, scores it, and imitates the completions with the highest rewards."""
 
     def __init__(self, options: RejectionSamplingOptions, context: AlgorithmContext) -> None:
         self.options = options
@@ -34,7 +34,7 @@ class RejectionSampling(Algorithm):
         return samples if roles.reward is None else m.join(samples, getattr(m, roles.reward).score(samples))
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Keep the best of each prompt, of equals the first, if they are good enough."""
+        """Keep the best completions of each prompt (the first ones of equal ones), if their rewards are high enough."""
         rewards = batch.sequence_data["reward"].tolist()
         exclusions: dict[str, str] = {}
         kept: list[float] = []
@@ -53,5 +53,5 @@ class RejectionSampling(Algorithm):
         return Derived(exclusions=exclusions, metrics=metrics)
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """Cross-entropy on what is kept, for the policy."""
+        """Update the policy with cross-entropy on the kept completions."""
         return [RoleUpdate(self.options.roles.policy, SFTLoss(self.aggregation))]

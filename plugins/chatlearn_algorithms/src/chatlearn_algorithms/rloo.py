@@ -14,7 +14,7 @@ def leave_one_out(rewards: Floats) -> Floats:
 
 
 class RLOO(GroupRelative[RLOOOptions], ClippedPolicyGradient[RLOOOptions]):
-    """The KL is taken from the reward, the whole completion is one action: its tokens' losses are summed."""
+    """The KL is subtracted from the reward. The whole completion is one action, so its tokens' losses are summed."""
 
     def group_advantages(self, rewards: Floats) -> Floats:
         return leave_one_out(rewards)

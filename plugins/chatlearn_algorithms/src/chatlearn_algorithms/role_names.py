@@ -6,21 +6,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PolicyRole(BaseModel):
-    """The one role of an algorithm that only learns."""
+    """The only role of an algorithm that does not sample."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: str = Field("trainer", description="The role that learns: of kind trainer.")
+    policy: str = Field("trainer", description="The role that learns: kind trainer.")
 
 
 class RolloutRoles(PolicyRole):
     """The roles of an algorithm that samples and scores."""
 
-    generator: str = Field("generator", description="The role that samples.")
+    generator: str = Field("generator", description="The generator that samples.")
     reward: str | None = Field(
-        "reward", description="The role that scores; null where the environment's rollouts have rewards."
+        "reward", description="The role that scores; null if the environment's rollouts have rewards."
     )
     environment: str | None = Field(
-        None, description="The role of kind environment that makes rollouts of several turns; null: one turn."
+        None, description="The role of kind environment that makes multi-turn rollouts; null: a single turn."
     )
-    reference: str = Field("reference", description="The frozen role that a KL is measured to: of kind trainer.")
+    reference: str = Field("reference", description="The frozen role to which a KL is measured: kind trainer.")

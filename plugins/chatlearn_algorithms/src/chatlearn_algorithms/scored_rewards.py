@@ -21,11 +21,11 @@ class ScoredRewards:
     """Rewards of S sequences, [S] and [T] float64."""
 
     verdicts: Tensor
-    """[S] what the reward roles gave: the verdict plus the rewards of single tokens."""
+    """[S] the rewards of the reward roles: the verdict plus the rewards of single tokens."""
     outcomes: Tensor
-    """[S] with shaping, and without the KL."""
+    """[S] rewards with shaping and without the KL."""
     tokens: Tensor
-    """[T] the same at the tokens that the policy sampled; a verdict at the last of them."""
+    """[T] rewards at the tokens that the policy sampled; the verdict is at the last one."""
     metrics: Metrics
 
 
@@ -36,7 +36,8 @@ class KLPenalty:
     coef: float
     estimator: Literal["k1", "k2", "k3"]
     clamps: bool
-    """Whether log-ratios are cut to ±20, so that a token of probability 0 leaves the others' advantages finite."""
+    """Whether log-ratios are clipped to ±20, so that a token of probability 0 does not make other advantages infinite.
+    """
     policy_logprobs: str
     """``token_data``"""
     reference_logprobs: str
@@ -58,7 +59,7 @@ class KLPenalty:
 def scored_rewards(
     batch: TrainBatch, *, penalty: KLPenalty | None = None, bonus: Tensor | None = None
 ) -> ScoredRewards:
-    """The rewards of a batch.
+    """Return the rewards of a batch.
 
     Args:
         batch: with ``sequence_data["reward"]`` [S] and, where single tokens have rewards,
@@ -93,7 +94,7 @@ def components(batch: TrainBatch, weights: Mapping[str, float]) -> dict[str, Ten
     """Name -> [S] float64 values of the named components of the rewards.
 
     Raises:
-        FlowError: a component is missing; names it and those that there are.
+        FlowError: a component is missing; the message names it and the existing ones.
     """
     prefix = "reward/"
     there = {name.removeprefix(prefix) for name in batch.sequence_data if name.startswith(prefix)}
@@ -101,8 +102,8 @@ def components(batch: TrainBatch, weights: Mapping[str, float]) -> dict[str, Ten
     if missing:
         raise FlowError(
             f"algorithm.options.rewards names {missing[0]!r}, which not every reward of samples {batch.sample_ids[0]} "
-            f"... {batch.sample_ids[-1]} has as a component; all have {', '.join(sorted(there)) or 'none'}. Components "
-            "are the parts of a reward role (roles.<reward>.parts), by their backends, and what a reward names itself"
+            f"... {batch.sample_ids[-1]} has as a component; all have {', '.join(sorted(there)) or 'none'}. Components"
+            " are the parts of a reward role (roles.<reward>.parts), by their backends, and those that a reward returns"
         )
     return {name: batch.sequence_data[prefix + name].double() for name in weights}
 

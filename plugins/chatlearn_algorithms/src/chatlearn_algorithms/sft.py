@@ -53,7 +53,7 @@ class SFTLoss:
 
 
 class SFT(Algorithm):
-    """Imitates demonstrations, and measures on held-out ones how likely it finds them.
+    """Imitates demonstrations; evaluation measures the logprobs of held-out demonstrations.
 
     Where a generator and a reward are configured, evaluation samples and scores prompts instead.
     """
@@ -69,15 +69,15 @@ class SFT(Algorithm):
         self.evaluation_input = None if samples else self.input
 
     def flow(self, demonstrations: Any, m: Any) -> Any:
-        """Demonstrations are training samples as they are."""
+        """Return the demonstrations, which already are training samples."""
         return demonstrations
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Nothing but a count of the tokens to learn."""
+        """Return no arrays, only a metric: the number of tokens to learn."""
         return Derived(metrics={"sft/tokens": Metric(float(batch.loss_mask.sum()), reducer="sum")})
 
     def updates(self, step: int) -> Sequence[RoleUpdate]:
-        """Cross-entropy, for the policy."""
+        """Update the policy with cross-entropy."""
         return [RoleUpdate(self.options.roles.policy, SFTLoss(self.aggregation))]
 
     def evaluation(self, demonstrations: Any, m: Any) -> Any:

@@ -14,9 +14,9 @@ class SFTOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    roles: PolicyRole = Field(PolicyRole(), description="What the role is called, if not as by default.")
+    roles: PolicyRole = Field(PolicyRole(), description="Name of the role in the configuration.")
     aggregation: str = Field(
-        "token_mean", description="How token losses become one number: every token weighs the same, or every sequence."
+        "token_mean", description="How to aggregate token losses: with equal weights of tokens, or of sequences."
     )
     aggregation_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of an aggregation that a plugin adds."

@@ -12,9 +12,9 @@ REASON = "truncated"
 
 
 class Truncated(SampleFilter):
-    """Leaves out samples whose last turn ended by length (DAPO, arXiv 2503.14476, section 3.4: overlong filtering).
+    """Excludes samples whose last turn ended by length (DAPO, arXiv 2503.14476, section 3.4: overlong filtering).
 
-    A cut answer may have been right; its reward says nothing about the tokens before the cut.
+    A truncated answer might have become right, so its reward says nothing about its tokens.
     """
 
     def __init__(self, options: TruncatedOptions) -> None:
