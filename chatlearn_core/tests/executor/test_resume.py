@@ -90,7 +90,7 @@ def test_a_damaged_one_is_passed_over_and_said_so(tmp_path: Path) -> None:
     point = find(store)
     assert point.checkpoint is not None
     assert point.checkpoint.step == 2
-    assert point.notes[0].startswith(f"passed over a checkpoint: {store.directory / 'step_00000004'}")
+    assert point.notes[0].startswith(f"skipped a checkpoint: {store.directory / 'step_00000004'}")
 
 
 def test_metrics_without_a_checkpoint_mean_a_start_from_the_beginning_and_it_is_said(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_metrics_without_a_checkpoint_mean_a_start_from_the_beginning_and_it_is_
 
 @pytest.mark.parametrize(("steps", "has_metrics"), [((2,), True), ((), True), ((2,), False)])
 def test_never_refuses_a_directory_that_holds_a_run(tmp_path: Path, steps: tuple[int, ...], has_metrics: bool) -> None:
-    with pytest.raises(ConfigError, match="holds a run already, and --resume never was asked for"):
+    with pytest.raises(ConfigError, match="already holds a run, but --resume never starts a new one"):
         find(make_store(tmp_path, *steps), "never", has_metrics=has_metrics)
 
 
@@ -247,7 +247,7 @@ def test_a_key_that_only_begins_like_one_that_may_change_may_not(tmp_path: Path)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is complete: it made 10 of 10 steps\. Raise train\.steps to go on"):
+    with pytest.raises(ConfigError, match=r"is complete: it made 10 of 10 steps\. Raise train\.steps to continue"):
         find(make_store(tmp_path, 10), is_complete=True)
 
 
@@ -299,7 +299,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_going_back_and_never_contradict(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Leave one of them out"):
+    with pytest.raises(ConfigError, match="Omit one of them"):
         find_resume_point(make_store(tmp_path), "never", CONFIG, 10, has_metrics=False, is_complete=False, rewind=True)
 
 

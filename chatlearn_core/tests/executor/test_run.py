@@ -604,7 +604,7 @@ async def test_a_checkpoint_of_another_run_is_not_mixed_into_a_directory_that_ho
     before = files_of(other.run_dir)
     foreign = first.run_dir / "checkpoints" / "step_00000002"
     for rewind in (False, True):
-        with pytest.raises(CheckpointError, match="holds a run that did not go on from there"):
+        with pytest.raises(CheckpointError, match="holds a run that did not start from it"):
             await training("b", every=0).run.train(foreign, rewind=rewind)
         assert files_of(other.run_dir) == before
 

@@ -49,7 +49,7 @@ def test_checkpoints_are_named_by_step(run_dir: Path, wanted: str, steps: list[i
 
 def test_a_path_of_this_run_names_a_checkpoint_and_one_of_another_run_does_not(run_dir: Path) -> None:
     assert [c.step for c in _checkpoints(str(run_dir / "checkpoints" / "step_00000002"), run_dir)] == [2]
-    with pytest.raises(ConfigError, match=r"no checkpoint of this run .*it has steps 2, 10"):
+    with pytest.raises(ConfigError, match=r"not a checkpoint of this run .*it has steps 2, 10"):
         _checkpoints(str(run_dir / "other" / "checkpoints" / "step_00000002"), run_dir)
 
 
@@ -57,8 +57,8 @@ def test_a_path_of_this_run_names_a_checkpoint_and_one_of_another_run_does_not(r
     ("wanted", "said"),
     [
         ("3", "no complete checkpoint of step 3; it has steps 2, 10"),
-        ("last", "names 'last', which is no checkpoint"),
-        (" , ", "names none; write all, or steps"),
+        ("last", "names 'last', which is not a checkpoint"),
+        (" , ", "names no checkpoint; write all, or steps"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused(run_dir: Path, wanted: str, said: str) -> None:

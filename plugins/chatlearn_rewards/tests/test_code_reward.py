@@ -178,7 +178,7 @@ def test_a_text_without_fences_may_be_code():
         (None, "has the ground truth None, which has no tests"),
         ("{", "which is not JSON"),
         ({"inputs": ["1"], "outputs": []}, "has inputs and outputs of 1 and 0; both must be lists of the same length"),
-        ({"inputs": [1], "outputs": ["1"]}, "has the input or output 1, which is no text"),
+        ({"inputs": [1], "outputs": ["1"]}, "has the input or output 1, which is not a text"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has the input 'x' or output '1', which is not JSON"),
         ({"inputs": [["x"]], "outputs": [{1, 2}], "fn_name": "f"}, "has inputs or outputs that are not JSON values"),
         (["assert f(1) =="], "has test_list 'assert f(1) ==', which is not valid Python"),

@@ -170,7 +170,7 @@ async def until(holds) -> None:
         ("exec", "exit status 0"),
         ("rude", "Rude: (its message cannot be shown: RuntimeError)"),
         ("deep", "RecursionError"),
-        ("much", "at most 67108864 are taken"),
+        ("much", "the limit is 67108864"),
     ],
 )
 async def test_no_score_goes_to_another_item(kind, error, pool, tmp_path):

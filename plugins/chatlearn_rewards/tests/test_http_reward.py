@@ -174,13 +174,13 @@ def test_a_sample_that_cannot_be_sent_is_an_error(make_sample: Any) -> None:
     assert results[2].value == 1.0
 
 
-def test_the_deadline_ends_all_tries_and_names_the_last(make_sample: Any) -> None:
+def test_the_deadline_ends_all_attempts_and_its_error_names_the_last(make_sample: Any) -> None:
     with FakeHttpServer(lambda body, number: HttpReply({}, 503)) as server:
         begun = time.monotonic()
         results = scored(server, [make_sample("a"), make_sample("b", index=1)], deadline_s=0.4, retries=100)
         assert time.monotonic() - begun < 10
     for result in results:
-        assert "gave no answer in time (deadline_s); last: try " in (result.error or "")
+        assert "gave no answer in time (deadline_s); last: attempt " in (result.error or "")
         assert "HTTP status 503" in (result.error or "")
 
 

@@ -162,7 +162,7 @@ async def test_json_schema_of_rows(use, make_sample):
     assert [result.value for result in results] == [1, 1, None, None, None, 0, None]
     assert "prompt 'p0' has a ground truth that is not a JSON Schema: at $.type: 'tree'" in results[2].error
     assert "is not JSON" in results[3].error
-    assert "refers to 'http://192.0.2.1/a.json', which it does not hold" in results[4].error
+    assert "refers to 'http://192.0.2.1/a.json', which it does not define" in results[4].error
     assert results[5].components == {"json": 0.0, "accuracy": 0.0, "ungraded": 1.0}
     assert "is a NoneType; it must be an object" in results[6].error
 

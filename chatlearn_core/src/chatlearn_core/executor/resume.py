@@ -139,15 +139,17 @@ def find_resume_point(
     """
     notes: list[str] = []
     if resume == "never" and rewind:
-        raise ConfigError("--rewind goes back in a run, which --resume never forbids. Leave one of them out")
+        raise ConfigError(
+            "--rewind returns to an earlier step of a run, but --resume never starts a new one. Omit one of them"
+        )
     checkpoint: Checkpoint | None
     if isinstance(resume, Path):
         named = checkpoint = _named_checkpoint(resume, store)
         is_mine = branched_from == str(named.path.resolve())
         if is_foreign(named, store) and not is_mine and (has_metrics or store.complete()):
             raise CheckpointError(
-                f"--resume names {named.path}, and {store.directory.parent} holds a run that did not go on from there: "
-                "the two would be mixed. Nothing was changed. Choose another output_dir, or leave --resume out"
+                f"--resume names {named.path}, and {store.directory.parent} holds a run that did not start from it: "
+                "the two would be mixed. Nothing was changed. Choose another output_dir, or omit --resume"
             )
         newer = store.steps_after(named.step)
         if newer and not rewind:
@@ -156,10 +158,10 @@ def find_resume_point(
         checkpoint, problems = store.newest()
         if checkpoint is None and problems and resume == "auto" and not rewind:
             raise _none_readable(store, problems, command)
-        notes += [f"passed over a checkpoint: {problem}" for problem in problems]
+        notes += [f"skipped a checkpoint: {problem}" for problem in problems]
         if resume == "never" and (checkpoint is not None or has_metrics):
             raise ConfigError(
-                f"{store.directory.parent} holds a run already, and --resume never was asked for. Choose another "
+                f"{store.directory.parent} already holds a run, but --resume never starts a new one. Choose another "
                 "output_dir, or delete that one"
             )
     if checkpoint is None:
@@ -184,7 +186,7 @@ def find_resume_point(
     if checkpoint.step > planned_steps or (checkpoint.step == planned_steps and is_complete):
         raise ConfigError(
             f"the run in {store.directory.parent} is complete: it made {checkpoint.step} of {planned_steps} steps. "
-            "Raise train.steps to go on, or choose another output_dir"
+            "Raise train.steps to continue, or choose another output_dir"
         )
     notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     steps_then = checkpoint.state["config"]["train"]["steps"]
@@ -209,11 +211,11 @@ def _would_delete(
     apart = f"{command} --resume {shlex.quote(str(checkpoint.path))}"  # another directory lacks this step's name
     steps = f"step {newer[0]}" if len(newer) == 1 else f"steps {', '.join(map(str, newer))}"
     return CheckpointError(
-        f"{run_dir} has checkpoints of {steps}, newer than {named} (step {step}): to go on from there would delete "
+        f"{run_dir} has checkpoints of {steps}, newer than {named} (step {step}): to continue from there would delete "
         "them, with the metrics and rollouts after it. Nothing was changed. Run one of\n"
-        f"  {command}\n      to go on from the newest,\n"
-        f"  {back} --rewind\n      to delete what is newer than step {step} and go on from there,\n"
-        f"  {apart} output_dir=ANOTHER\n      to go on from there in another directory and keep all"
+        f"  {command}\n      to continue from the newest,\n"
+        f"  {back} --rewind\n      to delete what is newer than step {step} and continue from there,\n"
+        f"  {apart} output_dir=ANOTHER\n      to continue from there in another directory and keep everything"
     )
 
 
@@ -221,8 +223,8 @@ def _none_readable(store: CheckpointStore, problems: list[str], command: str) ->
     return CheckpointError(
         f"{store.directory} has checkpoints, and none of them can be read:\n  "
         + "\n  ".join(problems)
-        + "\nNothing was changed. Look whether the storage is whole and mounted; then run one of\n"
-        f"  {command}\n      to go on from the newest that can be read,\n"
+        + "\nNothing was changed. Check that the storage is mounted and undamaged; then run one of\n"
+        f"  {command}\n      to continue from the newest readable one,\n"
         f"  {command} --rewind\n      to delete them, with all metrics and rollouts, and start from the beginning"
     )
 
@@ -235,7 +237,7 @@ def _named_checkpoint(path: Path, store: CheckpointStore) -> Checkpoint:
     there = ", ".join(str(checkpoint.path) for checkpoint in store.complete()) or "none"
     raise CheckpointError(
         f"--resume names {path}, and there is no such directory (checkpoints of {store.directory.parent}: {there}). "
-        "Name one of them, or leave --resume out to go on from the newest"
+        "Name one of them, or omit --resume to continue from the newest"
     )
 
 

@@ -31,7 +31,7 @@ _CHOOSERS: tuple[tuple[str, Kind, str], ...] = (
 
 
 def config_schema(registry: PluginRegistry) -> tuple[dict[str, Any], list[str]]:
-    """The schema, and a line for each plugin whose options could not be described, with the reason.
+    """Return the schema, and a line with the reason for each plugin whose options could not be described.
 
     Every setting also accepts an interpolation, as text.
     """

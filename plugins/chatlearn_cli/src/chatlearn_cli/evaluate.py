@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from chatlearn_core.plugins.registry import PluginRegistry
 
 UNNAMED = "eval"
-"""What ``--set`` calls the datasets that no evaluation set names."""
+"""Name for ``--set`` of the datasets that are in no evaluation set."""
 
 
 def evaluate(
@@ -39,7 +39,10 @@ def evaluate(
     ] = None,
     evaluation_set: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Evaluation set; all by default. May be repeated; eval: datasets in no set."),
+        typer.Option(
+            "--set",
+            help="Evaluation set; all by default. May be repeated. 'eval' means the datasets that are in no set.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -58,7 +61,7 @@ def evaluate(
     registry = discover(strict_plugins)
     loaded = load(config, overrides, registry)
     if not loaded.config.data.eval:
-        raise ConfigError(f"{config}: there is nothing to evaluate on; add a dataset to data.eval")
+        raise ConfigError(f"{config}: the configuration has no evaluation dataset; add one to data.eval")
     run_dir = run_directory(loaded.config)
     chosen = None if checkpoints is None else _checkpoints(checkpoints, run_dir)
     models = list(model or [])
@@ -106,10 +109,10 @@ def _with_model(
 
 
 def _checkpoints(wanted: str, run_dir: Path) -> list[Checkpoint]:
-    """The checkpoints that ``--checkpoints`` names, by step.
+    """Return the checkpoints that ``--checkpoints`` names, by step.
 
     Raises:
-        ConfigError: nothing is named, or something that is no checkpoint of this run.
+        ConfigError: the option names nothing, or something that is not a checkpoint of this run.
         CheckpointError: there is none, or one is damaged.
     """
     from chatlearn_core.executor.checkpoint import CheckpointStore, read_checkpoint
@@ -127,18 +130,20 @@ def _checkpoints(wanted: str, run_dir: Path) -> list[Checkpoint]:
         names = [name.strip() for name in wanted.split(",") if name.strip()]
         steps = sorted({_step(name, store.directory, complete.keys()) for name in names})
         if not steps:
-            raise ConfigError(f"--checkpoints is {wanted!r}, which names none; write all, or steps such as 10,20")
+            raise ConfigError(
+                f"--checkpoints is {wanted!r}, which names no checkpoint; write all, or steps such as 10,20"
+            )
     return [read_checkpoint(complete[step].path) for step in steps]
 
 
 def _step(name: str, directory: Path, there: Collection[int]) -> int:
-    """The step of a checkpoint given as ``20``, ``step_20`` or a path."""
+    """Return the step of a checkpoint given as ``20``, ``step_20`` or a path."""
     steps = sorted(there)
     path = Path(name)
     found = re.fullmatch(r"(?:step_)?(\d+)", path.name)
     if found is None or (path.name != name and path.resolve().parent != directory.resolve()):
         raise ConfigError(
-            f"--checkpoints names {name!r}, which is no checkpoint of this run ({directory}; it has steps "
+            f"--checkpoints names {name!r}, which is not a checkpoint of this run ({directory}; it has steps "
             f"{', '.join(map(str, steps))}). Evaluate a checkpoint of another run with that run's configuration"
         )
     step = int(found[1])
@@ -151,7 +156,7 @@ def _step(name: str, directory: Path, there: Collection[int]) -> int:
 
 
 def _only_sets(assembly: Assembly, names: list[str] | None) -> Assembly:
-    """The assembly with the evaluation sets of these names.
+    """Return the assembly with only the evaluation sets of these names.
 
     Raises:
         ConfigError: there is no such set.

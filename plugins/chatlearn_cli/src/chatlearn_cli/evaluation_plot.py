@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 40, 40
 COLUMNS = 3
 MOST_LABELS = 7
-"""Labels of the x axis that fit side by side."""
+"""Number of labels of the x axis that fit side by side."""
 LINE, BAND, INK, FAINT, GRID = "#1f5fa8", "#1f5fa8", "#1c1c1c", "#5b5b5b", "#e3e3e3"
 
 
@@ -24,7 +24,7 @@ class Point:
 
     name: str
     step: int | None
-    """None: a model that belongs to no step; it is drawn to the right of those that do."""
+    """None for a model without a step; it is drawn to the right of the others."""
     value: float
     low: float | None = None
     high: float | None = None

@@ -26,7 +26,7 @@ class Evaluated:
     name: str
     """``step N``, or the model's path."""
     step: int | None
-    """None: a model directory, which does not say."""
+    """None for a model directory, whose step is unknown."""
     path: str
     metrics: dict[str, float]
 

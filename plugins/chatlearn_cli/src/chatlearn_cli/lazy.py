@@ -21,7 +21,7 @@ from chatlearn_core.plugins.sources import COMMAND_LINE
 class LazyGroup(TyperGroup):
     """The commands below ``chatlearn``, or below the command that ``path`` names.
 
-    This distribution's own commands are known without discovering plugins, so that no plugin can replace them.
+    This distribution's own commands need no discovery of plugins, so no plugin can replace them.
     ``--help`` shows the names and help texts in the records of the others.
     """
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ChatLearnError as error:
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        if isinstance(error, Interrupted):  # a requested stop is no error
+        if isinstance(error, Interrupted):  # a requested stop is not an error
             tell(str(error))
             sys.exit(EXIT_INTERRUPTED)
         tell(f"error: {error}")

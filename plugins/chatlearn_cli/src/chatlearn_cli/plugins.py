@@ -23,7 +23,7 @@ Strict = Annotated[bool, typer.Option("--strict-plugins", help="Fail if any plug
 
 @app.callback()
 def plugins() -> None:
-    """List plugins and show what fits; with chatlearn-testing also write and check them."""
+    """List plugins and the combinations that fit; chatlearn-testing adds commands that create and check plugins."""
 
 
 def list_plugins(as_json: AsJson = False, strict_plugins: Strict = False) -> None:

@@ -1,4 +1,4 @@
-"""A run's progress on the terminal: one bar, and a line for everything worth keeping."""
+"""A run's progress on the terminal: one bar, and lines of results above it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ProgressBar(RunListener):
         self.console.print(f"step {step}: {measured} on {metrics['eval/samples']:.0f} evaluation samples")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar on."""
+        """Advance the bar."""
         if self._task is None or step == 0:
             return
         numbers = step_numbers(metrics)
@@ -112,7 +112,7 @@ class ProgressBar(RunListener):
             self.console.print(f"step {step}/{self._total}  {numbers}", markup=False)
 
     def finished(self, summary: Mapping[str, object]) -> None:
-        """Say how it ended."""
+        """Print how the run ended."""
         if summary["status"] == "completed":
             made = f", the last {self._total - self._first + 1} of them" if self._first > 1 else ""
             steps = f"{self._total} step{'' if self._total == 1 else 's'}"

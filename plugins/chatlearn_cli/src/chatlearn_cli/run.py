@@ -41,14 +41,25 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[
         str,
-        typer.Option(help="auto: go on from the newest checkpoint in the output directory; never; or a checkpoint."),
+        typer.Option(
+            help="auto: continue from the newest checkpoint in the output directory; never: start anew; or"
+            " the path of a checkpoint."
+        ),
     ] = "auto",
     rewind: Annotated[
         bool,
-        typer.Option("--rewind", help="Delete what is newer than the checkpoint to go on from. Otherwise nothing is."),
+        typer.Option(
+            "--rewind",
+            help="Delete all results that are newer than the checkpoint to continue from."
+            " Without this option nothing is deleted.",
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the flow and who sits where, start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything and show the flow and the placement of roles, without starting anything.",
+        ),
     ] = False,
     live_tokens: Annotated[
         bool,
@@ -56,7 +67,7 @@ def run(
     ] = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Train a model as a configuration says."""
+    """Train a model by a configuration."""
     from chatlearn_cli.garbage import garbage_collected_seldom
     from chatlearn_cli.progress_bar import ProgressBar
     from chatlearn_core.executor.run import Run
@@ -77,7 +88,7 @@ def run(
 
 
 def describe(assembly: Assembly) -> str:
-    """What a run would do: flow, roles, placement, offloading, weight transport, data."""
+    """Describe a run: flow, roles, placement, offloading, weight transport, data."""
     from chatlearn_core.executor.component_factory import build_colocation, build_runtime
     from chatlearn_core.executor.device_sharing import describe_sharing, schedule
     from chatlearn_core.flow import to_text
@@ -110,7 +121,7 @@ def describe(assembly: Assembly) -> str:
 
 
 def _refresh_text(follower: str, refresh: Refresh) -> str:
-    """How a trainer role gets the weights that it follows."""
+    """Describe how a trainer role gets the weights of the role that it follows."""
     route = refresh.route
     how = (
         f"by model directories: {refresh.why_directory}"
@@ -135,7 +146,7 @@ def load(config: Path, overrides: list[str] | None, registry: PluginRegistry) ->
 
 
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
-    """Build what the configuration describes, without starting anything."""
+    """Assemble the run without starting anything."""
     from chatlearn_core.executor.assembly import assemble
 
     return assemble(loaded, registry)

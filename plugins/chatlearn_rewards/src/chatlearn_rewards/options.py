@@ -39,7 +39,7 @@ class PoolOptions(RewardOptions):
             return ()
         sentence = (
             f"{self.num_workers} processes share {cpus} CPUs: they start slowly, perhaps too slowly to answer"
-            " in time; {cpus} processes would judge as fast"
+            f" in time; {cpus} processes would judge as fast"
         )
         return (("num_workers", sentence),)
 

@@ -31,14 +31,14 @@ def make_samples(rewards: Sequence[float], num_completion_tokens: int = 3) -> li
 
 
 def derived(algorithm: Acme, samples: Sequence[Sample]) -> tuple[TrainBatch, Derived]:
-    """The samples as a batch with what the algorithm computes of them, as the executor asks for it."""
+    """Return the samples as a batch with the algorithm's advantages, computed as the executor does."""
     batch = scored_batch(samples)
     result = algorithm.advantages(batch, step=1)
     batch.token_data |= result.token_data
     return batch, result
 
 
-def test_advantage_is_the_reward_less_the_mean_of_the_others(algorithm: Acme) -> None:
+def test_advantage_is_the_reward_minus_the_mean_of_the_others(algorithm: Acme) -> None:
     batch, result = derived(algorithm, make_samples([1.0, 0.0, 0.5]))
     expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5]
     for values, advantage in zip(batch.token_data["advantages"].split(batch.lengths), expected, strict=True):
@@ -47,7 +47,7 @@ def test_advantage_is_the_reward_less_the_mean_of_the_others(algorithm: Acme) ->
     assert not result.exclusions
 
 
-def test_a_completion_alone_is_excluded(algorithm: Acme) -> None:
+def test_a_completion_alone_in_its_group_is_excluded(algorithm: Acme) -> None:
     _, result = derived(algorithm, make_samples([0.5]))
     assert result.exclusions == {"p@0#0": "group_too_small"}
 
@@ -65,7 +65,7 @@ def test_loss_and_gradient_are_the_policy_gradient(algorithm: Acme) -> None:
     assert logprobs.grad.tolist() == pytest.approx(expected)
 
 
-def test_parts_of_a_mini_batch_add_up(algorithm: Acme) -> None:
+def test_losses_of_micro_batches_add_up(algorithm: Acme) -> None:
     samples = make_samples([1.0, 0.0, 0.25])
     [update] = algorithm.updates(step=1)
     loss = update.loss

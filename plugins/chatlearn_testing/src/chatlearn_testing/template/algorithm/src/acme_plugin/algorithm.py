@@ -16,8 +16,8 @@ from acme_plugin.options import AcmeOptions
 class Acme(Algorithm):
     """REINFORCE with a leave-one-out baseline (RLOO, arXiv 2402.14740, section 2).
 
-    The advantage of a completion is its reward less the mean reward of the others of its group. On-policy: with more
-    than one update a step (``train.mini_batches``, ``train.epochs``) later updates are biased.
+    The advantage of a completion is its reward minus the mean reward of the other completions of its group. The loss is
+    on-policy: with several updates per step (``train.mini_batches``, ``train.epochs``), later updates are biased.
     """
 
     policy = "trainer"
@@ -28,13 +28,14 @@ class Acme(Algorithm):
         self.group_size = options.group_size
 
     def flow(self, prompts: Any, m: Any) -> Any:
-        """Called once before anything runs, to trace the flow: ``m`` has a method for each call on a role."""
+        """Define the flow. Called once, before the run, to trace it; ``m`` has a method for each call on a role."""
         samples = m.generator.generate(prompts)
         return m.join(samples, m.reward.score(samples))
 
     def advantages(self, batch: TrainBatch, step: int) -> Derived:
-        """Called with whole groups, in a worker of the policy. A completion without another to compare with is excluded
-        and counted.
+        """Compute the advantages of whole groups; runs in a worker of the policy.
+
+        A completion that is alone in its group is excluded and counted.
         """
         rewards = batch.sequence_data["reward"]
         group = torch.unique(batch.group_index, return_inverse=True)[1]

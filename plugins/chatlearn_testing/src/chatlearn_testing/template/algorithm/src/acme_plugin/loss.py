@@ -1,4 +1,4 @@
-"""The policy gradient as a loss: a pure function of logprobs and batch, which every trainer can run."""
+"""The policy gradient as a loss: a pure function of logprobs and batch, which every trainer can compute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from chatlearn_losses import aggregation_weights
 class PolicyGradientLoss:
     """Sum over trained tokens of -weight * advantage * logprob.
 
-    The weights hold the denominator of the whole mini-batch (the number of its trained tokens), so the loss does not
+    The weights contain the denominator of the whole mini-batch (the number of its trained tokens), so the loss does not
     depend on how the batch is split over ranks and micro-batches.
     """
 
     temperature: float
-    """The sampling temperature, so that the improved policy is the one that sampled."""
+    """The sampling temperature, so that the loss trains the distribution that was sampled from."""
 
     @property
     def needs(self) -> OutputRequest:
@@ -37,7 +37,7 @@ class PolicyGradientLoss:
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         logprobs = outputs["logprobs"]
         if not batch.num_sequences:
-            return LossOutput(logprobs.sum())  # 0, and connected to the graph: other ranks wait in its backward pass
+            return LossOutput(logprobs.sum())  # 0, but part of the graph: other ranks wait in the backward pass
         learned = torch.where(batch.loss_mask, logprobs, logprobs.new_zeros(()))
         total = -(batch.token_data["loss_weight"] * batch.token_data["advantages"] * learned).sum()
         mean_logprob = Metric(float(learned.detach().sum(dtype=torch.float64)), int(batch.loss_mask.sum()))

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AcmeOptions(BaseModel):
-    """What a configuration may set under ``algorithm.options``."""
+    """Options under ``algorithm.options``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(4, ge=2, description="Completions of one prompt; each is compared with the others.")
+    group_size: int = Field(4, ge=2, description="Number of completions per prompt; each is compared with the others.")

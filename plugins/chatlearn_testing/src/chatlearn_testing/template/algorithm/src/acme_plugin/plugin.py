@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import AlgorithmSpec
 
 @hookimpl
 def chatlearn_algorithms() -> Iterable[AlgorithmSpec]:
-    """The algorithm of this distribution, and the roles that a configuration must define for it."""
+    """Register the algorithm, with the roles that a configuration must define for it."""
     return [
         AlgorithmSpec(
             name="acme",

@@ -13,7 +13,7 @@ from acme_plugin.options import AcmeOptions
 
 
 class AcmeFormat:
-    """``{question, choices, answer}``: the prompt lists the choices by letter, the ground truth is the right letter.
+    """``{question, choices, answer}``: the prompt lists the choices by letter; the ground truth is the right letter.
 
     Implements ``chatlearn_core.data.DatasetFormat``.
     """
@@ -26,7 +26,7 @@ class AcmeFormat:
         self.options = options
 
     def parse(self, row: Row) -> RawExample:
-        """Raises DataError with the reason; the caller adds file and line."""
+        """Convert a row to an example. Raises: DataError: names the bad column; the caller adds file and line."""
         question, choices = row.get("question"), row.get("choices")
         if not isinstance(question, str) or not question.strip():
             raise DataError(f"column 'question' is {question!r}; it must be a text")
@@ -45,10 +45,10 @@ class AcmeFormat:
 
 
 def right_letter(answer: Any, choices: Sequence[str]) -> str | None:
-    """The letter that ``answer`` means; None if the row has no answer.
+    """Return the letter of the right choice; None if the row has no answer.
 
     Raises:
-        DataError: it means none of the choices.
+        DataError: the answer is none of the choices.
     """
     letters = ascii_uppercase[: len(choices)]
     if answer is None:

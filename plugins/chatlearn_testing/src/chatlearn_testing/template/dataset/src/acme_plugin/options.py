@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AcmeOptions(BaseModel):
-    """What a configuration may set under a dataset's ``options``."""
+    """Options under a dataset's ``options``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     instruction: str = Field(
-        "Answer with the letter of the right choice.", description="Put after the choices; may be empty."
+        "Answer with the letter of the right choice.", description="Text after the choices; may be empty."
     )

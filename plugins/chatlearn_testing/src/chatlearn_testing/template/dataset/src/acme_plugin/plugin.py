@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import DatasetSpec
 
 @hookimpl
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """The format of this distribution; ``format: auto`` takes it for files that have all of ``columns``."""
+    """Register the format; ``format: auto`` selects it for files that have all of ``columns``."""
     return [
         DatasetSpec(
             name="acme",

@@ -14,14 +14,14 @@ from chatlearn_core.exceptions import ConfigError
 from acme_plugin.options import AcmeOptions
 
 UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
-"""What StatsD would take for a separator."""
+"""Characters that StatsD might read as separators."""
 
 
 class AcmeLogger:
     """Sends every metric as a gauge, ``prefix.name:value|g``; the step is the gauge ``prefix.step``.
 
-    Implements ``chatlearn_core.protocols.Logger``. UDP does not answer: a server that is down costs nothing and stops
-    no run; a host that does not exist is an error before training begins.
+    Implements ``chatlearn_core.protocols.Logger``. UDP sends no replies, so a server that is down neither slows nor
+    stops a run. A host that does not exist is an error before training begins.
     """
 
     def __init__(self, options: AcmeOptions, run_dir: Path) -> None:
@@ -32,7 +32,7 @@ class AcmeLogger:
         """Resolve the host.
 
         Raises:
-            ConfigError: it has no address.
+            ConfigError: the host has no address.
         """
         host, port = self.options.host, self.options.port
         try:
@@ -47,8 +47,8 @@ class AcmeLogger:
         self._address = address
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One packet a metric: a lost one loses one number."""
-        assert self._socket is not None, "start comes first"
+        """Send one packet per metric, so a lost packet loses only one number."""
+        assert self._socket is not None, "start was not called"
         for name, value in {"step": float(step), **metrics}.items():
             if math.isfinite(value):
                 gauge = UNSAFE.sub(".", name)

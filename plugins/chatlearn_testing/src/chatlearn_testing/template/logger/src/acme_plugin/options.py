@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AcmeOptions(BaseModel):
-    """What a configuration may set under ``options``."""
+    """Options under ``log.loggers[].options``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field("localhost", description="Where the StatsD server listens.")
-    port: int = Field(8125, ge=1, le=65535, description="Its UDP port.")
+    host: str = Field("localhost", description="Host of the StatsD server.")
+    port: int = Field(8125, ge=1, le=65535, description="UDP port of the StatsD server.")
     prefix: str = Field("chatlearn", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of every gauge's name.")

@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import LoggerSpec
 
 @hookimpl
 def chatlearn_loggers() -> Iterable[LoggerSpec]:
-    """The logger of this distribution."""
+    """Register the logger."""
     return [
         LoggerSpec(
             name="acme",
