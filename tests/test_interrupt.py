@@ -59,7 +59,7 @@ def test_the_first_stops_cleanly_and_the_run_goes_on_as_if_nothing_had_been(
     said = re.search(r"(?m)^stopped after step (\d)\. A checkpoint of step (\d) is in ", stopped.output)
     assert said is not None, stopped.output
     assert said.group(1) == said.group(2) != "0", "no complete step is lost"
-    assert stopped.output.strip().endswith("Run the same command again to go on")
+    assert stopped.output.strip().endswith("Run the same command again to continue")
     assert session_members(stopped.pid) == []
     resumed = chatlearn("run", recipe.file, *settings)
     assert resumed.code == 0, resumed.output
@@ -131,5 +131,5 @@ def test_a_process_of_its_own_from_the_start(recipe: Any, environment: dict[str,
     process.send_signal(signal.SIGINT)
     output = process.stdout.read()
     assert process.wait() == INTERRUPTED, output
-    assert "Run the same command again to go on" in output
+    assert "Run the same command again to continue" in output
     assert session_members(process.pid) == []

@@ -50,7 +50,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             ],
             "roles.reward.parts.0.gate.part: a gate must judge every sample that its part judges, and it judges fewer "
             "data sources (got 1)\n    roles.reward.parts.1.data_sources = ['a'] (MARK)\n"
-            "    let the gate judge these data sources, too",
+            "    let the gate also judge these data sources",
         ),
     ],
     "backend_given": [
@@ -351,7 +351,7 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         (
             ["data.eval=[{path: a/test.jsonl}, {path: b/test.jsonl}]", "eval.sets={hard: {datasets: [test]}}"],
             "eval.sets.hard.datasets.0: names 2 datasets of data.eval (got 'test')\n"
-            "    give each of them a name of its own (data.eval.N.name)",
+            "    give each of them a different name (data.eval.N.name)",
         ),
         (
             ["data.eval=[{path: e}]", "eval.sets={hard: {datasets: [e, e]}}"],

@@ -330,7 +330,7 @@ def test_files_of_which_their_writer_tells_are_not_read_again(tmp_path: Path, mo
     ("told", "message"),
     [
         ({"shard-1": facts_of("weights")}, "lacks shard-1, which its trainer says it has written"),
-        ({"weights": facts_of("longer weights")}, "weights has 7 bytes, and its trainer says that it has written 14"),
+        ({"weights": facts_of("longer weights")}, "weights has 7 bytes, but its trainer reported 14"),
     ],
 )
 def test_a_file_that_is_not_as_its_writer_says_is_no_checkpoint(tmp_path: Path, told, message: str) -> None:

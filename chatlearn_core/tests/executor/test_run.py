@@ -357,7 +357,7 @@ async def test_a_lost_trainer_goes_on_from_the_last_checkpoint(
     assert content["totals"]["samples/trained"] == 2 * STEPS, "steps that were made again count once"
     told = [text for text in trained.listener.said if "rank 1 died" in text]
     assert len(told) == len(failing)
-    assert all(f"The trainer was rebuilt; training goes on {redone}" in text for text in told)
+    assert all(f"The trainer was rebuilt; training continues {redone}" in text for text in told)
     events = [record for record in trained.lines("events.jsonl") if record["event"] == "trainer_lost"]
     assert len(events) == len(failing)
     assert trained.runtime.calls.count("load") == (0 if redone == "from the beginning" else len(failing))

@@ -20,6 +20,6 @@ def test_what_a_backend_says_becomes_a_sentence() -> None:
     healthy: Any = Backend(None)
     ill: Any = Backend("its process 7 was killed")
     broken: Any = Backend(OSError("no such process"))
-    assert health_words(problem_of(healthy)) == "It reports no problem of its own (health)."
+    assert health_words(problem_of(healthy)) == "Its health check reports no problem."
     assert health_words(problem_of(ill)) == "It reports of itself (health): its process 7 was killed."
     assert problem_of(broken) == "its health() raised OSError: no such process"

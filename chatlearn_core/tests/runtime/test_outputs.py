@@ -65,7 +65,7 @@ def test_a_rank_without_a_share_of_the_batch_returns_no_rows(name: str) -> None:
 
 BAD_OUTPUTS: dict[str, tuple[Any, Any, str]] = {
     "no mapping": ("logprobs", torch.zeros(5), "compute returned a Tensor, not a mapping"),
-    "nothing": ("logprobs", {}, "did not return the output 'logprobs', which was asked for; it returned nothing"),
+    "nothing": ("logprobs", {}, "did not return the output 'logprobs', which was requested; it returned nothing"),
     "another output": ("logprobs", {"entropy": torch.ones(5)}, "did not return .*'logprobs'.* it returned entropy"),
     "an array": ("logprobs", {"logprobs": np.zeros(5)}, "returned 'logprobs' as ndarray, not as a tensor"),
     "integers": (

@@ -15,7 +15,7 @@ from chatlearn_algorithms.reinforce_options import MaxRLOptions, ReinforcePPOpti
         (
             GRPOOptions,
             {"kl_placement": "reward", "kl_weight": "ratio"},
-            "a KL in the reward .* has none",
+            "a KL in the reward .* has no gradient",
         ),
         (GRPOOptions, {"kl_placement": "reward", "kl_estimator": "full"}, "full is computed with the loss"),
         (

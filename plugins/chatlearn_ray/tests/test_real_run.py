@@ -121,7 +121,7 @@ async def test_one_rank_on_ray_is_bit_identical_to_local_and_killed_workers_chan
     assert not any("live_bytes" in entry for entry in trace), "each has a place of its own, so nothing is moved"
     assert max(abs(loss) for loss in losses(local)) > 1e-4, "losses of zero would prove nothing"
     assert killer.killed == ["trainer", "generator"]
-    assert any("The trainer was rebuilt; training goes on from step 1" in text for text in killer.warnings)
+    assert any("The trainer was rebuilt; training continues from step 1" in text for text in killer.warnings)
     assert [line["step"] for line in lines(output)] == [1, 2, 3]
     assert losses(output) == losses(local)
     assert model_bytes(output) == model_bytes(local)

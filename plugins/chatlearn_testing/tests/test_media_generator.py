@@ -57,7 +57,7 @@ async def test_a_completion_goes_on_and_a_further_turn_is_left_alone(generator: 
     with pytest.raises(BackendError, match="without its token data"):
         await generator.generate(replace(asked, resume_from=replace(part, prompt_token_data={})))
     wrong = {ROUTES: part.prompt_token_data[ROUTES] + 1}
-    with pytest.raises(BackendError, match="other routes of its prompt"):
+    with pytest.raises(BackendError, match="other experts of its prompt"):
         await generator.generate(replace(asked, resume_from=replace(part, prompt_token_data=wrong)))
     further = await generator.generate(request([5, 1, 25, 6, 1, 9, 4]))
     assert further.prompt_ids is not None

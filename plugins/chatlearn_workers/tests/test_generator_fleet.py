@@ -122,7 +122,7 @@ async def test_a_worker_that_lives_after_a_timeout_is_kept(stand: Stand) -> None
     stand.workers[0].numbers.put_nowait = lambda number: None  # type: ignore[method-assign]  # it is never answered
     with pytest.raises(
         BackendTimeoutError,
-        match=r"request 'a' had no completion within 0\.02 s .*It reports no problem of its own.*It hangs here",
+        match=r"request 'a' had no completion within 0\.02 s .*Its health check reports no problem.*It hangs here",
     ):
         await stand.fleet.generate(make_request("a"), 0)
     assert stand.fleet.num_restarts == 0

@@ -28,7 +28,7 @@ def too_large(values: Mapping[Any, Any]) -> Iterator[Problem]:
             continue
         if len(text) > MAX_TEXT:
             rule = f"holds an interpolation and has {len(text)} characters; at most {MAX_TEXT} are parsed"
-            yield Problem(path, rule, text, "put the long part into a setting of its own, or write \\${ for '${'")
+            yield Problem(path, rule, text, "put the long part into a separate setting, or write \\${ for '${'")
         elif sizes.of(path, text) > MAX_SIZE:
             rule = f"would become longer than {MAX_SIZE} characters when its interpolations are replaced"
             yield Problem(path, rule, text, "insert less")

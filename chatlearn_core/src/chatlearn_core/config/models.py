@@ -187,7 +187,7 @@ class RolloutConfig(Section):
     max_staleness: NonNegative | None = Field(
         None,
         description="Maximum number of policy versions between the newest weights and those that sampled a trained "
-        "token; older groups are left out. By default 0, and with partial rollouts max_rounds - 1.",
+        "token; older groups are excluded. By default 0, and with partial rollouts max_rounds - 1.",
     )
     max_refills: NonNegative = Field(
         10, description="How often a step may draw further examples because its algorithm needs more."
@@ -228,7 +228,7 @@ class MemoryConfig(Section):
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Move weights, optimizer and KV cache out of device memory while another role works. auto: on GPUs "
-        "that roles share; always: on shared CPUs, too; never: all stay.",
+        "that roles share; always: also on shared CPUs; never: everything stays.",
     )
 
 
@@ -248,7 +248,7 @@ class EvalSetConfig(Section):
     """An evaluation set: eval datasets with a reward, sampling and measures of their own."""
 
     datasets: list[str] = Field(min_length=1, description="Names of data.eval: name, or the stem of path.")
-    reward: str | None = Field(None, description="A reward role of its own; by default the flow's.")
+    reward: str | None = Field(None, description="A separate reward role; by default the flow's.")
     sampling: SamplingConfig | None = Field(None, description="By default that of eval.")
     samples_per_prompt: Copies | None = Field(None, description="By default that of eval.")
     k: list[Positive] | None = Field(None, description="By default that of eval.")

@@ -69,7 +69,7 @@ def bad_rows_error(bad_rows: list[str], path: str, num_rows: int) -> DataError:
     shown = "\n".join(f"  {row}" for row in bad_rows[:_SHOWN])
     more = f"\n  ... and {len(bad_rows) - _SHOWN} more" if len(bad_rows) > _SHOWN else ""
     if len(bad_rows) == num_rows:
-        remedy = "There is no other row: see that path, format and options of the dataset are meant"
+        remedy = "There is no other row: check path, format and options of the dataset"
     else:
         remedy = "Correct them, or set data.on_bad_row=skip to leave them out (named and counted)"
     return DataError(f"{len(bad_rows)} of {num_rows} rows of '{path}' cannot be used:\n{shown}{more}\n  {remedy}.")

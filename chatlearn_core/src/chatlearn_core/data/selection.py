@@ -35,7 +35,7 @@ def select_format(plugins: PluginRegistry, name: str, options: Mapping[str, Any]
     if spec.reads:
         raise ConfigError(
             f"{where}.format is '{name}', which reads files ({', '.join(sorted(spec.reads))}) but is no format of "
-            f"their rows.\n  Set {where}.format to auto, or to what the rows are; files are recognised by suffix."
+            f"their rows.\n  Set {where}.format to auto, or to the format of the rows; files are recognised by suffix."
         )
     built: DatasetFormat = _build(plugins, spec, options, where)
     return built

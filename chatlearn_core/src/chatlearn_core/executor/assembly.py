@@ -353,7 +353,7 @@ def build_algorithm(loaded: LoadedConfig, registry: PluginRegistry) -> Algorithm
     if missing:
         raise PluginError(
             f"algorithm {choice.record.name!r} has no {', '.join(missing)}: its class {type(algorithm).__name__} must "
-            "subclass chatlearn_core.protocols.Algorithm, which has defaults for what it does not need"
+            "subclass chatlearn_core.protocols.Algorithm, which has defaults for optional methods"
         )
     unknown = sorted(context.schedules.keys() - algorithm.scheduled)
     if unknown:

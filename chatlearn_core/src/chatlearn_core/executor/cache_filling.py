@@ -1,4 +1,4 @@
-"""Compute what a run will read of frozen models, before its own roles start."""
+"""Compute the outputs of frozen models that a run will read, before its own roles start."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def _wanted(
 
 
 def _expected_draws(assembly: Assembly, sampler_state: dict[str, Any], steps: int) -> list[ExampleDraw]:
-    """What the run's sampler will draw, found out with another one; every example, if it draws as many or more."""
+    """Return the examples that the run's sampler will draw, from a copy of it; all examples if it draws as many or
+    more.
+    """
     count = steps * assembly.config.train.prompts_per_step
     if count >= len(assembly.train_set):
         return [ExampleDraw(example, 0, example.id) for example in assembly.train_set]

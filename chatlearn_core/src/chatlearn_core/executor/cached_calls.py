@@ -34,7 +34,7 @@ def cached_nodes(graph: Graph) -> tuple[Node, ...]:
 
 
 def check_cached(config: RunConfig, graph: Graph, changing: Collection[str]) -> None:
-    """Raises FlowError or ConfigError: a result is to be kept that is not the same in every step."""
+    """Check that cached results are the same in every step. Raises: FlowError or ConfigError: one is not."""
     for node in cached_nodes(graph):
         if node.inputs or node.samples_of:
             raise FlowError(
@@ -100,7 +100,7 @@ class CachedCalls:
         return entry_key(self.identity(role), asked, sample)
 
     def missing(self, wanted: Iterable[tuple[Node, SamplingParams, Sequence[Sample]]]) -> list[Missing]:
-        """What has to be computed for calls on these samples, each content once."""
+        """Return what calls on these samples must compute, each content once."""
         found: dict[tuple[str, frozenset[str], float, str], Missing] = {}
         for node, sampling, samples in wanted:
             asked = output_request(node, sampling)
@@ -169,7 +169,7 @@ class Missing:
 
 
 async def read(call: FlowCall, requests: Sequence[RolloutRequest]) -> None:
-    """Give each sample what the role computed of it.
+    """Give each sample the role's outputs.
 
     Raises:
         BackendError: it was not computed.

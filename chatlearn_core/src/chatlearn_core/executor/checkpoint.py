@@ -96,7 +96,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"cannot remove old checkpoints in {self.directory}: {error.strerror or error}. The new one is "
-                "complete; set the permissions of that directory right and run again to go on"
+                "complete; set the permissions of that directory right and run again to continue"
             ) from error
 
     def path_of(self, step: int) -> Path:
@@ -126,7 +126,7 @@ class CheckpointStore:
         return sorted(_step_of(path) for path in self._paths() if _step_of(path) > step)
 
     def forget_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``, because a run that was told to go back there writes them again.
+        """Remove checkpoints newer than ``step``, because a run that returns to it writes them again.
 
         Raises:
             CheckpointError: the storage cannot be changed.
@@ -261,8 +261,8 @@ def _seal(directory: Path, step: int, state: dict[str, Any], facts: Mapping[str,
             written = file_facts(directory, [name])[name]
         elif (size := (directory / name).stat().st_size) != written.num_bytes:
             raise CheckpointError(
-                f"the checkpoint of step {step} is damaged: {name} has {size} bytes, and its trainer says that it has "
-                f"written {written.num_bytes}"
+                f"the checkpoint of step {step} is damaged: {name} has {size} bytes, but its"
+                f" trainer reported {written.num_bytes}"
             )
         files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
     seal = directory / SEAL

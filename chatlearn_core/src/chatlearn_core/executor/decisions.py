@@ -64,8 +64,8 @@ class Decisions:
             for sample_id, reason in excluded.items():
                 if sample_id not in given or not reason:
                     raise PluginError(
-                        f"{place} excludes sample {sample_id!r} for the reason {reason!r}; a filter names samples that "
-                        "it was given, each with a reason"
+                        f"{place} excludes sample {sample_id!r} for the reason {reason!r}; a filter may only"
+                        " name samples that it received, each with a reason"
                     )
                 given[sample_id].exclusion = reason
 

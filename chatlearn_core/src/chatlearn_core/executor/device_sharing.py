@@ -97,8 +97,8 @@ class Sharing:
                 raise ConfigError(
                     f"{setting} leaves unfinished completions in the KV cache of roles.{generator}, but that memory is "
                     f"released for {', '.join(f'roles.{role}' for role in guests)} on the same devices "
-                    "(memory.offload). Resume them from their tokens (rollout.partial: resume), give the generator "
-                    "devices of its own, or set memory.offload to never"
+                    "(memory.offload). Resume them from their tokens (rollout.partial: resume), give the"
+                    " generator its own devices, or set memory.offload to never"
                 )
 
     def _meet(self, one: str, other: str) -> bool:

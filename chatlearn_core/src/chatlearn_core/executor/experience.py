@@ -22,7 +22,7 @@ class Experience:
 
     @property
     def admitted(self) -> list[Sample]:
-        """What is trained on."""
+        """The samples that are trained on."""
         return [sample for sample in self.samples if sample.exclusion is None]
 
 

@@ -71,7 +71,7 @@ async def _extend_one(call: FlowCall, request: RolloutRequest, number: int) -> N
     if isinstance(found, Completion):
         request.sample = sample_with_turn(sample, found, generator=call.node.role, drop=call.fields)
     else:
-        sample.exclusion = found or "generation failed: a further turn cannot go on in a later step"
+        sample.exclusion = found or "generation failed: a further turn cannot continue in a later step"
         request.dropped = True
 
 

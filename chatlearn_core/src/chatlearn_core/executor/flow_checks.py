@@ -206,8 +206,8 @@ def check_partial_rollouts(config: RunConfig, graph: Graph) -> None:
     if len(calls) > 1:
         raise ConfigError(
             f"rollout.partial is {config.rollout.partial!r}, but the flow of algorithm {config.algorithm.name!r} calls "
-            f"generators {len(calls)} times, the second time with {calls[1].name} ({calls[1].source}), and only what "
-            "one call samples can go on in a later step. Set rollout.partial to none"
+            f"generators {len(calls)} times, the second time with {calls[1].name} ({calls[1].source}), but only"
+            " one call can continue in a later step. Set rollout.partial to none"
         )
     for node in graph.nodes:
         if calls and calls[0].role in node.uses:

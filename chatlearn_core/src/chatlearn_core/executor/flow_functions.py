@@ -143,7 +143,10 @@ def _checked_sample(before: Sample, after: Sample, where: str, drop: Collection[
         before.turns,
         before.num_prompt_tokens,
     ):
-        raise FlowError(f"{subject}: its group, its turns or where its prompt ends changed; they say what was sampled")
+        raise FlowError(
+            f"{subject}: the function changed its group, its turns or the end of its prompt, which record"
+            " how it was sampled"
+        )
     old, new = len(before.token_ids), len(after.token_ids)
     mask = np.asarray(after.loss_mask)
     if new < old or not np.array_equal(np.asarray(after.token_ids)[:old], before.token_ids):

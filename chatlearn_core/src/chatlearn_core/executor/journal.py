@@ -44,7 +44,7 @@ class Journal:
 
     @property
     def phase(self) -> Phase:
-        """What it began last."""
+        """The phase that began last."""
         return next(reversed(self._active), self._last[0])
 
     def seconds_in(self, phase: Phase) -> float:

@@ -86,7 +86,7 @@ def check_same_tokenizer(
         for index, token, other in differences[:_EXAMPLES]
     )
     raise ModelError(
-        f"role {role!r} has another tokenizer than the run, but is given the run's token ids: of the {len(ours)} "
+        f"role {role!r} has another tokenizer than the run, but receives the run's token ids: of the {len(ours)} "
         f"tokens of {run_source.tokenizer_path} (here), {len(differences)} are not those of {source.tokenizer_path} "
         f"(there): {examples}. Give the role a model that was trained with the run's tokenizer; if it was, and only "
         f"its tokenizer files are wrong, set roles.{role}.model.tokenizer to {run_source.tokenizer_path}"

@@ -299,7 +299,7 @@ class Run:
         self.state.policy_changed = False
         at = f"step {self.state.step}" if checkpoint is not None else "the beginning"
         self.journal.warn(
-            "; ".join([f"{lost}. The trainer was rebuilt; training goes on from {at}", *problems]),
+            "; ".join([f"{lost}. The trainer was rebuilt; training continues from {at}", *problems]),
             "trainer_lost",
             step=self.state.step,
             error=str(lost),
@@ -307,7 +307,7 @@ class Run:
 
     async def _finish(self) -> dict[str, Any]:
         if left := num_samples(self.producer.pending) + len(samples_of(self.buffer.groups)):
-            text = f"{left} samples were not trained on by the last step; they are in its checkpoint, and go on if "
+            text = f"{left} samples were not trained on by the last step; they are in its checkpoint, and continue if "
             self.journal.say(f"{text}train.steps is raised", "unfinished", step=self.state.step, samples=left)
         model = None
         role = self.assembly.home  # the policy, or the reward model that a run trains

@@ -54,7 +54,7 @@ class RunOutcome:
         """Save the last complete step, and say how to resume."""
         kept = await self._rescue(state)
         self._record("interrupted", state, "stopped on request")
-        return Interrupted(f"stopped after step {state.step}. {kept} Run the same command again to go on")
+        return Interrupted(f"stopped after step {state.step}. {kept} Run the same command again to continue")
 
     async def failed(self, state: RunState, error: Exception) -> None:
         """Save the last complete step, and report the error to observers, the log and ``summary.json``."""
@@ -77,7 +77,7 @@ class RunOutcome:
         )
         self.observers.error(error, failure)
         page = self.directory.path / FAILURE_PAGE
-        where = f" What happened, and how to go on: {page}" if page.exists() else ""
+        where = f" What happened, and how to continue: {page}" if page.exists() else ""
         self.journal.say(f"the run failed after step {state.step}. {kept}{where}")
         self._record("failed", state, f"{type(error).__name__}: {error}", phase=str(phase), kept=kept)
 

@@ -125,7 +125,7 @@ class _Recorder:
     def _output(self, name: str, label: str, source: str) -> Any:
         if name not in self.vocabulary.outputs:
             raise FlowError(
-                f"{source}: {label} asks for the output {name!r}, which no installed plugin describes "
+                f"{source}: {label} requests the output {name!r}, which no installed plugin describes "
                 f"(chatlearn_outputs); there are {', '.join(sorted(self.vocabulary.outputs))}"
             )
         return self.vocabulary.outputs[name]

@@ -126,7 +126,7 @@ class Observers:
                         "CHATLEARN_DISABLE_PLUGINS, or run without --strict-plugins."
                     ) from error
                 logger.warning(
-                    "%s of %s raised %s: %s (failure %d; the run goes on)",
+                    "%s of %s raised %s: %s (failure %d; the run continues)",
                     hook,
                     observer.origin,
                     type(error).__name__,

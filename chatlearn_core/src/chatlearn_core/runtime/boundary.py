@@ -82,7 +82,7 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
             return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
     forced, tokens = request.forced_ids, completion.token_ids
     if forced is not None and not isinstance(tokens, ArrayRef) and not np.array_equal(tokens, forced):
-        return f"its tokens are not the {len(forced)} that it was asked to score"
+        return f"its tokens are not the {len(forced)} that it had to score"
     if completion.sampling.basis != request.sampling.basis:
         return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
     arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}

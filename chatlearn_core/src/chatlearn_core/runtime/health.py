@@ -16,5 +16,5 @@ def problem_of(backend: Lifecycle) -> str | None:
 def health_words(problem: str | None) -> str:
     """A sentence for the error of a call that did not return."""
     if problem is None:
-        return "It reports no problem of its own (health)."
+        return "Its health check reports no problem."
     return f"It reports of itself (health): {problem}."

@@ -43,7 +43,7 @@ def check_outputs(
     missing = sorted(request.names - outputs.keys()) if whole else []
     if missing:
         raise ContractError(
-            f"{origin}: compute did not return the output {missing[0]!r}, which was asked for; it returned "
+            f"{origin}: compute did not return the output {missing[0]!r}, which was requested; it returned "
             f"{', '.join(sorted(outputs)) or 'nothing'}"
         )
     for name in sorted(request.names & outputs.keys()):

@@ -58,7 +58,7 @@ class TrainerWeightLoader(ABC):
 
     @abstractmethod
     def _fail(self, reason: str) -> None:
-        """The weights may be those of no step."""
+        """Record that the weights may match no completed step."""
 
     # WeightLoader
 

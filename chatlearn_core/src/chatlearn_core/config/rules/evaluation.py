@@ -63,7 +63,7 @@ def sets_name_what_exists(checked: Checked) -> Iterator[Problem]:
                 yield Problem(at, rule, dataset, "correct it, or add the dataset to data.eval")
             elif names.count(dataset) > 1:
                 rule = f"names {names.count(dataset)} datasets of data.eval"
-                yield Problem(at, rule, dataset, "give each of them a name of its own (data.eval.N.name)")
+                yield Problem(at, rule, dataset, "give each of them a different name (data.eval.N.name)")
             elif dataset in one.datasets[:index]:
                 yield Problem(at, "names the dataset twice", dataset, "remove one")
         if one.reward is not None and one.reward not in rewards:

@@ -68,7 +68,7 @@ def gates_are_parts(checked: Checked) -> Iterator[Problem]:
             if sources is not None and (part.data_sources is None or not set(part.data_sources) <= set(sources)):
                 related: Related = ((("roles", name, "parts", other, "data_sources"), sources),)
                 rule = "a gate must judge every sample that its part judges, and it judges fewer data sources"
-                yield Problem(path, rule, other, "let the gate judge these data sources, too", related)
+                yield Problem(path, rule, other, "let the gate also judge these data sources", related)
 
 
 def keys_of_other_kinds(checked: Checked) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""A language model small enough to be checked by hand: the next token depends on the last one alone.
+"""A language model small enough to be checked by hand: the next token depends only on the last one.
 
 A model directory holds ``config.json`` and ``model.safetensors`` with ``transition.weight`` [V, V] and ``unigram.bias``
 [V]; the logits after token t are row t of the first plus the second, so logprobs and gradients have a closed form.
@@ -72,12 +72,12 @@ def read_bigram_tensors(directory: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read ({error}); build_bigram_model writes one") from error
     if tensors.keys() != {TRANSITION, UNIGRAM}:
-        raise ModelError(f"{file} holds {sorted(tensors)}; a bigram model has {TRANSITION} and {UNIGRAM}")
+        raise ModelError(f"{file} has the tensors {sorted(tensors)}; a bigram model has {TRANSITION} and {UNIGRAM}")
     return tensors
 
 
 def load_bigram_model(directory: Path) -> BigramModel:
-    """The model as a plain module: the reference that the conformance suites compare the fakes with."""
+    """Return the model as a plain module, the reference to which the conformance suites compare the fakes."""
     tensors = read_bigram_tensors(directory)
     return BigramModel(tensors[TRANSITION], tensors[UNIGRAM])
 

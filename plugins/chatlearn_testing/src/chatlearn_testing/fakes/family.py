@@ -37,12 +37,12 @@ class LetterTokenizer:
         return {chr(ord(FIRST_LETTER) + token): token for token in range(self.vocab_size)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
-        """Raises DataError: a character without a token."""
+        """Encode text. Raises: DataError: a character has no token."""
         tokens = [ord(letter) - ord(FIRST_LETTER) for letter in text]
         for letter, token in zip(text, tokens, strict=True):
             if not 0 <= token < self.vocab_size:
                 last = chr(ord(FIRST_LETTER) + self.vocab_size - 1)
-                raise DataError(f"{letter!r} has no token; those of this model are {FIRST_LETTER!r} to {last!r}")
+                raise DataError(f"{letter!r} has no token; this model has the characters {FIRST_LETTER!r} to {last!r}")
         return tokens
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -55,7 +55,7 @@ class LetterTokenizer:
 
 @dataclass(slots=True, frozen=True)
 class LetterRenderer:
-    """Renders text as it is."""
+    """Renders text unchanged."""
 
     tokenizer: LetterTokenizer
     control_tokens: ControlTokenPolicy = "text"

@@ -240,18 +240,19 @@ class FakeGenerator:
         length = len(request.prompt_ids) + request.sampling.max_tokens
         if length > self._max_length:
             raise BackendError(
-                f"{where}: prompt and max_tokens make {length} tokens, the model takes {self._max_length}; lower one"
+                f"{where}: prompt and max_tokens make {length} tokens, but the model takes {self._max_length};"
+                " shorten the prompt or lower max_tokens"
             )
         vocab_size, forced = self._weights[UNIGRAM].shape[0], request.forced_ids
         if forced is not None and (request.sampling.top_p < 1.0 or request.sampling.top_k):
             raise BackendError(
-                f"{where}: tokens that top_p and top_k cut have no logprob; score with top_p 1 and top_k 0"
+                f"{where}: tokens that top_p and top_k remove have no logprob; score with top_p 1 and top_k 0"
             )
         given = request.prompt_ids if forced is None else np.concatenate([request.prompt_ids, forced])
         if int(np.max(given)) >= vocab_size or int(np.min(given)) < 0:
             raise BackendError(f"{where}: a token is outside the vocabulary of {vocab_size}")
         if request.resume_from is not None and request.resume_from.basis != request.sampling.basis:
-            raise BackendError(f"{where}: it resumes logprobs of another basis than its sampling has")
+            raise BackendError(f"{where}: the resumed logprobs have another basis than its sampling")
 
 
 class FakeWeightLoader:
@@ -294,13 +295,13 @@ class FakeWeightLoader:
     async def load_checkpoint(self, directory: Path) -> None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            await self._refuse(f"{directory} holds no {WEIGHTS_FILE}")
+            await self._refuse(f"{directory} has no {WEIGHTS_FILE}")
         for file in files:
             try:
                 content = load_file(file)
             except (OSError, SafetensorError) as error:
                 await self.fail(f"{file}: {error}")
-                raise WeightSyncError(f"{file} is cut short or not a safetensors file: {error}") from error
+                raise WeightSyncError(f"{file} is truncated or not a safetensors file: {error}") from error
             await self.load_tensors(content.items())
 
     async def finish(self) -> int:
@@ -323,7 +324,7 @@ class FakeWeightLoader:
         spec = self._expected.tensors.get(name)
         live = self._generator.live_weights().get(name)
         if spec is None or live is None:
-            return await self._refuse(f"{name}: arrived, but is no tensor of this model")
+            return await self._refuse(f"{name}: arrived, but is not a tensor of this model")
         inside = len(box) == len(spec.shape) and live[_slices(box)].shape == tensor.shape
         if not inside or tuple(tensor.shape) != tuple(stop - start for start, stop in box):
             return await self._refuse(f"{name}: box {box} of shape {list(tensor.shape)} in {list(spec.shape)}")
@@ -341,7 +342,7 @@ class FakeWeightLoader:
 
 
 def fake_text(token_ids: Iterable[int]) -> str:
-    """Decode tokens: one letter each, nothing for the end of the sequence."""
+    """Decode tokens, one letter each; the end of the sequence gives no text."""
     return "".join("" if t == END_OF_SEQUENCE else chr(ord("a") + (t - 1) % 26) for t in token_ids)
 
 

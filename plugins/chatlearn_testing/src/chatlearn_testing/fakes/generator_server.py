@@ -23,7 +23,7 @@ def write_message(stream: Any, message: object) -> None:
 
 
 def read_message(stream: Any) -> Any:
-    """The next message.
+    """Wait for the next message and return it.
 
     Raises:
         EOFError: the stream ended.
@@ -68,7 +68,7 @@ class GeneratorServer:
                 result = target(*arguments)
                 if inspect.isawaitable(result):
                     result = await result
-        except Exception as error:  # whatever it is belongs to the caller
+        except Exception as error:  # the caller gets any exception
             self._say(number, "error", _picklable(error))
         else:
             self._say(number, "result", result)
@@ -82,7 +82,7 @@ class GeneratorServer:
 def main() -> None:
     """Serve the process that started this one."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # What anything prints must not get between the messages.
+    # Printed text must not mix with the messages.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     asyncio.run(GeneratorServer(answers).serve(sys.stdin.buffer))
 
@@ -90,6 +90,6 @@ def main() -> None:
 def _picklable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception class may do anything there
+    except Exception:  # the exception's class may run any code
         return BackendError(f"{type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""A server on this machine for rewards that ask an HTTP endpoint, over real sockets."""
+"""A local server for rewards that send requests to an HTTP endpoint, over real sockets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from chatlearn_core.exceptions import ContractError
 
 @dataclass(slots=True, frozen=True)
 class HttpReply:
-    """What the server answers one request."""
+    """The server's reply to one request."""
 
     body: Any = None
-    """Sent as JSON; bytes are sent as they are."""
+    """Sent as JSON, or unchanged if it is bytes."""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     hangs: bool = False
@@ -48,14 +48,14 @@ class FakeHttpServer:
         """(path, headers with lower-case names, body) of each request, in order of arrival."""
         self.num_open = 0
         self.most_open = 0
-        """Requests at the same time, at most."""
+        """Largest number of concurrent requests."""
         self._server: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
         """``http://127.0.0.1:<port>``"""
         if self._server is None:
-            raise ContractError("the server is closed; ask for its url inside the with block")
+            raise ContractError("the server is closed; read its url inside the with block")
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class FakeHttpServer:
                 fake._serve(self)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing is printed."""
+                """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

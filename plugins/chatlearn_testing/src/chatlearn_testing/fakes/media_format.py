@@ -19,7 +19,7 @@ class MediaFormat:
         self.options = options
 
     def parse(self, row: Row) -> RawExample:
-        """Raises DataError: a medium is not written in hex, or empty."""
+        """Convert a row to an example. Raises: DataError: a medium is empty or not in hex."""
         try:
             media = tuple(Media("image", bytes.fromhex(text)) for text in row.get("media", ()))
         except ValueError as error:

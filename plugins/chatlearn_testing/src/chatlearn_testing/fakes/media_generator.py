@@ -20,8 +20,8 @@ NUM_LAYERS, NUM_CHOICES, NUM_EXPERTS = 3, 2, 11
 
 
 class MediaGenerator(FakeGenerator):
-    """Replaces every placeholder in a prompt by one token for each byte of its medium, and says of each token of prompt
-    and completion which experts it went to: a function of the token and its position alone.
+    """Replaces every placeholder in a prompt by one token for each byte of its medium, and reports the experts of each
+    token of prompt and completion, which depend only on the token and its position.
     """
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Completion:
@@ -41,7 +41,8 @@ class MediaGenerator(FakeGenerator):
         routes = routed_experts(np.concatenate([prompt_ids, made.token_ids]))
         if prior is not None and not np.array_equal(routes[: len(prompt_ids)], prior.prompt_token_data[ROUTES]):
             raise BackendError(
-                f"{self.name}: request {request.id!r} resumes other routes of its prompt than were taken"
+                f"{self.name}: request {request.id!r} resumes with other experts of its prompt's tokens than this"
+                " generator computes"
             )
         return replace(
             made,

@@ -1,4 +1,4 @@
-"""Options of the fakes. Imports pydantic only, as the rule for options modules says."""
+"""Options of the fakes. Imports only pydantic, like every options module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ class FakeOptions(BaseModel):
 class FakeTrainerOptions(FakeOptions):
     """Options of ``FakeTrainer``."""
 
-    learning_rate: float = Field(0.1, gt=0, description="Of plain gradient descent with momentum.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="0 is plain gradient descent.")
+    learning_rate: float = Field(0.1, gt=0, description="Learning rate of gradient descent with momentum.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum; 0 gives plain gradient descent.")
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Token budget of one forward pass.")
-    record: str | None = Field(
-        None, description="A directory into which every update writes the batch that it is given."
-    )
+    record: str | None = Field(None, description="Directory into which every update writes its batch.")
 
 
 class FakePipelineOptions(FakeTrainerOptions):
@@ -32,12 +30,14 @@ class FakeGeneratorOptions(FakeOptions):
     """Options of ``FakeGenerator``."""
 
     seconds_per_token: float = Field(
-        0.0, ge=0, description="A slower engine: time for an abort or a pause from another process to arrive."
+        0.0,
+        ge=0,
+        description="Seconds to wait before each token, so that an abort or a pause from another process can arrive.",
     )
 
 
 class FakeRewardOptions(FakeOptions):
     """Options of ``FakeReward``."""
 
-    target: int = Field(1, ge=0, description="The token whose share of the completion is the reward.")
+    target: int = Field(1, ge=0, description="Token whose fraction of the completion is the reward.")
     seconds_per_call: float = Field(0.0, ge=0, description="A slower reward.")

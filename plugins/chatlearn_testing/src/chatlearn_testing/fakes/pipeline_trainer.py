@@ -1,8 +1,8 @@
 """A trainer with pipeline stages, each split into shards, which shows that the contract suits sharded backends.
 
-Rank ``stage * shards + shard`` holds some rows of its stage's tensors. The first stage embeds, the last one alone knows
-the loss and the outputs; only rank 0 knows the whole manifest; every rank streams boxes and writes its own checkpoint
-file, which no other layout can load.
+Rank ``stage * shards + shard`` holds some rows of its stage's tensors. The first stage embeds, only the last one
+computes the loss and the outputs, and only rank 0 knows the whole manifest; every rank streams boxes and writes its own
+checkpoint file, which no other layout can load.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FakePipelineTrainer:
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Name -> full shape of this stage's tensors."""
         self._weights: dict[str, Tensor] = {}
-        """This rank's rows of them."""
+        """This rank's rows of these tensors."""
         self._momentum: dict[str, Tensor] = {}
         self._store: PrivateStore | None = None
         self._group: Any = None
@@ -153,8 +153,8 @@ class FakePipelineTrainer:
             return self._outputs(whole, hidden, batch, request) if self.is_last else {}
 
     def update(self, batch: TrainBatch, loss: Loss) -> Metrics:
-        """The loss's metrics come from the last stage, ``grad_norm`` and ``lr`` from the first; of several shards the
-        first reports.
+        """The loss's metrics come from the last stage, ``grad_norm`` and ``lr`` from the first; of several shards only
+        the first reports.
         """
         self._require_ready()
         whole = {name: tensor.requires_grad_() for name, tensor in self._whole().items()}
@@ -167,7 +167,7 @@ class FakePipelineTrainer:
                 result = loss(self._outputs(whole, hidden, micro, loss.needs), micro)
                 parts.append(result.metrics)
                 total += float(result.total.detach())
-                # A loss of nothing still has a backward: the stage before waits for its gradient.
+                # An empty loss still needs its backward pass: the stage before waits for the gradient.
                 (result.total + hidden.sum() * 0.0).backward()  # type: ignore[no-untyped-call]  # torch
             else:
                 gradient = torch.empty_like(hidden)
@@ -227,10 +227,12 @@ class FakePipelineTrainer:
     def load_model(self, directory: Path, *, fresh_optimizer: bool = True, decay: float = 0.0) -> None:
         self._require_ready()
         own, other = tensor_shapes(self._directory), tensor_shapes(directory)
-        # All of the model, so that every stage refuses what one cannot take.
+        # Every stage checks the whole model, so that all stages refuse a bad one.
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         if wrong or LlamaShape.read(directory) != self._shape:
-            raise ModelError(f"{directory} holds another model: {', '.join(wrong[:4])} in one only or of another shape")
+            raise ModelError(
+                f"{directory} holds another model: {', '.join(wrong[:4])} are missing on one side or have another shape"
+            )
         for name, rows in self._weights.items():
             rows.mul_(decay).add_(read_rows(directory, name, *self._rows(name)), alpha=1 - decay)
         if fresh_optimizer:
@@ -293,7 +295,7 @@ class FakePipelineTrainer:
         return count * self.shard // self.shards, count * (self.shard + 1) // self.shards
 
     def _whole(self) -> dict[str, Tensor]:
-        """This stage's tensors, gathered from its shards; copies."""
+        """Return copies of this stage's tensors, gathered from its shards."""
         whole: dict[str, Tensor] = {}
         for name, shape in self._shapes.items():
             tensor = torch.zeros(shape)
@@ -305,7 +307,9 @@ class FakePipelineTrainer:
         return whole
 
     def _forward(self, weights: Mapping[str, Tensor], batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """[T, H] as it arrived from the stage before (a leaf), and as this stage leaves it; sent on to the next."""
+        """Return the input [T, H] from the stage before, as a leaf, and this stage's output, which is sent to the next
+        stage.
+        """
         if self.is_first:
             arrived = embed(weights, batch.token_ids)
         else:

@@ -34,15 +34,15 @@ class LlamaShape:
 
     @classmethod
     def read(cls, directory: Path) -> LlamaShape:
-        """Read them from a model directory.
+        """Read the fields from a model directory.
 
         Raises:
-            ModelError: it is no untied Llama.
+            ModelError: the model is not a Llama with untied embeddings.
         """
         try:
             config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ModelError(f"{directory} holds no readable config.json: {error}") from error
+            raise ModelError(f"{directory} has no readable config.json: {error}") from error
         if config.get("model_type") != "llama" or config.get("tie_word_embeddings"):
             raise ModelError(f"{directory}: this trainer takes models of type llama with untied embeddings")
         heads = int(config["num_attention_heads"])

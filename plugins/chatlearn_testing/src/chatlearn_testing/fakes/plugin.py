@@ -27,35 +27,35 @@ from chatlearn_testing.fakes.records import (
 
 @hookimpl
 def chatlearn_trainers() -> Iterable[TrainerSpec]:
-    """The bigram trainer, and the one over pipeline stages."""
+    """Register the bigram trainer and the trainer with pipeline stages."""
     return [FAKE_TRAINER, FAKE_PIPELINE_TRAINER]
 
 
 @hookimpl
 def chatlearn_generators() -> Iterable[GeneratorSpec]:
-    """The bigram generator, and the one that expands media."""
+    """Register the bigram generator and the generator that expands media."""
     return [FAKE_GENERATOR, FAKE_MEDIA_GENERATOR]
 
 
 @hookimpl
 def chatlearn_model_families() -> Iterable[ModelFamilySpec]:
-    """The family of bigram models."""
+    """Register the family of bigram models."""
     return [BIGRAM_FAMILY]
 
 
 @hookimpl
 def chatlearn_datasets() -> Iterable[DatasetSpec]:
-    """The format of prompts with media."""
+    """Register the format of prompts with media."""
     return [FAKE_MEDIA_FORMAT]
 
 
 @hookimpl
 def chatlearn_rewards() -> Iterable[RewardSpec]:
-    """The reward that is the fraction of one token in a completion."""
+    """Register the reward that is the fraction of one token in a completion."""
     return [FAKE_REWARD]
 
 
 @hookimpl
 def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
-    """The transport between processes."""
+    """Register the transport between processes."""
     return [FAKE_BOX_SYNC]

@@ -28,7 +28,7 @@ class Mailbox:
     sync_id: str
     items: queue.Queue[Item] = field(default_factory=lambda: queue.Queue(maxsize=1))
     left: str | None = None
-    """Reason why the receiver left; None: it has not."""
+    """Reason why the receiver left; None while it has not."""
     closed: bool = False
 
 
@@ -43,7 +43,9 @@ class FakeSender:
         here = (self._endpoint.host, self._endpoint.process)
         for receiver in plan.receivers:
             if (receiver.host, receiver.process) != here:
-                raise WeightSyncError(f"{receiver} lives in another process than {self._endpoint}; 'fake' needs one")
+                raise WeightSyncError(
+                    f"{receiver} lives in another process than {self._endpoint}, but 'fake' needs both in one process"
+                )
         self._mailboxes = {receiver: Mailbox(plan.sync_id) for receiver in plan.receivers}
         return SyncOffer(self._endpoint.rank, dict(self._mailboxes))
 
@@ -86,7 +88,7 @@ class FakeSender:
                     if mailbox.closed:
                         mailbox.left = "the sync was released"
                     elif time.monotonic() > deadline:
-                        mailbox.left = f"{receiver} took nothing within {plan.timeout_s:g} s"
+                        mailbox.left = f"{receiver} received nothing within {plan.timeout_s:g} s"
         if self._mailboxes and all(mailbox.left is not None for mailbox in self._mailboxes.values()):
             reasons = "; ".join(str(mailbox.left) for mailbox in self._mailboxes.values())
             kind = BackendTimeoutError if time.monotonic() > deadline else WeightSyncError

@@ -53,20 +53,20 @@ FAKE_GENERATOR = GeneratorSpec(
 FAKE_MEDIA_GENERATOR = replace(
     FAKE_GENERATOR,
     name="fake_media",
-    summary="The same with media in prompts, which it expands, and with routes of every token.",
+    summary="A bigram generator that expands media in prompts and reports the experts of every token.",
     factory=f"{_FAKES}.media_generator:MediaGenerator",
 )
 
 FAKE_MEDIA_FORMAT = DatasetSpec(
     name="fake_media",
-    summary="Text whose placeholders stand for the entries of the column media.",
+    summary="Text with placeholders for the entries of the column media.",
     factory=f"{_FAKES}.media_format:MediaFormat",
     options=f"{_FAKES}.options:FakeOptions",
 )
 
 BIGRAM_FAMILY = ModelFamilySpec(
     name="bigram",
-    summary="Bigram models: a letter a token.",
+    summary="Bigram models: one letter per token.",
     factory=f"{_FAKES}.family:BigramFamily",
     options=f"{_FAKES}.options:FakeOptions",
     model_types=frozenset({"bigram"}),
@@ -74,7 +74,7 @@ BIGRAM_FAMILY = ModelFamilySpec(
 
 REMOTE_FAKE_GENERATOR = GeneratorSpec(
     name="fake_remote",
-    summary="FakeGenerator in a process of its own, spoken to over its standard streams.",
+    summary="FakeGenerator in a separate process, called over its standard streams.",
     factory=f"{_FAKES}.remote_generator:RemoteFakeGenerator",
     options=f"{_FAKES}.options:FakeGeneratorOptions",
     channels=frozenset({"tensors", "boxes", "checkpoint"}),
@@ -89,7 +89,7 @@ REMOTE_FAKE_GENERATOR = GeneratorSpec(
 
 FAKE_REWARD = RewardSpec(
     name="fake",
-    summary="The share of one token among the completion's.",
+    summary="The fraction of the completion's tokens that equal one token.",
     factory=f"{_FAKES}.reward:FakeReward",
     options=f"{_FAKES}.options:FakeRewardOptions",
 )

@@ -1,4 +1,4 @@
-"""A generator in another process: the protocol of ``Generator`` spoken over the child's standard streams.
+"""A generator in another process, called over the child's standard streams.
 
 The child runs any interpreter in which chatlearn-core is installed, so that an engine's pins need not agree with the
 trainer's. Messages are pickles with their length in front; ``generator_server`` is the other end.
@@ -28,7 +28,7 @@ from chatlearn_testing.fakes.generator_server import read_message, write_message
 from chatlearn_testing.fakes.options import FakeGeneratorOptions
 
 PATIENCE_S = 60.0
-"""Timeout of blocking calls, seconds; coroutines wait without a limit of their own."""
+"""Timeout of blocking calls, seconds; coroutines have no timeout."""
 SERVER = "from chatlearn_testing.fakes.generator_server import main; main()"
 
 
@@ -172,7 +172,7 @@ class RemoteFakeGenerator:
 
 
 class _RemoteLoader:
-    """Implements ``WeightLoader``: tensors travel by value."""
+    """Implements ``WeightLoader``: tensors are sent by value."""
 
     def __init__(self, generator: RemoteFakeGenerator) -> None:
         self._generator = generator

@@ -52,10 +52,10 @@ class ScriptedHandle:
     """Implements ``RoleHandle``.
 
     Args:
-        answer: ``(prompt text, sampling) -> text``, of a generator; what it raises is raised.
-        logprobs: ``(prompt text, continuation text) -> [C]``, of a generator that scores.
-        scores: ``(token ids of a sequence) -> number``, of a trainer.
-        weights_change: whether its weights change in the course of the run.
+        answer: for a generator: ``(prompt text, sampling) -> text``; its exceptions reach the caller.
+        logprobs: for a generator that scores: ``(prompt text, continuation text) -> [C]``.
+        scores: for a trainer: ``(token ids of a sequence) -> number``.
+        weights_change: whether the role's weights change during the run.
     """
 
     role = "scripted"
@@ -82,7 +82,7 @@ class ScriptedHandle:
     async def generate(
         self, token_ids: TokenIds, sampling: SamplingParams, *, request_id: str, group_id: str = ""
     ) -> Completion:
-        assert self._answer is not None, "the test gives answers"
+        assert self._answer is not None, "the test must pass answer"
         prompt = text_of(token_ids)
         self.asked.append((prompt, sampling))
         ids = codes(text := self._answer(prompt, sampling))
@@ -99,11 +99,11 @@ class ScriptedHandle:
         group_id: str = "",
         temperature: float = 1.0,
     ) -> Floats:
-        assert self._logprobs is not None, "the test gives logprobs"
+        assert self._logprobs is not None, "the test must pass logprobs"
         return np.asarray(self._logprobs(text_of(token_ids), text_of(continuation_ids)), np.float32)
 
     async def compute(self, batch: TrainBatch, request: OutputRequest) -> Outputs:
-        assert self._scores is not None, "the test gives scores"
+        assert self._scores is not None, "the test must pass scores"
         self.batches.append(batch.sample_ids)
         rows = torch.split(batch.token_ids, batch.lengths)
         return {"scores": torch.tensor([self._scores(row.tolist()) for row in rows])}
@@ -115,5 +115,5 @@ def codes(text: str) -> TokenIds:
 
 
 def text_of(token_ids: TokenIds) -> str:
-    """The text of code points."""
+    """Return the text of code points."""
     return "".join(map(chr, np.asarray(token_ids).tolist()))

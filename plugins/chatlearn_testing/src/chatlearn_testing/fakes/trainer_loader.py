@@ -15,9 +15,9 @@ class FakeTrainerLoader:
     """Implements ``WeightLoader`` for tensors and boxes: collects the sum of what arrives, then blends it at once.
 
     Args:
-        manifest: of the trainer.
-        finish: takes the whole tensors once all arrived.
-        name: for messages.
+        manifest: manifest of the trainer.
+        finish: called with the whole tensors when all have arrived.
+        name: name for messages.
     """
 
     def __init__(self, manifest: WeightManifest, finish: Callable[[Mapping[str, Tensor]], None], name: str) -> None:
@@ -50,7 +50,7 @@ class FakeTrainerLoader:
             spec = self._manifest.tensors.get(shard.name)
             if spec is None or shard.global_shape != spec.shape:
                 raise WeightSyncError(
-                    f"{self._name}: {shard.name} {list(shard.global_shape)} is no tensor of its model"
+                    f"{self._name}: {shard.name} {list(shard.global_shape)} is not a tensor of its model"
                 )
             self._missing[shard.name] -= shard.tensor.numel()
             if self._missing[shard.name] < 0:
