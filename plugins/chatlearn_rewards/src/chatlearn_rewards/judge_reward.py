@@ -72,7 +72,7 @@ class JudgeReward:
         if options.cache == "disk" and not self._judge.is_fixed:
             raise ConfigError(
                 f"reward 'judge' of role {self._context.role!r}: cache is disk, but the weights of the judge change in "
-                "the run, and with them its answers. Set cache to off, or give the judge a model of its own"
+                "the run, and with them its answers. Set cache to off, or give the judge a separate model"
             )
         if options.cache_path is not None:
             self._cache = DiskCache(options.cache_path)
