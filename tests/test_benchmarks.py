@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_reward_throughput() -> None:
     assert result["samples_per_s"].keys() == {"math", "code"}
     assert all(rates.keys() == {"1", "2"} for rates in result["samples_per_s"].values())
     assert min(spread["lowest"] for spread in result["start_s"].values()) > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_prompt_path() -> None:
+    """The table of the architecture document has the files that hand the prompt on."""
+    result = run_benchmark("prompt_path")
+    document = (BENCHMARKS.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = document.partition("### A prompt's way\n")[2].partition("The four parts are")[0]
+    assert sorted(re.findall(r"^\| `(\S+\.py)` \|", section, re.MULTILINE)) == sorted(result["path"])
+    assert result["met"], f"{result['files_on_path']} files hand a prompt on; the aim is {result['aim']}"
+    assert {"chatlearn_core/runtime/boundary.py", "chatlearn_rewards/gsm8k_reward.py"} <= set(result["readers"])
 
 
 @pytest.mark.slow

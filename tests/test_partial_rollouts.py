@@ -18,7 +18,7 @@ from chatlearn_core.config.models import RolloutConfig, RunConfig
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import PartialRollouts, partial_rollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.protocols import ModelSource, PlainData, RoleContext
 from chatlearn_core.runtime.serial_executor import SerialExecutor
 from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, SamplingParams

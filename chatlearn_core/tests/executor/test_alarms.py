@@ -7,7 +7,7 @@ import pytest
 
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.alarms import EQUAL_REWARDS_STEPS, JUMP_STEPS, MISMATCH_PROB_DIFF, Alarms
-from chatlearn_core.executor.experience import Experience
+from chatlearn_core.executor.step_samples import Experience
 from chatlearn_core.types import UNGRADED, Prompt, RewardResult, Sample
 
 

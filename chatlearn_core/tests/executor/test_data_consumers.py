@@ -11,10 +11,10 @@ import pytest
 from chatlearn_core.exceptions import PluginError, UnfetchedError
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.decisions import Decisions
-from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.rollouts.pending import Progress, groups_of, with_values
+from chatlearn_core.executor.step_samples import FinishedGroup
 from chatlearn_core.metrics.run_directory import recorded_fields, rollout_record
 from chatlearn_core.protocols import DataStore
 from chatlearn_core.types import (

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.experience import Experience
 from chatlearn_core.executor.policy_updater import PolicyUpdater, unit_index
+from chatlearn_core.executor.step_samples import Experience
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Loss, PlainData, RoleUpdate
 from chatlearn_core.types import Metric, Metrics, OutputRequest, Prompt, Sample, TrainBatch

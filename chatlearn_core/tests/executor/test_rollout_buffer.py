@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.executor.finished_group import FinishedGroup, finished_groups, samples_of
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.rollouts.saved import load_rollouts, save_rollouts
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest, finished_groups, samples_of
 from chatlearn_core.types import (
     Completion,
     ExampleDraw,

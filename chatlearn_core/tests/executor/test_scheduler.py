@@ -23,7 +23,8 @@ from chatlearn_core.exceptions import (
 )
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.logprob_bases import DeclaredBases
-from chatlearn_core.executor.scheduler import FlowScheduler, RolloutRequest
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import trace
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Device, PlainData

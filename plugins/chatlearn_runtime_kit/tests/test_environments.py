@@ -11,8 +11,8 @@ import pytest
 
 from chatlearn_core.exceptions import TurnLimitError
 from chatlearn_core.executor.environment_calls import rollout
-from chatlearn_core.executor.experience import exclusion_metrics
 from chatlearn_core.executor.rollout_producer import make_requests
+from chatlearn_core.executor.sample_metrics import exclusion_metrics
 from chatlearn_core.protocols import PlainData, RolloutContext, RolloutOrder
 from chatlearn_core.types import (
     Completion,

@@ -49,7 +49,8 @@ class AdvantageComputer:
         for sample in samples:
             if sample.exclusion is None and not sample.loss_mask.any():
                 sample.exclusion = EMPTY
-        self.decisions.exclude(samples, await self.data.aget(samples, self.decisions.reads))
+        if self.decisions.filters:
+            self.decisions.exclude(samples, await self.data.aget(samples, self.decisions.reads))
         admitted = [sample for sample in samples if sample.exclusion is None]
         packer = packer or SamplePacker()
         batch = scored_batch(admitted, packer.pack(admitted))

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.experience import Experience
+from chatlearn_core.executor.step_samples import Experience
 from chatlearn_core.types import UNGRADED, Sample
 
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})

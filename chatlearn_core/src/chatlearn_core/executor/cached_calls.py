@@ -17,7 +17,8 @@ from chatlearn_core.config.models import RunConfig
 from chatlearn_core.exceptions import BackendError, ConfigError, FlowError
 from chatlearn_core.executor.flow_calls import output_request
 from chatlearn_core.executor.output_cache import OutputCache, entry_key, is_local, model_identity
-from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest
+from chatlearn_core.executor.scheduler import FlowCall
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.outputs import check_outputs

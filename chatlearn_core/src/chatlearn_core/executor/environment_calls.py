@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, RoleLostError, TurnLimitError
-from chatlearn_core.executor.rollout_producer import sampled_as
-from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
+from chatlearn_core.executor.flow_calls import sampled_as
+from chatlearn_core.executor.scheduler import FlowCall
+from chatlearn_core.executor.step_samples import RolloutRequest, without_completion
 from chatlearn_core.protocols import RolloutOrder
 from chatlearn_core.runtime.plan import RolePlan
 from chatlearn_core.types import Completion, GenerateRequest, Rollout

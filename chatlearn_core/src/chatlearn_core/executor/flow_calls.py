@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
-from chatlearn_core.executor.rollout_producer import sampled_as
-from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest, without_completion
+from chatlearn_core.executor.scheduler import FlowCall
+from chatlearn_core.executor.step_samples import RolloutRequest, without_completion
 from chatlearn_core.flow import Node
 from chatlearn_core.runtime.boundary import checked_rewards
 from chatlearn_core.runtime.outputs import check_outputs, row_shape
@@ -202,6 +202,14 @@ def _fill_with_zeros(call: FlowCall, samples: Sequence[Sample], asked: OutputReq
         for sample in samples:
             dtype = np.float32 if spec.dtype == "float" else np.int64
             sample.token_data[call.node.output_fields[spec.name]] = np.zeros((len(sample.token_ids), *row), dtype)
+
+
+def sampled_as(arguments: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
+    """``sampling`` with the arguments of one call replacing its values."""
+    own = {name: value for name, value in arguments.items() if name != "n"}
+    if "stop" in own:
+        own["stop"] = tuple(own["stop"])
+    return replace(sampling, **own) if own else sampling
 
 
 def output_request(node: Node, sampling: SamplingParams) -> OutputRequest:

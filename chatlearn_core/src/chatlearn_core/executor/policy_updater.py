@@ -10,12 +10,12 @@ from chatlearn_core.batching import SamplePacker, mini_batches
 from chatlearn_core.executor.advantages import AdvantageComputer
 from chatlearn_core.executor.colocation import ColocationManager
 from chatlearn_core.executor.device_sharing import DeviceUse
-from chatlearn_core.executor.experience import Experience, sample_metrics
-from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.generator_mismatch import GeneratorMismatch
 from chatlearn_core.executor.policy import POLICY_METRICS
 from chatlearn_core.executor.rollouts.staleness import staleness_metrics
+from chatlearn_core.executor.sample_metrics import sample_metrics
 from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.step_samples import Experience, FinishedGroup
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, Loss, RoleUpdate, Runtime
 from chatlearn_core.protocols.data_store import fields_read_by

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from chatlearn_core.config.models import RolloutConfig
-from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.rollouts.saved import describe_finished, restore_finished
 from chatlearn_core.executor.rollouts.staleness import oldest_version
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest
 from chatlearn_core.protocols import DataStore
 
 STALE = "stale"

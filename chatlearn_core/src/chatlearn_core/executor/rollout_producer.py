@@ -9,11 +9,12 @@ from typing import Any
 
 from chatlearn_core.data import ExampleKind, Prompts
 from chatlearn_core.executor.decisions import Decisions
-from chatlearn_core.executor.finished_group import FinishedGroup, finished_groups
+from chatlearn_core.executor.flow_calls import sampled_as
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import PartialRollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import FlowScheduler, RolloutRequest
+from chatlearn_core.executor.scheduler import FlowScheduler
+from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest, finished_groups
 from chatlearn_core.flow import Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.protocols import Algorithm, ExampleSampler
@@ -118,14 +119,6 @@ class RolloutProducer:
         """Cancel rollouts that continue between steps."""
         if self.partial is not None:
             await self.partial.close()
-
-
-def sampled_as(arguments: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
-    """``sampling`` with the arguments of one call replacing its values."""
-    own = {name: value for name, value in arguments.items() if name != "n"}
-    if "stop" in own:
-        own["stop"] = tuple(own["stop"])
-    return replace(sampling, **own) if own else sampling
 
 
 def make_requests(

@@ -26,7 +26,6 @@ from chatlearn_core.executor.component_factory import (
 )
 from chatlearn_core.executor.decisions import build_decisions, build_sampler
 from chatlearn_core.executor.device_sharing import DeviceUse
-from chatlearn_core.executor.finished_group import samples_of
 from chatlearn_core.executor.journal import Journal
 from chatlearn_core.executor.loggers import build_loggers
 from chatlearn_core.executor.output_cache import OutputCache
@@ -47,6 +46,7 @@ from chatlearn_core.executor.rollouts.pending import num_samples
 from chatlearn_core.executor.rollouts.saved import load_rollouts
 from chatlearn_core.executor.run_outcome import RunOutcome
 from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.executor.step_samples import samples_of
 from chatlearn_core.executor.training_loop import TrainingLoop
 from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
 from chatlearn_core.metrics import RunDirectory, Timers

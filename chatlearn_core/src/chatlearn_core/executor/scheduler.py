@@ -21,68 +21,20 @@ from chatlearn_core.executor.device_sharing import uses_of
 from chatlearn_core.executor.flow_functions import FlowFunctions
 from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.phases import Phase
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics import Timers
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.protocols import Runtime
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.runtime.plan import RolePlan, origin_of
-from chatlearn_core.types import Completion, ExampleDraw, GenerateRequest, Prompt, Sample, SamplingParams
+from chatlearn_core.types import Completion, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from chatlearn_core.executor.cached_calls import CachedCalls
 
 _PHASES = {"generator": Phase.GENERATING, "environment": Phase.GENERATING, "trainer": Phase.COMPUTING}
 """Phase of the run during calls on roles of a kind; all other calls are scoring."""
-
-
-@dataclass(slots=True)
-class RolloutRequest:
-    """The place of one sample in a step: its request, and later the sample itself."""
-
-    sample_id: str
-    draw: ExampleDraw
-    generate_request: GenerateRequest | None = None
-    """None for demonstrations, whose samples exist from the start."""
-    sample: Sample | None = None
-    left_out: bool = False
-    """Whether its generation continues after this run of the flow: no other call is made for it, and it gives no
-    sample."""
-    sampling: SamplingParams | None = None
-    """The step's sampling parameters, for further turns; None: the run's."""
-    maker: int | None = None
-    """Index of the flow's node that generates it; None if there is only one."""
-    extras: list[Sample] = field(default_factory=list)
-    """Further samples of the same rollout, which are also trained on and share its reward."""
-    dropped: bool = False
-    """Whether a call excluded its sample on purpose or could not continue it: later calls skip it."""
-
-    @property
-    def group_id(self) -> str:
-        return self.draw.group_id
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.draw.example.prompt
-
-    @property
-    def filled(self) -> Sample:
-        """The sample, once it exists."""
-        assert self.sample is not None, f"request {self.sample_id} was not filled"
-        return self.sample
-
-    @property
-    def samples(self) -> list[Sample]:
-        """All samples of the rollout, once they exist."""
-        return [self.filled, *self.extras]
-
-
-def without_completion(request: RolloutRequest, reason: str) -> Sample:
-    """The excluded sample of a request for which nothing was sampled."""
-    tokens = request.prompt.token_ids
-    sample = Sample(request.sample_id, request.group_id, request.prompt, tokens, tokens < 0)
-    sample.exclusion = reason
-    return sample
 
 
 class CompletionSource(Protocol):

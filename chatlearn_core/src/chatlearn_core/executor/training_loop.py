@@ -9,8 +9,6 @@ from chatlearn_core.config.models import RunConfig
 from chatlearn_core.executor.checkpointing import CheckpointWriter
 from chatlearn_core.executor.decisions import Decisions
 from chatlearn_core.executor.evaluator import Evaluators
-from chatlearn_core.executor.experience import exclusion_metrics
-from chatlearn_core.executor.finished_group import FinishedGroup, samples_of
 from chatlearn_core.executor.journal import Journal
 from chatlearn_core.executor.loggers import Loggers
 from chatlearn_core.executor.metrics_line import epochs, throughput, values
@@ -20,6 +18,8 @@ from chatlearn_core.executor.refresh import RoleRefresher
 from chatlearn_core.executor.rollout_buffer import RolloutBuffer
 from chatlearn_core.executor.rollout_producer import RolloutProducer
 from chatlearn_core.executor.run_state import RunState
+from chatlearn_core.executor.sample_metrics import exclusion_metrics
+from chatlearn_core.executor.step_samples import FinishedGroup, samples_of
 from chatlearn_core.executor.weight_sync_manager import WeightSyncManager
 from chatlearn_core.metrics import Timers
 from chatlearn_core.metrics.run_directory import recorded_fields

@@ -12,7 +12,7 @@ import pytest
 from chatlearn_core.exceptions import BackendError, ReplicaLostError
 from chatlearn_core.executor.rollout_producer import make_requests
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.protocols import OnTokens
 from chatlearn_core.types import (
     Completion,

@@ -12,7 +12,7 @@ import pytest
 from chatlearn_core.config.models import RolloutConfig
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, ReplicaLostError
 from chatlearn_core.executor.rollouts.manager import RolloutManager, Rollouts
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.runtime.boundary import Origin
 from chatlearn_core.types import ExampleDraw, Prompt
 

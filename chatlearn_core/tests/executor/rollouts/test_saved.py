@@ -18,7 +18,7 @@ from chatlearn_core.executor.rollouts.saved import (
     load_rollouts,
     save_rollouts,
 )
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.types import Completion, ExampleDraw, LogprobBasis, SamplingParams, VersionSpan
 
 EMPTY: dict[str, Any] = {"groups": []}

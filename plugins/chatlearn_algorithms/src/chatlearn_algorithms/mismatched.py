@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from chatlearn_core.exceptions import DataError
-from chatlearn_core.executor.scheduler import FlowCall, RolloutRequest
+from chatlearn_core.executor.scheduler import FlowCall
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.plugins import builtin
 from chatlearn_core.runtime.outputs import check_outputs
 from chatlearn_core.types import OutputRequest, Sample, pack_samples, per_sequence

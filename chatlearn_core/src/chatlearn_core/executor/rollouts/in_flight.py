@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from chatlearn_core.exceptions import BackendError, RoleLostError
 from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
 from chatlearn_core.executor.rollouts.pending import Group, groups_of, num_samples, with_values
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.protocols import DataStore, PlainData
 from chatlearn_core.types import Completion, GenerateRequest, Metric, Metrics
 

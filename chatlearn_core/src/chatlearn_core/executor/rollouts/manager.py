@@ -11,7 +11,7 @@ from chatlearn_core.config.models import RolloutConfig
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ContractError, RoleLostError
 from chatlearn_core.executor.rollouts.occupancy import Occupancy
 from chatlearn_core.executor.rollouts.routing import Routing, affinity_of, longest_first
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.plugins.records import GeneratorSpec
 from chatlearn_core.protocols import GeneratorFleet, OnTokens, Runtime
 from chatlearn_core.runtime.boundary import Origin, check_completion

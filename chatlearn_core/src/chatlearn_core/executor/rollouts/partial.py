@@ -11,7 +11,7 @@ from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial_rollout_step import PartialRolloutStep
 from chatlearn_core.executor.rollouts.paused import PausedRollouts
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.types import Metrics
 
 

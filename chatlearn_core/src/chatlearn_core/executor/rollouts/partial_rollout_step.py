@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from chatlearn_core.executor.rollouts.pending import Group
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.types import Completion
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import RolloutRequest
 from chatlearn_core.protocols import DataStore
 from chatlearn_core.types import Completion, ExampleDraw
 

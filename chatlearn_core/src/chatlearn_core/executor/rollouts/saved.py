@@ -18,9 +18,8 @@ import numpy as np
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, CheckpointError
 from chatlearn_core.executor.array_state import read_array_state, write_array_state
-from chatlearn_core.executor.finished_group import FinishedGroup
 from chatlearn_core.executor.rollouts.pending import Group, Progress
-from chatlearn_core.executor.scheduler import RolloutRequest
+from chatlearn_core.executor.step_samples import FinishedGroup, RolloutRequest
 from chatlearn_core.types import (
     Completion,
     Example,

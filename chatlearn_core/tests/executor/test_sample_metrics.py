@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from chatlearn_core.executor.experience import sample_metrics
+from chatlearn_core.executor.sample_metrics import sample_metrics
 from chatlearn_core.types import Completion, Prompt, Sample, SamplingParams, sample_from_completion
 
 SAMPLING = SamplingParams(8, temperature=0.5, top_p=1.0)

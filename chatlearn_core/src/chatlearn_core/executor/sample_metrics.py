@@ -1,29 +1,11 @@
-"""The experience that one step trains on: its samples with everything computed for them."""
+"""Metrics of a step's samples: lengths, outcomes, exclusions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from chatlearn_core.batching import SamplePacker
 from chatlearn_core.types import UNGRADED, Metric, Metrics, Sample
-
-
-@dataclass(slots=True)
-class Experience:
-    """The samples of one step. Samples with an ``exclusion`` are not trained on, but counted."""
-
-    step: int
-    samples: list[Sample]
-    metrics: Metrics
-    packer: SamplePacker = field(default_factory=SamplePacker)
-    """Packs the samples, and knows what of them is packed already."""
-
-    @property
-    def admitted(self) -> list[Sample]:
-        """The samples that are trained on."""
-        return [sample for sample in self.samples if sample.exclusion is None]
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
