@@ -48,6 +48,11 @@ class TrainerOptions(Forbidding):
 
 class GroupOptions(Forbidding):
     group_size: int = 4
+    supervision: str = "outcome"
+
+    @property
+    def needs_steps(self) -> str | None:
+        return "reward" if self.supervision == "process" else None
 
     @property
     def warnings(self) -> tuple[tuple[str, str], ...]:

@@ -230,6 +230,13 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             "    set the uses of each part (parts.0.uses)",
         ),
     ],
+    "steps_are_rewarded": [
+        (
+            ["algorithm.options.supervision=process"],
+            "roles.reward: algorithm 'grpo' is to learn from rewards of steps, and no part gives them (got 'math')\n"
+            "    use a reward that does (such as process), or set algorithm.options.supervision to outcome",
+        ),
+    ],
     "algorithm_roles": [
         (
             ["~roles.reward"],

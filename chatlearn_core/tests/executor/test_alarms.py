@@ -61,6 +61,33 @@ def test_steps_that_are_equal_within_and_differ_between_are_no_standstill() -> N
         assert alarms.check(experience(value, value), {}) == []
 
 
+def test_groups_that_are_equal_within_are_told_after_some_steps_in_a_row() -> None:
+    """Two groups, one all right and one all wrong: no completion is better than another of its group."""
+    alarms, step, metrics = Alarms(), experience(0.0, 0.0, 1.0, 1.0), {"zero_spread_groups": 1.0}
+    for _ in range(EQUAL_REWARDS_STEPS - 1):
+        assert alarms.check(step, metrics) == []
+    [sentence] = alarms.check(step, metrics)
+    assert sentence.startswith("for 3 steps the rewards within each group have been equal, although groups differ")
+    assert "raise algorithm.options.group_size or sampling.temperature" in sentence
+    assert alarms.check(step, {"zero_spread_groups": 0.5}) == [], "one group with a difference starts the count again"
+    assert alarms.check(step, metrics) == []
+
+
+def test_equal_rewards_are_told_once() -> None:
+    alarms = Alarms()
+    for _ in range(EQUAL_REWARDS_STEPS):
+        told = alarms.check(experience(0.0, 0.0), {"zero_spread_groups": 1.0})
+    assert len(told) == 1
+    assert told[0].startswith("every reward of the last 3 steps is 0.0")
+
+
+def test_rewards_of_tokens_that_differ_are_no_standstill() -> None:
+    alarms, step = Alarms(), experience(0.0, 0.0)
+    step.samples[0].reward = RewardResult(0.0, token_values=np.array([0.0, 0.5], np.float32))
+    for _ in range(EQUAL_REWARDS_STEPS + 1):
+        assert alarms.check(step, {}) == []
+
+
 def test_demonstrations_have_no_rewards_to_worry_about() -> None:
     alarms, step = Alarms(), experience()
     for _ in range(5):

@@ -121,7 +121,7 @@ def test_everything_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     buffer = RolloutBuffer(1)
     buffer.admit([make_group(3, 4, 5), make_group(1, 5)])
     first, second = samples_of(buffer.groups)[:2]
-    first.reward = RewardResult(0.25, {"accuracy": 0.0}, np.array([0.5, -0.5], np.float32))
+    first.reward = RewardResult(0.25, {"accuracy": 0.0}, np.array([0.5, -0.5], np.float32), step_ends=np.arange(2))
     first.token_data["experts"] = np.arange(8, dtype=np.int16).reshape(4, 2)
     first.sequence_data["judge"] = 0.1
     first.media = (Media("image", b"\x89PNG"), Media("box", np.array([1, 2])), Media("video", "https://example.org/v"))

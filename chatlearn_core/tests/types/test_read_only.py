@@ -37,7 +37,7 @@ def make_sample(index: int, prompt: Prompt) -> Sample:
         token_data={"experts": np.zeros((3, 2), np.int8)},
     )
     sample = sample_from_completion(f"s{index}", "g", prompt, completion)
-    sample.reward = RewardResult(1.0, {"math": 1.0}, np.ones(3, np.float32))
+    sample.reward = RewardResult(1.0, {"math": 1.0}, np.ones(3, np.float32), step_ends=np.arange(3))
     sample.sequence_data["advantage"] = 0.5
     return sample
 

@@ -108,6 +108,12 @@ class TestHttp(RewardConformance):
     cases = SETTINGS["reward/http"]["cases"]
 
 
+class TestProcess(RewardConformance):
+    backend = "process"
+    options: ClassVar = SETTINGS["reward/process"]["options"]
+    cases = SETTINGS["reward/process"]["cases"]
+
+
 class TestModel(RewardConformance):
     backend = "model"
     handles: ClassVar = SETTINGS["reward/model"]["handles"]

@@ -13,9 +13,9 @@ RECORDS = {record.name: record for record in chatlearn_rewards()}
 
 def test_names():
     rules = {"multiple_choice", "exact_match", "fuzzy_match", "json_schema", "length", "repetition"}
-    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "http", "model"} | rules
+    assert set(RECORDS) == {"math", "gsm8k", "format", "function", "code", "judge", "http", "process", "model"} | rules
     assert all(record.summary for record in RECORDS.values())
-    assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model"}
+    assert {name for name, record in RECORDS.items() if record.unit == "group"} == {"model", "process"}
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))

@@ -123,6 +123,42 @@ async def test_token_values_are_weighted_too() -> None:
     np.testing.assert_allclose(result.token_values, [0.0, 0.5 * 1 + 3])
 
 
+def by_steps(values: list[float], ends: list[int]) -> FakeReward:
+    found = RewardResult(0.0, token_values=np.array(values, np.float32), step_ends=np.array(ends))
+    return FakeReward(lambda samples: [found])
+
+
+async def test_steps_of_several_parts_are_all_steps() -> None:
+    parts = [RewardPart("a", by_steps([0.5, 0.0], [0]), weight=2.0), RewardPart("b", by_steps([1.0, 0.0], [0, 1]))]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    np.testing.assert_array_equal(result.token_values, [2.0, 0.0])
+    np.testing.assert_array_equal(result.step_ends, [0, 1])
+
+
+async def test_rewards_of_tokens_and_of_steps_are_not_added() -> None:
+    tokens = FakeReward(lambda samples: [RewardResult(1.0, {}, np.ones(2, np.float32))])
+    parts = [RewardPart("a", tokens), RewardPart("b", by_steps([0.5, 0.0], [0]))]
+    [result] = await CombinedReward("reward", parts, 30.0).score([make_sample(0)])
+    assert result.error == "a gives rewards of single tokens and b of steps: remove one"
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "error"),
+    [
+        (None, [0], "step_ends marks tokens, and token_values, which holds the steps' rewards there, is None"),
+        ([0.0, 1.0], [0.5], "step_ends is an array of float64 of shape (1,), not of positions, [K]"),
+        ([0.0, 1.0], [1, 1], "step_ends must ascend within the 2 tokens of the completion; it is [1, 1]"),
+        ([0.0, 1.0], [2], "step_ends must ascend within the 2 tokens of the completion; it is [2]"),
+        ([0.0, 1.0], [0], "token_values is 1 at token 1, which step_ends does not have: set it to 0 there"),
+    ],
+)
+async def test_steps_that_are_none_are_an_error(values: Any, ends: Any, error: str) -> None:
+    given = RewardResult(1.0, token_values=None if values is None else np.array(values), step_ends=np.array(ends))
+    combined = CombinedReward("reward", [RewardPart("prm", FakeReward(lambda samples: [given]))], 30.0)
+    [result] = await combined.score([make_sample(0)])
+    assert result.error == f"prm: {error}"
+
+
 async def test_a_part_judges_only_its_data_sources() -> None:
     math, code, everything = constant(1.0), constant(2.0), constant(10.0)
     combined = CombinedReward(

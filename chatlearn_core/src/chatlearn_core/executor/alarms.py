@@ -6,6 +6,8 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.executor.step_samples import Experience
 from chatlearn_core.types import UNGRADED, Sample
@@ -13,7 +15,10 @@ from chatlearn_core.types import UNGRADED, Sample
 FAILURES = frozenset({"generation failed", "generation timed out", "reward failed"})
 """Exclusions that are failures rather than effects of a setting."""
 EQUAL_REWARDS_STEPS = 3
-"""Consecutive steps with equal rewards before the alarm: a single one may be chance."""
+"""Consecutive steps with equal rewards, of all samples or within every group, before the alarm: a single one may be
+chance."""
+EQUAL_GROUPS = "zero_spread_groups"
+"""Metric of algorithms that compare the completions of a prompt: the fraction of groups whose rewards are all equal."""
 MISMATCH_PROB_DIFF = 0.05
 """Mean |p_trainer − p_generator| above which the two clearly disagree; float32 gives 1e-5, bfloat16 about 1e-2."""
 JUMP_FACTOR = 5.0
@@ -39,6 +44,7 @@ class Alarms:
     def __init__(self) -> None:
         self._equal_rewards = 0
         self._equal_value: float | None = None
+        self._equal_groups = 0
         self._differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
@@ -59,16 +65,32 @@ class Alarms:
                 f"{len(slow)} of {len(experience.samples)} samples took too much time or memory to judge and count as "
                 f"wrong (first: sample {slow[0]}). If the machine is only slow, raise the reward's options.timeout_s"
             )
-        values = {s.reward.value for s in experience.samples if s.reward and s.reward.value is not None}
-        value = values.pop() if len(values) == 1 else None
+        sentences += self._standstill(experience.samples, metrics)
+        return sentences + self.mismatch(metrics)
+
+    def _standstill(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> list[str]:
+        """A sentence if rewards have not differed for some steps."""
+        scored = [sample.reward for sample in samples if sample.reward and sample.reward.value is not None]
+        values = {reward.value for reward in scored}
+        of_tokens = any(reward.token_values is not None and np.any(reward.token_values) for reward in scored)
+        value = values.pop() if len(values) == 1 and not of_tokens else None
         self._equal_rewards = 0 if value is None else self._equal_rewards + 1 if value == self._equal_value else 1
         self._equal_value = value
+        self._equal_groups = self._equal_groups + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         if self._equal_rewards >= EQUAL_REWARDS_STEPS:
-            sentences.append(
+            return [
                 f"every reward of the last {self._equal_rewards} steps is {value}: nothing can be learned. Look "
                 "at rollouts/ for what the policy writes and whether the reward recognises a right answer"
-            )
-        return sentences + self.mismatch(metrics)
+            ]
+        if self._equal_groups >= EQUAL_REWARDS_STEPS:
+            return [
+                f"for {self._equal_groups} steps the rewards within each group have been equal, although groups "
+                "differ: this algorithm compares the completions of a prompt, and has nothing to learn from them. "
+                "Prompts are too easy or too hard, or completions too alike: choose prompts of which some completions "
+                "are right (data.train), raise algorithm.options.group_size or sampling.temperature, or use a reward "
+                "with more than two values. With a reward that looks only at the prompt, nothing helps"
+            ]
+        return []
 
     def mismatch(self, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about the difference between generator and trainer, if these metrics contain it."""

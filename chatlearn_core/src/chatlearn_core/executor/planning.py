@@ -108,7 +108,7 @@ def _role_plan(loaded: LoadedConfig, name: str, learning: LearningPlan) -> RoleP
         name=name,
         kind=role.kind,
         backends=backends,
-        model=None if role.kind == "reward" else model_source(role.model or config.model, config.model, role.head),
+        model=model_source(role.model or config.model, config.model, role.head),
         head=role.head,
         device=role.device,
         replicas=role.replicas,

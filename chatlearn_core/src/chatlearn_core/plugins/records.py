@@ -186,6 +186,8 @@ class RewardSpec(BackendRecord):
 
     kind: ClassVar[Kind] = "reward"
     unit: Literal["sample", "group"] = "sample"
+    gives_steps: bool = False
+    """Whether its results may have rewards of steps (``RewardResult.step_ends``), which process supervision needs."""
     uses: Mapping[str, RoleUse] = field(default_factory=dict)
     """Handles of the roles that it calls; ``uses`` of the role, or of its part, says which role each is, and
     ``RoleContext.handles`` has them. An options model with an attribute ``used_handles``, a set, says which of them its

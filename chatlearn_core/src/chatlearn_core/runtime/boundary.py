@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from chatlearn_core.exceptions import ContractError
 from chatlearn_core.types import (
     Completion,
     FinishReason,
+    Floats,
     GenerateRequest,
     LogprobBasis,
     Metric,
@@ -267,11 +269,33 @@ def checked_reward(result: Any, sample: Sample, value_name: str = "the reward") 
             return RewardResult(None, error="token_values holds a number that is not finite")
         if np.abs(tokens).max(initial=0.0) > MAX_REWARD:
             return RewardResult(None, error=f"token_values holds a number that is not within ±{MAX_REWARD:g}")
+    ends = result.step_ends
+    if ends is not None:
+        ends = np.asarray(ends)
+        if problem := _step_problem(ends, tokens):
+            return RewardResult(None, error=problem)
+        ends = ends.astype(np.int64)
     assert result.value is not None, "a result without an error has a value"
     components = {str(name): float(number) for name, number in result.components.items()}
     if result.answer is not None and not isinstance(result.answer, str):
         return RewardResult(None, error=f"answer is a {type(result.answer).__name__}, neither text nor None")
-    return RewardResult(float(result.value), components, tokens, answer=result.answer)
+    return RewardResult(float(result.value), components, tokens, answer=result.answer, step_ends=ends)
+
+
+def _step_problem(ends: npt.NDArray[Any], tokens: Floats | None) -> str | None:
+    """Why these are no ends of steps of a completion with the values ``tokens``; None if they are."""
+    if tokens is None:
+        return "step_ends marks tokens, and token_values, which holds the steps' rewards there, is None"
+    if ends.ndim != 1 or (ends.size and ends.dtype.kind not in "iu"):
+        return f"step_ends is an array of {ends.dtype} of shape {ends.shape}, not of positions, [K]"
+    if ends.size and (ends.min() < 0 or ends.max() >= len(tokens) or (np.diff(ends.astype(np.int64)) <= 0).any()):
+        return f"step_ends must ascend within the {len(tokens)} tokens of the completion; it is {ends.tolist()!r:.80}"
+    others = np.ones(len(tokens), np.bool_)
+    others[ends.astype(np.int64)] = False
+    if np.any(tokens[others]):
+        first = int(np.flatnonzero(others & (tokens != 0))[0])
+        return f"token_values is {tokens[first]:g} at token {first}, which step_ends does not have: set it to 0 there"
+    return None
 
 
 def _is_finite(number: Any) -> bool:

@@ -98,6 +98,7 @@ class RolePlan:
     backends: tuple[BackendPlan, ...]
     """One, except for a reward that combines several."""
     model: ModelSource | None
+    """The model that the role holds; of a reward or an environment the run's model, whose tokenizer it may use."""
     head: Head
     device: str
     replicas: int

@@ -93,4 +93,5 @@ def _reward(reward: RewardResult) -> RewardResult:
         None if tokens is None else read_only(tokens),
         reward.error,
         reward.answer,
+        None if reward.step_ends is None else read_only(reward.step_ends),
     )

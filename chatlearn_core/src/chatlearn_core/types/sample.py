@@ -50,6 +50,9 @@ class RewardResult:
     answer: str | None = None
     """The answer that was graded, in a form that equal answers share; evaluations group the votes of maj@k by it. None:
     the sample gives no answer, or the reward knows of none."""
+    step_ends: npt.NDArray[np.int64] | None = None
+    """[K] ascending positions in ``token_values`` of the last token of each step; a step's reward is the value there,
+    and all other values are 0. None: the reward gives no steps."""
 
     def __post_init__(self) -> None:
         assert (self.value is None) != (self.error is None), "a reward has either a value or an error"

@@ -14,6 +14,8 @@ REWARD = "reward"
 """Name of the sample rewards in ``sequence_data``."""
 TOKEN_REWARDS = "token_rewards"
 """Name of the per-token rewards in ``token_data``."""
+STEP_ENDS = "step_ends"
+"""Name of the marks of steps' last tokens in ``token_data``."""
 
 
 def scored_batch(samples: Sequence[Sample], packed: TrainBatch | None = None) -> TrainBatch:
@@ -21,7 +23,8 @@ def scored_batch(samples: Sequence[Sample], packed: TrainBatch | None = None) ->
 
     ``sequence_data["reward"]``, [S] float64, is set if every sample has a reward; ``sequence_data["reward/<name>"]``,
     [S] float64, for each component that all these rewards have; ``token_data["token_rewards"]``, [T] float32, if at
-    least one sample has per-token rewards.
+    least one sample has per-token rewards; ``token_data["step_ends"]``, [T] bool, True at the last token of each step,
+    if at least one sample has rewards of steps, which ``token_rewards`` holds at these tokens.
 
     Args:
         packed: these samples packed, to which the rewards are added; packed here by default.
@@ -43,4 +46,12 @@ def scored_batch(samples: Sequence[Sample], packed: TrainBatch | None = None) ->
                 row[sample.num_prompt_tokens :] = verdict.token_values
             rows.append(row)
         batch.token_data[TOKEN_REWARDS] = torch.from_numpy(np.concatenate(rows))
+    if any(verdict is not None and verdict.step_ends is not None for verdict in verdicts):
+        marks = []
+        for sample, verdict in zip(samples, verdicts, strict=True):
+            mark = np.zeros(len(sample.token_ids), np.bool_)
+            if verdict is not None and verdict.step_ends is not None:
+                mark[sample.num_prompt_tokens + np.asarray(verdict.step_ends)] = True
+            marks.append(mark)
+        batch.token_data[STEP_ENDS] = torch.from_numpy(np.concatenate(marks))
     return batch

@@ -8,6 +8,8 @@ from chatlearn_algorithms.group_advantages import Floats, group_advantages
 from chatlearn_algorithms.grpo_options import GRPOOptions
 from chatlearn_algorithms.policy_gradient import ClippedPolicyGradient, GroupRelative
 from chatlearn_algorithms.policy_gradient_options import NormalisedOptions
+from chatlearn_algorithms.process_supervision import derive_process_advantages, without_token_rewards
+from chatlearn_core.types import Derived, TrainBatch
 
 NormalisedT = TypeVar("NormalisedT", bound=NormalisedOptions)
 
@@ -23,3 +25,16 @@ class GRPO(GroupNormalised[GRPOOptions], ClippedPolicyGradient[GRPOOptions]):
     """Samples a group per prompt, scores it, and reinforces completions above the group's mean: eq. 3, PPO's clip with
     these advantages.
     """
+
+    def advantages(self, batch: TrainBatch, step: int) -> Derived:
+        """Of whole completions, or with ``supervision=process`` of their steps, too."""
+        if self.options.supervision == "outcome":
+            return super().advantages(batch, step)
+        outcomes = self.scored(without_token_rewards(batch), step)
+        return derive_process_advantages(
+            batch,
+            self.scored(batch, step),
+            outcomes,
+            self.group_advantages,
+            drop_zero_spread=self.options.drop_zero_spread_groups,
+        )

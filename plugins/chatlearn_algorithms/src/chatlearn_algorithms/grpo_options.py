@@ -9,8 +9,24 @@ from pydantic import Field, model_validator
 from chatlearn_algorithms.policy_gradient_options import AdvantageStd, ClippedOptions, NormalisedOptions
 
 
-class GRPOOptions(NormalisedOptions, ClippedOptions):
+class ClippedGroupOptions(NormalisedOptions, ClippedOptions):
+    """GRPO's advantages in PPO's clipped ratio."""
+
+
+class GRPOOptions(ClippedGroupOptions):
     """Group relative policy optimization (arXiv 2402.03300)."""
+
+    supervision: Literal["outcome", "process"] = Field(
+        "outcome",
+        description="outcome: a completion has one advantage, from its reward plus the sum of its rewards of steps and "
+        "tokens (section 4.1.2). process: rewards of steps are normalised over the group, and a token has the sum of "
+        "those of steps that end at or after it (section 4.1.3), plus the advantage of the completion's own reward.",
+    )
+
+    @property
+    def needs_steps(self) -> str | None:
+        """The reward role that must give rewards of steps; None: none must."""
+        return self.roles.reward if self.supervision == "process" else None
 
 
 class DrGRPOOptions(GRPOOptions):
@@ -22,7 +38,7 @@ class DrGRPOOptions(GRPOOptions):
     aggregation: str = Field("seq_mean_token_sum_norm", description="How to aggregate token losses.")
 
 
-class DAPOOptions(GRPOOptions):
+class DAPOOptions(ClippedGroupOptions):
     """DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token mean, overlong shaping."""
 
     clip_high: float = Field(0.28, ge=0, description="The ratio is clipped above 1 + clip_high.")
@@ -75,7 +91,7 @@ class DAPOOptions(GRPOOptions):
         return self
 
 
-class GSPOOptions(GRPOOptions):
+class GSPOOptions(ClippedGroupOptions):
     """GSPO (arXiv 2507.18071): the clip is on the sequence's ratio, so its range is far smaller."""
 
     clip_low: float = Field(3e-4, ge=0, lt=1, description="The sequence's ratio is clipped below 1 - clip_low.")
@@ -90,7 +106,7 @@ class CISPOOptions(NormalisedOptions):
     clip_high: float = Field(4.0, ge=0, description="The weight is at most 1 + clip_high.")
 
 
-class GDPOOptions(GRPOOptions):
+class GDPOOptions(ClippedGroupOptions):
     """GDPO (arXiv 2601.05242): each reward is normalised separately before they are added."""
 
     rewards: dict[str, float] = Field(

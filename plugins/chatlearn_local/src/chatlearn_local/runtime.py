@@ -142,7 +142,8 @@ class LocalRuntime:
             for backend in role.backends:
                 used = self.plan.used_by(backend)
                 handles = build_handles(role.name, used, self.plan.registry, calls.ask)
-                context = replace(self.plan.context(role), handles=handles)
+                load_tokenizer = partial(tokenizer_of, self.plan.registry, role)
+                context = replace(self.plan.context(role), handles=handles, load_tokenizer=load_tokenizer)
                 reward = self.plan.registry.load_factory(backend.record)(backend.options, context)
                 name = part_name(role, backend.key)
                 parts.append(RewardPart(name, reward, backend.weight, backend.data_sources, backend.unit, backend.gate))

@@ -148,6 +148,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "options": _ServedOptions(lambda url: {"url": f"{url}/score", "retries": 0, "batch_size": 2}),
         "cases": (RewardCase("good", 1.0), RewardCase("bad", 0.0), RewardCase("odd", None), RewardCase("new", None)),
     },
+    "reward/process": {
+        "cases": (
+            RewardCase("1 + 1 = 2\n2 * 2 = 5", 0.5),
+            RewardCase("no equation", 0.0),
+        ),
+        "options": {"give": "mean"},
+    },
     "reward/model": {
         "handles": {"model": ScriptedHandle(scores=lambda token_ids: float(token_ids[-1]))},
         "cases": (RewardCase("a", 97.0), RewardCase("b", 98.0)),

@@ -110,17 +110,25 @@ def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> 
 
 
 def check_score(score: Any) -> Verdict:
-    """One score as a verdict: a finite number, or a dict with ``score`` whose other numbers become components and whose
-    text ``answer`` is the answer that was graded.
+    """One score as a verdict: a finite number, or a dict with ``score`` whose other numbers become components, whose
+    text ``answer`` is the answer that was graded, and whose list ``steps`` has (end, reward) of each step.
     """
     components: dict[str, float] = {}
+    steps: list[list[float]] | None = None
+    if isinstance(score, Mapping) and score.get("steps") is not None:
+        try:
+            steps = [[int(end), float(reward)] for end, reward in score["steps"]]
+        except (TypeError, ValueError, OverflowError):
+            return {"error": f"the function returned the steps {_shown(score['steps'])}; a step is (end, reward)"}
+        if not all(math.isfinite(reward) for _, reward in steps):
+            return {"error": f"the function returned the steps {_shown(score['steps'])}; rewards must be finite"}
     answer = score.get("answer") if isinstance(score, Mapping) else None
     if isinstance(score, Mapping):
         if "score" not in score:
             return {"error": f"the function returned a dict without 'score'; its keys are {sorted(map(str, score))}"}
         for name, part in score.items():
             number = _number(part)
-            if name != "score" and number is not None and math.isfinite(number):
+            if name not in ("score", "steps") and number is not None and math.isfinite(number):
                 components[str(name)] = number
         score = score["score"]
     if score is None:
@@ -130,7 +138,8 @@ def check_score(score: Any) -> Verdict:
         return {"error": f"the function returned {_shown(score)}; a score is a number or a dict with 'score'"}
     if not math.isfinite(number):
         return {"error": f"the function returned {number}; a score must be finite"}
-    return {"value": number, "components": components} | ({"answer": answer} if isinstance(answer, str) else {})
+    more: Verdict = {} if steps is None else {"steps": steps}
+    return {"value": number, "components": components} | more | ({"answer": answer} if isinstance(answer, str) else {})
 
 
 def check_list(scores: Any, count: int) -> list[Verdict]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from chatlearn_core.protocols import RoleContext
 from chatlearn_core.types import UNGRADED, RewardResult, Sample
+from chatlearn_rewards.completion_steps import StepTokens
 from chatlearn_rewards.options import FunctionOptions
 from chatlearn_rewards.pooled_reward import PooledReward, result_from_outcome
 from chatlearn_rewards.process_pool import Outcome, Task
@@ -30,9 +31,12 @@ class FunctionReward(PooledReward):
         task = Task("chatlearn_rewards.function_calling:build_function_caller", arguments)
         super().__init__("function", task, options, context)
         self._options = options
+        self._tokens = StepTokens(context.load_tokenizer, f"reward 'function' of role {context.role!r}")
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Components are the other numbers of a returned dict; None from the function is the error "no score"."""
+        """Components are the other numbers of a returned dict; ``steps``, (end, reward) of each, become
+        rewards of tokens; None from the function is the error "no score".
+        """
         size = self._options.batch_size
         calls = [samples[start : start + size] for start in range(0, len(samples), size)]
         payloads = [[_row(sample) for sample in call] for call in calls]
@@ -44,7 +48,10 @@ class FunctionReward(PooledReward):
             elif outcome.error is not None:
                 results += [RewardResult(None, error=outcome.error) for _ in call]
             else:
-                results += [result_from_outcome(Outcome(verdict)) for verdict in outcome.value]
+                for sample, verdict in zip(call, outcome.value, strict=True):
+                    results.append(
+                        await self._tokens.with_steps(result_from_outcome(Outcome(verdict)), sample, verdict)
+                    )
         return results
 
 

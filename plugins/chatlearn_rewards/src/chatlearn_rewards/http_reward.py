@@ -11,9 +11,10 @@ from typing import Any
 from chatlearn_core.exceptions import DataError
 from chatlearn_core.protocols import MemoryPart, RoleContext
 from chatlearn_core.types import RewardResult, Sample
+from chatlearn_rewards.completion_steps import StepTokens
 from chatlearn_rewards.http_endpoint import EndpointFailedError, HttpEndpoint
 from chatlearn_rewards.http_options import SAMPLES, HttpOptions
-from chatlearn_rewards.http_scores import UnusableResponseError, read_scores, sample_row
+from chatlearn_rewards.http_scores import Scored, UnusableResponseError, read_scores, sample_row
 from chatlearn_rewards.request_batcher import RequestBatcher
 
 
@@ -40,7 +41,9 @@ class HttpReward:
 
     def __init__(self, options: HttpOptions, context: RoleContext) -> None:
         self._options = options
-        self._endpoint = HttpEndpoint(options.url, options, f"reward 'http' of role {context.role!r}")
+        what = f"reward 'http' of role {context.role!r}"
+        self._endpoint = HttpEndpoint(options.url, options, what)
+        self._tokens = StepTokens(context.load_tokenizer, what)
         self._batcher = RequestBatcher(
             self._send,
             batch_size=options.batch_size,
@@ -80,18 +83,22 @@ class HttpReward:
                 rows.append(RewardResult(None, error=f"it cannot be sent: {error}"))
         if not any(isinstance(row, _Row) for row in rows):
             return [row for row in rows if isinstance(row, RewardResult)]
-        return await self._endpoint.run(self._results(rows))
+        found = await self._endpoint.run(self._results(rows))
+        return [
+            await self._tokens.with_steps(each.result, sample, each.more)
+            for each, sample in zip(found, samples, strict=True)
+        ]
 
-    async def _results(self, rows: Sequence[_Row | RewardResult]) -> list[RewardResult]:
+    async def _results(self, rows: Sequence[_Row | RewardResult]) -> list[Scored]:
         """Runs in the endpoint's thread, as everything below."""
         asked = [self._batcher.ask(row) for row in rows if isinstance(row, _Row)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         if failures := [each for each in found if isinstance(each, BaseException)]:
             raise failures[0]
-        answers = iter([each for each in found if isinstance(each, RewardResult)])
-        return [next(answers) if isinstance(row, _Row) else row for row in rows]
+        answers = iter([each for each in found if isinstance(each, Scored)])
+        return [next(answers) if isinstance(row, _Row) else Scored(row, {}) for row in rows]
 
-    async def _send(self, rows: Sequence[_Row]) -> list[RewardResult]:
+    async def _send(self, rows: Sequence[_Row]) -> list[Scored]:
         """One request; if it fails, one for each sample that has time left."""
         ids = _unique([str(row.content["id"]) for row in rows])
         sent = [{**row.content, "id": one} for row, one in zip(rows, ids, strict=True)]
@@ -100,14 +107,14 @@ class HttpReward:
             response = await self._endpoint.post_here(body, min(row.deadline for row in rows))
             results = read_scores(response, ids)
         except (DataError, EndpointFailedError, UnusableResponseError) as error:
-            problem = RewardResult(None, error=self._endpoint.without_key(str(error)))
+            problem = Scored(RewardResult(None, error=self._endpoint.without_key(str(error))), {})
         else:
-            return [self._checked(result, row) for result, row in zip(results, rows, strict=True)]
+            return [Scored(self._checked(each.result, row), each.more) for each, row in zip(results, rows, strict=True)]
         if len(rows) == 1:
             return [problem]
         return list(await asyncio.gather(*(self._alone(row, problem) for row in rows)))
 
-    async def _alone(self, row: _Row, problem: RewardResult) -> RewardResult:
+    async def _alone(self, row: _Row, problem: Scored) -> Scored:
         return problem if time.monotonic() >= row.deadline else (await self._send([row]))[0]
 
     def _checked(self, result: RewardResult, row: _Row) -> RewardResult:

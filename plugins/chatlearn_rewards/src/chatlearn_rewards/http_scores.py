@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -15,6 +16,15 @@ from chatlearn_rewards.question import conversation
 
 _SHOWN = 80
 """Characters of a wrong value that an error shows."""
+
+
+@dataclass(slots=True, frozen=True)
+class Scored:
+    """A sample's result as the server gave it, or why it cannot be used."""
+
+    result: RewardResult
+    more: Mapping[str, Any]
+    """``steps``, if there are some: [end, reward] of each."""
 
 
 class UnusableResponseError(BackendError):
@@ -50,7 +60,7 @@ def sample_row(sample: Sample, options: HttpOptions) -> dict[str, Any]:
     return row
 
 
-def read_scores(response: Any, ids: Sequence[str]) -> list[RewardResult]:
+def read_scores(response: Any, ids: Sequence[str]) -> list[Scored]:
     """The results of the samples ``ids``, in their order; a result that cannot be used is an error of its sample.
 
     Raises:
@@ -72,7 +82,23 @@ def read_scores(response: Any, ids: Sequence[str]) -> list[RewardResult]:
         by_id[found] = result
     if unknown := sorted(by_id.keys() - set(ids)):
         raise UnusableResponseError(f"the response has a result for {unknown[0]!r}, which was not asked for")
-    return [_result(by_id[one]) for one in ids]
+    return [_scored(by_id[one]) for one in ids]
+
+
+def _scored(answer: Mapping[str, Any]) -> Scored:
+    result, steps = _result(answer), answer.get("steps")
+    if result.error is not None or steps is None:
+        return Scored(result, {})
+    if result.token_values is not None:
+        return Scored(RewardResult(None, error="the server gives token_values and steps; a result may have one"), {})
+    if not isinstance(steps, list) or not all(_is_step(step) for step in steps):
+        problem = f"the server's steps are {steps!r:.{_SHOWN}}, not a list of [end, reward]"
+        return Scored(RewardResult(None, error=problem), {})
+    return Scored(result, {"steps": steps})
+
+
+def _is_step(step: Any) -> bool:
+    return isinstance(step, list) and len(step) == 2 and isinstance(step[0], int) and all(map(_is_number, step))
 
 
 def _result(result: Mapping[str, Any]) -> RewardResult:

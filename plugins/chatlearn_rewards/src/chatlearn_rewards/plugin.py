@@ -77,6 +77,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="A plain Python function by import path or file.",
             factory="chatlearn_rewards.function_reward:FunctionReward",
             options="chatlearn_rewards.options:FunctionOptions",
+            gives_steps=True,
         ),
         RewardSpec(
             name="code",
@@ -97,6 +98,20 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
             summary="Scores of a remote reward server, which is sent batches of samples as JSON.",
             factory="chatlearn_rewards.http_reward:HttpReward",
             options="chatlearn_rewards.http_options:HttpOptions",
+            gives_steps=True,
+        ),
+        RewardSpec(
+            name="process",
+            summary="Rewards of the steps of a completion: by checking their arithmetic, or from a reward model.",
+            factory="chatlearn_rewards.process_reward:ProcessReward",
+            options="chatlearn_rewards.process_options:ProcessOptions",
+            unit="group",
+            gives_steps=True,
+            uses={
+                "model": RoleUse(
+                    kinds=frozenset({"trainer"}), outputs=frozenset({"scores"}), scores=False, token_ids=True
+                )
+            },
         ),
         RewardSpec(
             name="model",

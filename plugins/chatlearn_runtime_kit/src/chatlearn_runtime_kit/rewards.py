@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
 from chatlearn_core.runtime.plan import RewardGate, RolePlan
@@ -127,6 +129,8 @@ class CombinedReward:
         value = 0.0
         components: dict[str, float] = {}
         token_values = None
+        by_token: list[str] = []
+        by_step: dict[str, Any] = {}
         answer = None
         for part in self.parts:
             result = verdict.get(part.name)
@@ -141,7 +145,16 @@ class CombinedReward:
             if result.token_values is not None and counts:
                 weighted = part.weight * result.token_values
                 token_values = weighted if token_values is None else token_values + weighted
-        return checked_reward(RewardResult(value, components, token_values, answer=answer), sample, "the weighted sum")
+                if result.step_ends is None:
+                    by_token.append(part.name)
+                else:
+                    by_step[part.name] = result.step_ends
+        if by_token and by_step:
+            problem = f"{by_token[0]} gives rewards of single tokens and {next(iter(by_step))} of steps: remove one"
+            return RewardResult(None, error=problem)
+        ends = np.unique(np.concatenate(list(by_step.values()))) if by_step else None
+        whole = RewardResult(value, components, token_values, answer=answer, step_ends=ends)
+        return checked_reward(whole, sample, "the weighted sum")
 
     def _counts(self, part: RewardPart, verdict: dict[str, RewardResult]) -> bool:
         if part.gate is None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from chatlearn_core.protocols import MemoryPart
+from chatlearn_core.runtime.model_families import model_family
 from chatlearn_core.types import RewardResult, Sample
 from chatlearn_runtime_kit.rewards import CombinedReward, RewardPart
 from chatlearn_runtime_kit.role_handles import RoleRequest, build_handles
@@ -28,11 +29,16 @@ class RewardWorker(AskingWorker, Worker):
         parts: list[RewardPart] = []
         for share in self.spec.shares:
             handles = build_handles(self.context.role, share.uses, self.registry, _ask)
-            reward = self.build(share.plugin, handles=handles)
+            reward = self.build(share.plugin, handles=handles, load_tokenizer=self._load_tokenizer)
             parts.append(RewardPart(share.name, reward, share.weight, share.data_sources, share.unit, share.gate))
             self._group = CombinedReward(self.context.role, parts, self.spec.timeout_s)
             await self.set_up(reward)
         return self.facts()
+
+    def _load_tokenizer(self) -> Any:
+        source = self.context.model
+        assert source is not None, "a reward has the tokenizer of the run's model"
+        return model_family(self.registry, source).load_tokenizer(source)
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         return await self._group.score(await BlockStore().aget(samples))

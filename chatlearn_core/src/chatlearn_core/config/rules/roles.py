@@ -235,6 +235,24 @@ def handles_are_roles(checked: Checked) -> Iterator[Problem]:
             yield from _handles(checked, name, section, f"reward '{part.backend}'", part.uses, uses)
 
 
+def steps_are_rewarded(checked: Checked) -> Iterator[Problem]:
+    """A reward of which the algorithm needs rewards of steps (attribute ``needs_steps`` of its options, the name of the
+    role) must have a part that gives them.
+    """
+    choice = checked.choices.selected.get("algorithm")
+    name: str | None = getattr(choice.options if choice else None, "needs_steps", None)
+    role = checked.config.roles.get(name) if name is not None else None
+    if name is None or role is None or role.kind != "reward":
+        return
+    keys = [f"roles.{name}.parts.{index}" for index in range(len(role.parts))] or [f"roles.{name}"]
+    records = [checked.record(key, RewardSpec) for key in keys]
+    if None not in records and not any(record.gives_steps for record in records if record is not None):
+        rule = f"algorithm {checked.config.algorithm.name!r} is to learn from rewards of steps, and no part gives them"
+        remedy = "use a reward that does (such as process), or set algorithm.options.supervision to outcome"
+        value = role.backend or [part.backend for part in role.parts]
+        yield Problem(("roles", name), rule, value, remedy)
+
+
 def _needed(checked: Checked, key: str, reward: RewardSpec) -> dict[str, RoleUse]:
     """The handles that a reward needs with the options given."""
     choice = checked.choices.selected.get(key)
@@ -304,6 +322,7 @@ ROLE_RULES: tuple[Rule, ...] = (
     gates_are_parts,
     keys_of_other_kinds,
     reward_replicas_are_hosted,
+    steps_are_rewarded,
     heads_and_ranks,
     engine_arguments,
     refreshed_roles,

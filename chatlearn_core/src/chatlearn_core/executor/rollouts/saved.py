@@ -284,13 +284,14 @@ def _restore_sampling(stored: Described) -> SamplingParams:
 
 
 def _describe_reward(reward: RewardResult) -> dict[str, Any]:
-    values = reward.token_values
+    values, ends = reward.token_values, reward.step_ends
     return {
         "value": reward.value,
         "components": dict(reward.components),
         "token_values": None if values is None else np.asarray(values),
         "error": reward.error,
         "answer": reward.answer,
+        "step_ends": None if ends is None else np.asarray(ends),
     }
 
 

@@ -47,6 +47,9 @@ class CharacterCodes:
     def encode(self, text: str, **settings: Any) -> list[int]:
         return [ord(character) for character in text]
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return text_of(np.asarray(token_ids))
+
 
 class ScriptedHandle:
     """Implements ``RoleHandle``.

@@ -24,6 +24,7 @@ from chatlearn_core.types import (
     sample_from_completion,
 )
 from chatlearn_testing.applicability import not_applicable
+from chatlearn_testing.fakes.role_handle import CharacterCodes
 from chatlearn_testing.processes import descendants
 from chatlearn_testing.suites.conformance_suite import ConformanceSuite
 
@@ -194,7 +195,8 @@ class RewardConformance(ConformanceSuite):
         made: list[Reward] = []
 
         def make() -> Reward:
-            reward: Reward = self.build()(self.make_options(), RoleContext("reward", handles=self.handles))
+            context = RoleContext("reward", handles=self.handles, load_tokenizer=CharacterCodes)
+            reward: Reward = self.build()(self.make_options(), context)
             reward.setup()
             made.append(reward)
             return reward
@@ -222,3 +224,5 @@ class RewardConformance(ConformanceSuite):
         assert all(math.isfinite(part) for part in result.components.values()), result.components
         count = len(case.completion) if case.token_ids is None else len(case.token_ids)
         assert result.token_values is None or len(result.token_values) == count, "token_values is not [C]"
+        if result.step_ends is not None:
+            assert self.record().gives_steps, "the result has step_ends: set gives_steps in the plugin record"
