@@ -16,7 +16,7 @@ from chatlearn_core.executor.decisions import Decisions, build_decisions, build_
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Decision, SampleFilter, StepPolicy
-from chatlearn_core.types import Prompt, Sample, SamplingParams
+from chatlearn_core.types import Prompt, RewardResult, Sample, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=100)
 PLACE = "train.step_policies.0 (acme)"
@@ -44,6 +44,21 @@ class Even(SampleFilter):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
+
+
+class Doubles(SampleFilter):
+    """Doubles the rewards, or gives those that a test wants."""
+
+    def __init__(self, rewards: Mapping[str, RewardResult] | None = None) -> None:
+        self.wanted = rewards
+
+    def excluded(self, samples: Sequence[Sample]) -> Mapping[str, str]:
+        return {}
+
+    def rewards(self, samples: Sequence[Sample]) -> Mapping[str, RewardResult]:
+        if self.wanted is not None:
+            return self.wanted
+        return {one.id: RewardResult(2 * (one.reward.value or 0.0)) for one in samples if one.reward is not None}
 
 
 class Says(StepPolicy):
@@ -167,3 +182,25 @@ def test_without_a_choice_the_sampler_is_the_shuffled_one() -> None:
     assert [draw.example.id for draw in sampler.next_batch(4)] == ["a", "b", "c", "a"], "data.shuffle is false"
     with pytest.raises(PluginNotFoundError, match=r"(?s)sampler.*'shuffled'.*data\.sampler"):
         build_sampler(loaded(), PluginRegistry(), [dataset])
+
+
+def test_filters_may_change_rewards_one_after_the_other() -> None:
+    samples = [sample("a"), sample("b"), sample("c")]
+    for number, one in enumerate(samples):
+        one.reward = RewardResult(float(number))
+    Decisions({"first": Doubles(), "second": Even(), "third": Doubles()}).exclude(samples)
+    assert [one.reward and one.reward.value for one in samples] == [0.0, 2.0, 8.0], "b is excluded before the third"
+    assert [one.exclusion for one in samples] == [None, "odd", None]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        ({"z": RewardResult(1.0)}, "first gives sample 'z' a reward; it was not given such a sample"),
+        ({"a": RewardResult(float("nan"))}, "first gives sample 'a' a reward that cannot be used: the reward is nan"),
+        ({"a": 1.0}, "first gives sample 'a' a reward that cannot be used: returned a float"),
+    ],
+)
+def test_rewards_that_cannot_be_used_are_refused(rewards: Any, problem: str) -> None:
+    with pytest.raises(PluginError, match=problem):
+        Decisions({"first": Doubles(rewards)}).exclude([sample("a")])

@@ -17,6 +17,7 @@ from chatlearn_core.plugins.registry import PluginRegistry
 from chatlearn_core.protocols import Decision, ExampleSampler, SampleFilter, SamplerContext, Schedule, StepPolicy
 from chatlearn_core.protocols.data_store import fields_read_by
 from chatlearn_core.protocols.decisions import Stateful
+from chatlearn_core.runtime.boundary import checked_reward
 from chatlearn_core.types import Sample, SamplingParams
 
 DEFAULT_SAMPLER = "shuffled"
@@ -68,6 +69,28 @@ class Decisions:
                         " name samples that it received, each with a reason"
                     )
                 given[sample_id].exclusion = reason
+            self._reward(place, one, samples, seen or samples)
+
+    def _reward(self, place: str, one: SampleFilter, samples: Sequence[Sample], seen: Sequence[Sample]) -> None:
+        """Put the rewards that a filter changes in their places.
+
+        Raises:
+            PluginError: it raised, named a sample that it was not given, or gave a reward that breaks a rule.
+        """
+        change = getattr(one, "rewards", None)  # absent in a filter that does not subclass the protocol
+        if change is None:
+            return
+        given = {sample.id: sample for sample in samples if sample.exclusion is None}
+        with _named(place):
+            rewards = dict(change([sample for sample in seen if sample.id in given]))
+        shown = {sample.id: sample for sample in seen}
+        for sample_id, reward in rewards.items():
+            if sample_id not in given:
+                raise PluginError(f"{place} gives sample {sample_id!r} a reward; it was not given such a sample")
+            checked = checked_reward(reward, given[sample_id])
+            if checked.error is not None:
+                raise PluginError(f"{place} gives sample {sample_id!r} a reward that cannot be used: {checked.error}")
+            given[sample_id].reward = shown[sample_id].reward = checked
 
     def sampling_at(self, step: int, sampling: SamplingParams) -> SamplingParams:
         """Sampling parameters for the completions of a step.

@@ -378,7 +378,7 @@ def chatlearn_samplers() -> Iterable[SamplerSpec]:
 
 @hookspec
 def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
-    """Register filters: they exclude scored samples from training.
+    """Register filters: they exclude scored samples from training, or change the rewards that are trained on.
 
     Called once per process. A run selects any number with ``rollout.filters``.
 

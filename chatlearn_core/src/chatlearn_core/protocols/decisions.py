@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from chatlearn_core.types import ExampleDraw, Sample
+from chatlearn_core.types import ExampleDraw, RewardResult, Sample
 
 if TYPE_CHECKING:
     from chatlearn_core.data import Dataset
@@ -57,7 +57,7 @@ class ExampleSampler(Stateful, Protocol):
 
 
 class SampleFilter(Stateful, Protocol):
-    """Excludes samples from training. Built as ``factory(options)``."""
+    """Excludes samples from training, or changes their rewards. Built as ``factory(options)``."""
 
     def excluded(self, samples: Sequence[Sample]) -> Mapping[str, str]:
         """Sample id -> reason for exclusion; counted as ``samples/excluded/<reason>``.
@@ -65,6 +65,15 @@ class SampleFilter(Stateful, Protocol):
         Args:
             samples: scored samples of one step, in whole groups, without those already excluded.
         """
+
+    def rewards(self, samples: Sequence[Sample]) -> Mapping[str, RewardResult]:
+        """Sample id -> the reward that takes the place of the sample's; the others keep theirs. Called after
+        ``excluded``, once in a step. Evaluations, and what chose the step's groups, had the reward as it was scored.
+
+        Args:
+            samples: those given to ``excluded``, without those that it excluded.
+        """
+        return {}
 
 
 class Schedule(Protocol):

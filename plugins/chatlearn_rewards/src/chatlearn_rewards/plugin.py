@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chatlearn_core.plugins import hookimpl
-from chatlearn_core.plugins.records import RewardSpec, RoleUse
+from chatlearn_core.plugins.records import RewardSpec, RoleUse, SampleFilterSpec
 
 
 @hookimpl
@@ -128,4 +128,17 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
                 )
             },
         ),
+    ]
+
+
+@hookimpl
+def chatlearn_sample_filters() -> Iterable[SampleFilterSpec]:
+    """What happens to rewards before they are trained on."""
+    return [
+        SampleFilterSpec(
+            name="running_normalisation",
+            summary="Rewards less their running mean, divided by their running standard deviation",
+            factory="chatlearn_rewards.running_normalisation:RunningNormalisation",
+            options="chatlearn_rewards.normalisation_options:NormalisationOptions",
+        )
     ]
