@@ -124,6 +124,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_get_nothing_and_a_verdict(judge, name):
     code, stream, call = HOSTILE[name]

@@ -15,6 +15,7 @@ import pytest
 from chatlearn_rewards.process_pool import ProcessPool, Task
 from chatlearn_rewards.worker_output import MAX_ITEM_BYTES
 
+pytestmark = pytest.mark.slow  # most cases end a worker
 TASKS = """
 import ctypes, os, signal, subprocess, sys, threading, time
 
