@@ -129,6 +129,21 @@ def test_a_difference_that_stays_is_the_new_normal() -> None:
     assert not told[-1]
 
 
+def test_the_alarm_says_whether_staleness_grows_or_the_engines_differ() -> None:
+    alarms = Alarms()
+    for _ in range(JUMP_STEPS[0]):
+        assert alarms.mismatch({"mismatch/prob_diff_mean": 0.002, "mismatch/stale_prob_diff_mean": 0.01}) == []
+    [stale] = alarms.mismatch({"mismatch/prob_diff_mean": 0.002, "mismatch/stale_prob_diff_mean": 0.06})
+    assert stale.startswith("tokens of older weights are further from the policy than before")
+    assert (
+        "difference 0.06 (tokens of the current weights: 0.002), median of earlier steps 0.01. Staleness grows" in stale
+    )
+    [engine] = alarms.mismatch({"mismatch/prob_diff_mean": 0.02, "mismatch/stale_prob_diff_mean": 0.02})
+    assert engine.startswith("the difference between generator and trainer jumped")
+    [only_stale] = alarms.mismatch({"mismatch/stale_prob_diff_mean": 0.2})
+    assert "mean probability difference 0.2, median" in only_stale
+
+
 def test_a_step_whose_samples_all_failed_stops_the_run() -> None:
     step = experience("reward failed: A", "generation failed: B", "generation timed out: C", "reward failed: A", step=7)
     with pytest.raises(BackendError, match=r"all 4 samples of step 7 failed; most frequent reason: 2 x reward failed"):

@@ -57,6 +57,9 @@ def test_tokens_that_older_weights_sampled_are_no_mismatch() -> None:
     sample.token_data["trainer_logprobs"] = np.array([0, 0, 0, -9.0, -1.0], np.float32)
     metrics = mismatch([sample], SAMPLING)
     assert metrics["mismatch/logprob_diff_max"].value == 0.0, "the first token's weights are not the trainer's"
+    assert metrics["mismatch/stale_logprob_diff_max"].value == 8.0, "-9 against -1"
+    difference = math.exp(-1.0) - math.exp(-9.0)
+    assert metrics["mismatch/stale_prob_diff_mean"].value == pytest.approx(difference, rel=1e-6)
     assert sample.loss_mask.sum() == 2, "it is still trained on"
 
 

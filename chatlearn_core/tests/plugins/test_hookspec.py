@@ -73,6 +73,7 @@ CHECKS: dict[str, Check] = {
     "chatlearn_sample_filters": registers("sample_filter", "no_refusals"),
     "chatlearn_schedules": registers("schedule", "cosine"),
     "chatlearn_step_policies": registers("step_policy", "budget"),
+    "chatlearn_rollout_modes": registers("rollout_mode", "overnight"),
     "chatlearn_outputs": registers("output", "margin"),
     "chatlearn_flow_methods": registers("flow_method", "trainer.margin"),
     "chatlearn_aggregations": registers("aggregation", "sqrt_length"),

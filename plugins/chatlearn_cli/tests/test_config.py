@@ -96,7 +96,10 @@ def test_show_json(config: Path) -> None:
 def test_validate(config: Path) -> None:
     result = runner.invoke(app, ["validate", str(config)])
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == (f"{config} is valid (algorithm: acme_sft, roles.trainer: acme, runtime: local)\n")
+    assert result.stdout == (
+        f"{config} is valid (algorithm: acme_sft, roles.trainer: acme, runtime: local)\n"
+        "  sync: rollouts and updates take turns\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["show", "validate"])

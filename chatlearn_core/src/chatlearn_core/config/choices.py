@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from chatlearn_core.config.fields import model_at, valid_keys
-from chatlearn_core.config.models import RunConfig
+from chatlearn_core.config.models import SYNC, RunConfig
 from chatlearn_core.config.problems import KeyPath, Marks, Problem, meant_key, show_path, unknown_key
 from chatlearn_core.config.validation import problems_of
 from chatlearn_core.exceptions import PluginError
@@ -84,6 +84,8 @@ def plugin_sites(values: Mapping[str, Any]) -> Iterator[PluginSite]:
     data, rollout, train = (values.get(name) for name in ("data", "rollout", "train"))
     if isinstance(data, Mapping):
         yield from _site(("data", "sampler"), "sampler", "name", data.get("sampler"))
+    if isinstance(rollout, Mapping) and rollout.get("mode") != SYNC:
+        yield from _site(("rollout",), "rollout_mode", "mode", rollout)
     for index, chosen in enumerate(_items(rollout, "filters")):
         yield from _site(("rollout", "filters", index), "sample_filter", "name", chosen)
     for index, chosen in enumerate(_items(train, "step_policies")):

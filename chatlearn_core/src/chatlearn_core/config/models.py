@@ -14,6 +14,8 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """At most 31 years, which every timer of the standard library accepts."""
+SYNC = "sync"
+"""The rollout mode of the core, which is no plugin: rollouts, then updates."""
 Copies = Annotated[int, Field(ge=1, le=65536)]
 """Ranks and replicas, each of which is at least one process."""
 
@@ -155,7 +157,14 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Distribution of requests over replicas, and rollouts that may last longer than a step."""
+    """When rollouts are made, their distribution over replicas, and rollouts that may last longer than a step."""
+
+    mode: str = Field(
+        SYNC,
+        description="When rollouts are made in relation to updates. sync: in turns. Other modes are plugins: "
+        "one_step_off, async.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the mode's plugin.")
 
     max_concurrent: Positive | None = Field(
         None, description="Maximum number of open requests per replica; by default all, and the engine queues them."
@@ -187,7 +196,7 @@ class RolloutConfig(Section):
     max_staleness: NonNegative | None = Field(
         None,
         description="Maximum number of policy versions between the newest weights and those that sampled a trained "
-        "token; older groups are excluded. By default 0, and with partial rollouts max_rounds - 1.",
+        "token; older groups are excluded. By default 0, with partial rollouts max_rounds - 1; otherwise the mode's.",
     )
     max_refills: NonNegative = Field(
         10, description="How often a step may draw further examples because its algorithm needs more."

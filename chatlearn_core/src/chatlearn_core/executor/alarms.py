@@ -46,6 +46,7 @@ class Alarms:
         self._equal_value: float | None = None
         self._equal_groups = 0
         self._differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
+        self._stale_differences: deque[float] = deque(maxlen=JUMP_STEPS[1])
 
     def check(self, experience: Experience, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about this step; empty if there is no alarm.
@@ -94,6 +95,24 @@ class Alarms:
 
     def mismatch(self, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about the difference between generator and trainer, if these metrics contain it."""
+        return self._of_current(metrics) + self._of_stale(metrics)
+
+    def _of_stale(self, metrics: Mapping[str, float]) -> list[str]:
+        """Tokens of older weights: the difference grows with staleness and with the updates' sizes."""
+        difference = metrics.get("mismatch/stale_prob_diff_mean")
+        before = None if difference is None else _jump(self._stale_differences, difference)
+        if before is None:
+            return []
+        current = metrics.get("mismatch/prob_diff_mean")
+        known = "" if current is None else f" (tokens of the current weights: {current:.2g})"
+        return [
+            f"tokens of older weights are further from the policy than before: mean probability difference "
+            f"{difference:.2g}{known}, median of earlier steps {before:.2g}. Staleness grows, not the difference of "
+            "the engines. Lower rollout.max_staleness or the learning rate, or bound importance weights more strictly "
+            "(algorithm.options.importance_threshold)"
+        ]
+
+    def _of_current(self, metrics: Mapping[str, float]) -> list[str]:
         difference = metrics.get("mismatch/prob_diff_mean")
         if difference is None:
             return []
@@ -103,9 +122,7 @@ class Alarms:
                 f"{infinite:.1%} of the sampled tokens have no finite logprob with either the trainer or the "
                 f"generator: the two do not hold the same model. {MISMATCH_CAUSES}"
             ]
-        before = statistics.median(self._differences) if len(self._differences) >= JUMP_STEPS[0] else None
-        self._differences.append(difference)
-        if before is not None and difference > max(JUMP_FLOOR, JUMP_FACTOR * before):
+        if (before := _jump(self._differences, difference)) is not None:
             return [
                 f"the difference between generator and trainer jumped: mean probability difference {difference:.2g}, "
                 f"median of the {len(self._differences) - 1} steps before {before:.2g}. {JUMP_CAUSES}"
@@ -113,6 +130,13 @@ class Alarms:
         if difference > MISMATCH_PROB_DIFF:
             return [f"generator and trainer disagree: mean probability difference {difference:.3f}. {MISMATCH_CAUSES}"]
         return []
+
+
+def _jump(earlier: deque[float], difference: float) -> float | None:
+    """The median of earlier steps if the difference has jumped, else None. The difference joins the earlier ones."""
+    before = statistics.median(earlier) if len(earlier) >= JUMP_STEPS[0] else None
+    earlier.append(difference)
+    return before if before is not None and difference > max(JUMP_FLOOR, JUMP_FACTOR * before) else None
 
 
 def require_some_sample(experience: Experience) -> None:

@@ -93,6 +93,8 @@ class Assembly:
     disk (``executor/cached_calls.py``)."""
     eval_reports: tuple[DatasetReport, ...] = ()
     """Of the eval datasets."""
+    mode: tuple[str, ...] = ()
+    """What the plan of a run says about its rollout mode."""
 
     @property
     def config(self) -> RunConfig:
@@ -120,6 +122,8 @@ class FlowAssembly:
     evaluations: Mapping[str, Graph]
     """By evaluation set; the name of the set of datasets that no set names is empty."""
     plan: RunPlan
+    mode: tuple[str, ...]
+    """What the plan of a run says about its rollout mode."""
 
 
 def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembly:
@@ -153,7 +157,14 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
         registry.load_factory(example_kind(loaded, registry, name))()
         for name in (algorithm.input, algorithm.evaluation_input or "prompts")
     )
-    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluations, plan)
+    mode = _mode(loaded, registry, graph)
+    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluations, plan, mode)
+
+
+def _mode(loaded: LoadedConfig, registry: PluginRegistry, graph: Graph) -> tuple[str, ...]:
+    if (choice := loaded.chosen("rollout")) is None:
+        return ("sync: rollouts and updates take turns",)
+    return tuple(registry.load_factory(choice.record, "plan")(choice.options, loaded, graph))
 
 
 def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
@@ -266,6 +277,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
         group_rewards=_group_rewards(loaded),
         cached_roles=cached_roles,
         eval_reports=eval_set.reports,
+        mode=flow.mode,
     )
 
 

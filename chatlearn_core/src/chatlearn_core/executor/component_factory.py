@@ -20,10 +20,11 @@ from chatlearn_core.executor.rollout_buffer import RolloutBuffer, allowed_stalen
 from chatlearn_core.executor.rollout_producer import RolloutProducer
 from chatlearn_core.executor.rollouts.manager import Rollouts
 from chatlearn_core.executor.rollouts.partial import partial_rollouts
+from chatlearn_core.executor.run_state import RunState
 from chatlearn_core.executor.scheduler import FlowScheduler
 from chatlearn_core.executor.stages import step_stages
 from chatlearn_core.flow import Graph, Node
-from chatlearn_core.plugins.records import RuntimeSpec
+from chatlearn_core.plugins.records import RolloutModeSpec, RuntimeSpec
 from chatlearn_core.protocols import ExampleSampler, Runtime
 from chatlearn_core.types import SamplingParams
 
@@ -95,16 +96,53 @@ def _changing(assembly: Assembly) -> tuple[str, ...]:
     return (*assembly.learning.learners, *assembly.plan.refreshes)
 
 
-def build_rollout_producer(parts: LoopParts, sampler: ExampleSampler, decisions: Decisions) -> RolloutProducer:
-    """The producer of rollouts, which runs the production stage of the flow."""
+@dataclass(slots=True, frozen=True)
+class RolloutModeContext:
+    """What a rollout mode makes its producer from."""
+
+    parts: LoopParts
+    sampler: ExampleSampler
+    decisions: Decisions
+    state: RunState
+    """The state of the run, with its policy version."""
+    max_staleness: int
+    """Of tokens that are trained on."""
+
+
+def build_rollout_producer(
+    parts: LoopParts, sampler: ExampleSampler, decisions: Decisions, state: RunState
+) -> RolloutProducer:
+    """The producer of rollouts of the configured mode."""
+    loaded = parts.assembly.loaded
+    if (mode := loaded.chosen("rollout")) is None:
+        return build_sync_producer(parts, sampler, decisions)
+    context = RolloutModeContext(parts, sampler, decisions, state, _max_staleness(parts.assembly))
+    producer: RolloutProducer = parts.assembly.registry.load_factory(mode.record)(mode.options, context)
+    return producer
+
+
+def _max_staleness(assembly: Assembly) -> int:
+    rollout, mode = assembly.config.rollout, assembly.loaded.chosen("rollout")
+    if rollout.max_staleness is None and mode is not None and isinstance(mode.record, RolloutModeSpec):
+        return mode.record.max_staleness
+    return allowed_staleness(rollout)
+
+
+def production_scheduler(parts: LoopParts) -> FlowScheduler:
+    """Runs the production stage of the flow."""
+    production, _ = step_stages(parts.assembly.graph, _changing(parts.assembly))
+    return parts.scheduler(parts.assembly.graph, parts.assembly.sampling, production, parts.during)
+
+
+def build_sync_producer(parts: LoopParts, sampler: ExampleSampler, decisions: Decisions) -> RolloutProducer:
+    """The producer of a run in which rollouts and updates take turns."""
     assembly = parts.assembly
-    production, _ = step_stages(assembly.graph, _changing(assembly))
     partial = None
     if assembly.config.rollout.partial != "none":
         [call] = assembly.graph.calls("generator.generate")
         partial = partial_rollouts(assembly.config, parts.rollouts, call.role)
     return RolloutProducer(
-        parts.scheduler(assembly.graph, assembly.sampling, production, parts.during),
+        production_scheduler(parts),
         assembly.algorithm,
         sampler,
         assembly.sampling,
@@ -118,7 +156,7 @@ def build_rollout_producer(parts: LoopParts, sampler: ExampleSampler, decisions:
 
 def build_rollout_buffer(assembly: Assembly) -> RolloutBuffer:
     """The buffer that holds finished rollouts until a step takes them."""
-    return RolloutBuffer(allowed_staleness(assembly.config.rollout), _serving(assembly))
+    return RolloutBuffer(_max_staleness(assembly), serving_generators(assembly))
 
 
 def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdater:
@@ -137,7 +175,7 @@ def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdate
             assembly.algorithm, lambda: runtime.trainer(assembly.home), decisions, runtime.data
         ),
         mismatch=mismatch,
-        serving=_serving(assembly),
+        serving=serving_generators(assembly),
         num_mini_batches=train.mini_batches,
         epochs=train.epochs,
         seed=assembly.config.seed,
@@ -180,6 +218,6 @@ def _own_evaluation(assembly: Assembly, runtime: Runtime) -> OwnMetrics | None:
     return OwnMetrics(assembly.algorithm, lambda: runtime.trainer(assembly.home))
 
 
-def _serving(assembly: Assembly) -> frozenset[str]:
+def serving_generators(assembly: Assembly) -> frozenset[str]:
     """The generators that serve the weights of trained roles."""
     return frozenset(route.target for route in assembly.plan.weight_syncs)

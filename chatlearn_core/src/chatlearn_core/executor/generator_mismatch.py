@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from chatlearn_core.batching import SamplePacker
 from chatlearn_core.executor.rollouts.staleness import fresh_mask
@@ -19,6 +23,9 @@ from chatlearn_core.types import (
     Sample,
     TrainBatch,
 )
+
+STALE_MASK = "stale_mask"
+"""[T] bool: tokens that older weights sampled; they differ by what the updates since then have changed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,16 +70,22 @@ def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, p
     ``trainer_logprobs`` and ``generator_logprobs``.
 
     The trainer divides its logits by ``temperature`` and truncates nothing. Tokens sampled by weights other than those
-    of ``policy_version`` are masked out, because their logprobs rightly differ.
+    of ``policy_version`` are masked out, because their logprobs rightly differ; if there are any, ``stale_mask`` in
+    ``token_data`` has them.
     """
     basis = LogprobBasis(temperature or 1.0)
     both: list[Sample] = []
+    whole: list[npt.NDArray[np.bool_]] = []
     for sample in samples:
         logprobs = _generator_logprobs(sample, basis)
         if logprobs is not None and trained in sample.token_data:
-            arrays = {"trainer_logprobs": sample.token_data[trained], "generator_logprobs": logprobs}
+            arrays: dict[str, Any] = {"trainer_logprobs": sample.token_data[trained], "generator_logprobs": logprobs}
             mask = fresh_mask(sample, policy_version)
+            whole.append(sample.loss_mask)
             both.append(replace(sample, loss_mask=mask, token_data=arrays, sequence_data={}))
+    if any(sample.loss_mask is not mask for sample, mask in zip(both, whole, strict=True)):
+        for sample, mask in zip(both, whole, strict=True):
+            sample.token_data[STALE_MASK] = mask & ~sample.loss_mask
     return both
 
 
@@ -80,6 +93,9 @@ def compare_logprobs(batch: TrainBatch) -> Derived:
     """Differences of the generator's and the trainer's logprobs in a batch of samples from ``both_logprobs``."""
     data = batch.token_data
     metrics = mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], batch.loss_mask)
+    if STALE_MASK in data:
+        stale = mismatch_metrics(data["trainer_logprobs"], data["generator_logprobs"], data[STALE_MASK])
+        metrics |= {f"mismatch/stale_{name.removeprefix('mismatch/')}": metric for name, metric in stale.items()}
     return Derived(metrics=metrics)
 
 

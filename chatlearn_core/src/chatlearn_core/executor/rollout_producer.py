@@ -110,6 +110,9 @@ class RolloutProducer:
             metrics |= self.rollouts.metrics()
         return Production(finished_groups(requests), metrics, timers)
 
+    async def before_sync(self) -> None:
+        """A step's updates are done; the generators are about to load the new weights. Nothing is sampled here."""
+
     async def updates_done(self) -> None:
         """A step's updates are done and every generator serves the new weights: continue paused rollouts."""
         if self.partial is not None:

@@ -183,7 +183,7 @@ class Run:
             count_tokens=self.listener.sampled if self.listener.counts_tokens else None,
         )
         parts = LoopParts(self.assembly, self.runtime, rollouts, self.colocation, self.journal.during, self.cached)
-        self.producer = build_rollout_producer(parts, self.sampler, self.decisions)
+        self.producer = build_rollout_producer(parts, self.sampler, self.decisions, self.state)
         self.buffer = build_rollout_buffer(self.assembly)
         self.weight_sync = WeightSyncManager(
             self.runtime, self.assembly.plan.weight_syncs, self.colocation, self.observers

@@ -81,6 +81,7 @@ class TrainingLoop:
             warnings += state.alarms.mismatch(values(trained))  # contains it if no flow computed trainer logprobs
             learned = {update.role for update in self.algorithm.updates(step)}
             with self.journal.during(Phase.SYNCING):
+                await self.producer.before_sync()
                 synced = await self.weight_sync.publish(state, learned, timers)
                 refreshed = await self.refresher.refresh(step, timers)
             await self.producer.updates_done()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ModelFamilySpec,
         OutputSpec,
         RewardSpec,
+        RolloutModeSpec,
         RuntimeSpec,
         SampleFilterSpec,
         SamplerSpec,
@@ -442,6 +443,32 @@ def chatlearn_step_policies() -> Iterable[StepPolicySpec]:
                     summary="Ends the run after training on a given number of tokens.",
                     factory="acme_rl.budget:TokenBudget",
                     options="acme_rl.options:TokenBudgetOptions",
+                )
+            ]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
+    """Register rollout modes: when rollouts are made in relation to updates, beside ``sync``, which the core has.
+
+    Called once per process. A run selects one with ``rollout.mode``.
+
+    Example:
+        from chatlearn_core.plugins import hookimpl
+        from chatlearn_core.plugins.records import RolloutModeSpec
+
+        @hookimpl
+        def chatlearn_rollout_modes():
+            return [
+                RolloutModeSpec(
+                    name="overnight",
+                    summary="Rollouts of a whole epoch are made before the first update.",
+                    factory="acme_rl.overnight:producer",
+                    options="acme_rl.options:OvernightOptions",
+                    max_staleness=1000,
+                    plan="acme_rl.overnight:plan",
                 )
             ]
     """

@@ -31,6 +31,7 @@ Kind = Literal[
     "sample_filter",
     "schedule",
     "step_policy",
+    "rollout_mode",
     "output",
     "flow_method",
     "aggregation",
@@ -429,6 +430,19 @@ class StepPolicySpec(BackendRecord):
     kind: ClassVar[Kind] = "step_policy"
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RolloutModeSpec(BackendRecord):
+    """When rollouts are made in relation to updates: ``factory(options, RolloutModeContext) -> RolloutProducer``."""
+
+    kind: ClassVar[Kind] = "rollout_mode"
+    max_staleness: int = 0
+    """Staleness of tokens that the mode trains on where ``rollout.max_staleness`` is not set."""
+    plan: ImportString
+    """``plan(options, loaded: LoadedConfig, graph: Graph) -> Sequence[str]``: lines that say what generators and
+    trainers do at the same time, for the plan of a run. Called when a configuration is validated; raises ConfigError if
+    the mode does not suit it."""
+
+
 RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
     record.kind: record
     for record in (
@@ -451,5 +465,6 @@ RECORD_TYPES: dict[Kind, type[PluginRecord]] = {
         SampleFilterSpec,
         ScheduleSpec,
         StepPolicySpec,
+        RolloutModeSpec,
     )
 }

@@ -47,6 +47,7 @@ KIND_TITLES: dict[Kind, str] = {
     "sample_filter": "sample filter",
     "schedule": "schedule",
     "step_policy": "step policy",
+    "rollout_mode": "rollout mode",
     "output": "trainer output",
     "flow_method": "flow method",
     "aggregation": "aggregation",

@@ -42,6 +42,7 @@ REGISTERING_HOOKS: Mapping[str, Kind] = {
     "chatlearn_sample_filters": "sample_filter",
     "chatlearn_schedules": "schedule",
     "chatlearn_step_policies": "step_policy",
+    "chatlearn_rollout_modes": "rollout_mode",
 }
 """Hook -> kind of the records that it returns."""
 

@@ -13,7 +13,7 @@ from chatlearn_core.config.load import load_config
 from chatlearn_core.config.problems import InvalidConfigError
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.plugins.entry import PluginEntry
-from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord, RolloutModeSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 
 OPTIONS_MODULE = "acme_options_of_config_tests"
@@ -44,7 +44,8 @@ def plugins(registry: PluginRegistry, monkeypatch: pytest.MonkeyPatch) -> Plugin
     correcting = AlgorithmSpec(
         name="correcting", roles=roles, factory="acme.code:Thing", options=f"{OPTIONS_MODULE}:Correcting"
     )
-    return replace(registry, entries=(*registry.entries, *map(entry, (able, correcting))))
+    ahead = RolloutModeSpec(name="ahead", max_staleness=1, plan="acme.code:plan", **code)
+    return replace(registry, entries=(*registry.entries, *map(entry, (able, correcting, ahead))))
 
 
 def entry(record: PluginRecord) -> PluginEntry:
@@ -96,7 +97,24 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
             " dropped)",
         ),
     ],
+    "mode_settings": [
+        (
+            ["rollout.options.during_sync=wait"],
+            "rollout.options: mode 'sync' takes no options (got {'during_sync': 'wait'})\n"
+            "    rollout.mode = 'sync' (default)\n    remove them, or set rollout.mode",
+        ),
+        (
+            ["rollout.mode=ahead", *RESUME],
+            "rollout.partial: partial rollouts belong to steps that wait for rollouts; this mode goes on with them by "
+            "itself (got 'resume')\n    rollout.mode = 'ahead'",
+        ),
+    ],
     "stale_tokens_are_corrected": [
+        (
+            ["rollout.mode=ahead", "algorithm.name=correcting"],
+            "rollout.mode: the run trains on tokens sampled by older weights, and this algorithm would treat them as "
+            "on-policy (got 'ahead')",
+        ),
         (
             [*RESUME, "algorithm.name=correcting"],
             "rollout.partial: the run trains on tokens sampled by older weights, and this algorithm would treat them "
@@ -139,6 +157,8 @@ def test_rule(overrides: list[str], expected: str, valid: str, plugins: PluginRe
         [*RESUME, "algorithm.name=correcting", "algorithm.options.importance_correction=mask"],
         [*RESUME, "algorithm.name=correcting", "algorithm.options.recompute_old_logprobs=false"],
         ["algorithm.name=correcting"],
+        ["rollout.mode=sync"],
+        ["rollout.mode=ahead", "rollout.max_staleness=0", "algorithm.name=correcting"],
         ["roles.generator.backend=transformers", "rollout.partial=none"],
         [*RESUME, "roles.judge={kind: generator, backend: transformers, model: {path: own}}"],
     ],

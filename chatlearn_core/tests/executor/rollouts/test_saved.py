@@ -19,7 +19,15 @@ from chatlearn_core.executor.rollouts.saved import (
     save_rollouts,
 )
 from chatlearn_core.executor.step_samples import RolloutRequest
-from chatlearn_core.types import Completion, ExampleDraw, LogprobBasis, SamplingParams, VersionSpan
+from chatlearn_core.types import (
+    Completion,
+    ExampleDraw,
+    LogprobBasis,
+    RewardResult,
+    SamplingParams,
+    VersionSpan,
+    sample_from_completion,
+)
 
 EMPTY: dict[str, Any] = {"groups": []}
 SAMPLING = SamplingParams(9, temperature=0.7, top_k=5)
@@ -161,3 +169,29 @@ def test_damage_is_said(damage: Any, message: str, group: Group, prompts: Any, t
     file.write_text(damage(file.read_text()))
     with pytest.raises(CheckpointError, match=message):
         load_rollouts(tmp_path, prompts, requests_of(4))
+
+
+def test_finished_groups_keep_their_place_among_the_pending(group: Group, prompts: Any, tmp_path: Path) -> None:
+    """They wait for the groups before them to be trained on, with their samples and rewards."""
+    requests = requests_of(2)(ExampleDraw(prompts[1], 0, "p1@3"))
+    for request in requests:
+        asked = request.generate_request
+        assert asked is not None
+        tokens, logprobs = np.array([4, 5]), np.array([-0.5, -1], np.float32)
+        spans = (VersionSpan(0, 2, 1),)
+        found = Completion(asked.id, tokens, logprobs, asked.sampling.basis, "stop", asked.sampling, spans)
+        request.sample = sample_from_completion(asked.id, request.group_id, request.prompt, found, generator="g")
+        request.sample.reward = RewardResult(0.25, {"format": 1.0})
+    pending = [group, Group(requests), Group(requests_of(1)(ExampleDraw(prompts[0], 7, "p0@7")))]
+    assert [one.is_finished for one in pending] == [False, True, False]
+    save_rollouts(tmp_path, pending, EMPTY)
+
+    def numbered(draw: ExampleDraw) -> list[RolloutRequest]:
+        return requests_of({"p2@1": 4, "p1@0": 2, "p0@7": 1}[draw.group_id])(draw)
+
+    restored = load_rollouts(tmp_path, prompts, numbered).pending
+    assert [(one.id, one.is_finished) for one in restored] == [("p2@1", False), ("p1@0", True), ("p0@7", False)]
+    [first, second] = [request.filled for request in restored[1].requests]
+    assert (first.reward, second.reward) == (RewardResult(0.25, {"format": 1.0}),) * 2
+    assert first.token_ids.tolist() == [*prompts[1].token_ids, 4, 5]
+    assert first.turns[0].version_spans == (VersionSpan(0, 2, 1),)

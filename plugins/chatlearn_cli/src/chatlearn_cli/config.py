@@ -43,11 +43,13 @@ def show(
 def validate(file: File, overrides: Overrides = None) -> None:
     """Check the configuration and report every problem; exit code 2 if there is one. Warnings do not count."""
     loaded = _load(file, overrides)
-    _check_flow(loaded)
+    mode = _check_flow(loaded)
     for warning in loaded.warnings:
         tell(f"warning: {warning}")
     plugins = ", ".join(f"{key}: {choice.record.name}" for key, choice in loaded.choices.items())
     typer.echo(f"{loaded.source} is valid ({plugins})")
+    for line in mode:
+        typer.echo(f"  {line}")
 
 
 @app.command()
@@ -84,13 +86,13 @@ def _load(file: Path, overrides: list[str] | None) -> LoadedConfig:
         raise typer.Exit(EXIT_INVALID) from error
 
 
-def _check_flow(loaded: LoadedConfig) -> None:
-    """Make the checks that a run makes before it opens a model or data."""
+def _check_flow(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Make the checks that a run makes before it opens a model or data; returns what its plan says of rollouts."""
     from chatlearn_core.executor.assembly import assemble_flow  # loads torch
     from chatlearn_core.plugins.loader import discover_plugins
 
     try:
-        assemble_flow(loaded, discover_plugins())
+        return assemble_flow(loaded, discover_plugins()).mode
     except ChatLearnError as error:
         typer.echo(f"{loaded.source}: {error}", err=True)
         raise typer.Exit(EXIT_INVALID) from error

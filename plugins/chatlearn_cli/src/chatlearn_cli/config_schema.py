@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from chatlearn_core.config.models import RunConfig
+from chatlearn_core.config.models import SYNC, RunConfig
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -25,6 +25,7 @@ _CHOOSERS: tuple[tuple[str, Kind, str], ...] = (
     ("RewardPart", "reward", "backend"),
     ("WeightSyncConfig", "weight_sync", "backend"),
     ("RuntimeConfig", "runtime", "backend"),
+    ("RolloutConfig", "rollout_mode", "mode"),
     ("DatasetConfig", "dataset", "format"),
 )
 """(definition, kind of plugin, key of its name) of sections that choose one kind of plugin."""
@@ -91,7 +92,8 @@ def _attach(
 
 
 def _automatic(section: dict[str, Any], key: str) -> list[str]:
-    return ["auto"] if section["properties"][key].get("default") == "auto" else []
+    """Names that are no plugin's: what the core decides or does itself."""
+    return [name for name in ("auto", SYNC) if section["properties"][key].get("default") == name]
 
 
 def _option_models(

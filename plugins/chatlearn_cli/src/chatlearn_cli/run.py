@@ -109,7 +109,7 @@ def describe(assembly: Assembly) -> str:
         lines += [f"  {name:<12} {place}" for place in facts.get("places", ["in this process"])]
     turns = schedule(sharing, plan, assembly.graph, assembly.learning.learners)
     lines += ["", "memory", *(f"  {line}" for line in describe_sharing(sharing, turns))]
-    lines += ["", "weight sync"]
+    lines += ["", "rollouts", *(f"  {line}" for line in assembly.mode), "", "weight sync"]
     lines += [f"  {s.trainer} -> {s.target} by {s.record.name}: {s.why}; {s.form}" for s in plan.weight_syncs] or [
         "  none"
     ]

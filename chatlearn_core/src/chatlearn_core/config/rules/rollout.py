@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from chatlearn_core.config.models import SYNC
 from chatlearn_core.config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import kv_after_sync_of
-from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec
+from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, RolloutModeSpec
 
 
 def stealing_has_queues(checked: Checked) -> Iterator[Problem]:
@@ -79,6 +80,18 @@ def partial_is_supported(checked: Checked) -> Iterator[Problem]:
             yield Problem(path, rule, rollout.partial, "choose another generator, resume, or none", backend)
 
 
+def mode_settings(checked: Checked) -> Iterator[Problem]:
+    """Options belong to a mode that is a plugin, and such a mode has no partial rollouts beside it."""
+    rollout = checked.config.rollout
+    mode: Related = ((("rollout", "mode"), rollout.mode),)
+    if rollout.mode == SYNC and rollout.options:
+        rule = f"mode {SYNC!r} takes no options"
+        yield Problem(("rollout", "options"), rule, rollout.options, "remove them, or set rollout.mode", mode)
+    if rollout.mode != SYNC and rollout.partial != "none":
+        rule = "partial rollouts belong to steps that wait for rollouts; this mode goes on with them by itself"
+        yield Problem(("rollout", "partial"), rule, rollout.partial, "remove it, or set rollout.mode: sync", mode)
+
+
 def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
     """The algorithm must train a token sampled by older weights against the logprob with which it was sampled.
 
@@ -89,6 +102,9 @@ def stale_tokens_are_corrected(checked: Checked) -> Iterator[Problem]:
     algorithm = checked.choices.selected.get("algorithm")
     setting = "max_staleness" if rollout.partial == "none" else "partial"
     value = getattr(rollout, setting)
+    mode = checked.record("rollout", RolloutModeSpec)
+    if mode is not None and value is None and mode.max_staleness:
+        setting, value = "mode", mode.name
     if not value or value == "none" or algorithm is None or not isinstance(algorithm.record, AlgorithmSpec):
         return
     told: tuple[tuple[str, ...], str] | None = getattr(algorithm.options, "stale_tokens", None)
@@ -103,5 +119,6 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     stealing_has_queues,
     partial_settings,
     partial_is_supported,
+    mode_settings,
     stale_tokens_are_corrected,
 )

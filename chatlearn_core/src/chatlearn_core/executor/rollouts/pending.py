@@ -58,6 +58,12 @@ class Group:
         return all(progress.ended for progress in self.progress)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the flow's production stage is over: every request has its sample, scored. Its turn to be trained on
+        has not come, because groups drawn before it are unfinished."""
+        return all(request.sample is not None for request in self.requests)
+
+    @property
     def has_completion(self) -> bool:
         """Whether at least one completion exists: a group of failures gives a step nothing to train on."""
         return any(progress.completion is not None for progress in self.progress)

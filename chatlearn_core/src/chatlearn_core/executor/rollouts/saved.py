@@ -151,6 +151,8 @@ def _crc(prompt: Prompt) -> int:
 
 
 def _describe_pending(group: Group) -> dict[str, Any]:
+    if group.is_finished:
+        return describe_finished(FinishedGroup(tuple(group.requests))) | {"finished": True}
     samples = []
     for request, progress in zip(group.requests, group.progress, strict=True):
         assert request.generate_request is not None, "partial rollouts are of prompts"
@@ -184,6 +186,8 @@ def _describe_completion(completion: Completion) -> dict[str, Any]:
 
 
 def _restore_pending(described: Described, requests: list[RolloutRequest]) -> Group:
+    if described.get("finished"):
+        return Group(list(restore_finished(described, requests).requests))
     pairs = list(zip(described["samples"], requests, strict=True))
     for sample, request in pairs:
         assert request.generate_request is not None, "partial rollouts are of prompts"

@@ -1,0 +1,37 @@
+"""Options of the rollout modes. Imports pydantic only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DuringSync = Literal["abort", "pause", "wait"]
+"""What becomes of unfinished completions at a weight sync.
+
+``abort``: they end in the engine and resume from their tokens under the new weights. ``pause``: they stay in the
+engine, which keeps or recomputes their KV cache. ``wait``: the sync waits until there are none.
+"""
+
+
+class OneStepOffOptions(BaseModel):
+    """No options: a weight sync waits for the rollouts of the next step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AsyncOptions(BaseModel):
+    """What generators do at a weight sync, and the run that is repeated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    during_sync: Literal["auto", "abort", "pause", "wait"] = Field(
+        "auto",
+        description="Unfinished completions at a weight sync. abort: resume from their tokens. pause: stay in the "
+        "engine. wait: end first. auto: the first of these that the generator can do.",
+    )
+    replay: str | None = Field(
+        None,
+        description="admissions.jsonl of another run, which this one repeats exactly: every completion goes on under "
+        "new weights from the same token. Needs during_sync: abort.",
+    )

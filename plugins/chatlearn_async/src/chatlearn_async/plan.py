@@ -1,0 +1,156 @@
+"""Whether a configuration suits a rollout mode, and what the plan of its run says about it."""
+
+from __future__ import annotations
+
+from chatlearn_async.options import AsyncOptions, DuringSync, OneStepOffOptions
+from chatlearn_core.config.load import LoadedConfig
+from chatlearn_core.exceptions import ConfigError
+from chatlearn_core.flow import Graph
+from chatlearn_core.plugins.compatibility import kv_after_sync_of
+from chatlearn_core.plugins.records import GeneratorSpec
+
+_KV_TEXT = {
+    "recomputed": "stay in the engine, which recomputes their KV cache under the new weights",
+    "kept": "stay in the engine with the KV cache of the old weights",
+}
+
+
+def one_step_off(options: OneStepOffOptions, loaded: LoadedConfig, graph: Graph) -> list[str]:
+    """Lines of the plan.
+
+    Raises:
+        ConfigError: the flow generates nothing, or another staleness than 1 is set.
+    """
+    _check_generates(loaded, graph)
+    staleness = loaded.config.rollout.max_staleness
+    if staleness not in (None, 1):
+        raise ConfigError(
+            f"{loaded.source}: rollout.max_staleness is {staleness}, but with rollout.mode one_step_off every token is "
+            "one policy version old. Remove it, or set rollout.mode: async"
+        )
+    return [
+        "one_step_off: the rollouts of the next step are made while a step trains",
+        "at a weight sync: wait for these rollouts, so that each completion is of one policy version",
+    ]
+
+
+def asynchronous(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> list[str]:
+    """Lines of the plan.
+
+    Raises:
+        ConfigError: the flow generates nothing, or a generator cannot do at a weight sync what is configured.
+    """
+    _check_generates(loaded, graph)
+    staleness = loaded.config.rollout.max_staleness
+    staleness = 1 if staleness is None else staleness
+    if staleness == 0:
+        return ["async with max_staleness 0: rollouts and updates take turns, as in sync"]
+    how = during_sync(options, loaded, graph)
+    lines = [
+        f"async: rollouts are made up to {staleness} step(s) ahead; tokens are at most {staleness} policy version(s) "
+        "old when they are trained on"
+    ]
+    if how == "wait":
+        return [*lines, "at a weight sync: wait until every rollout has ended"]
+    for role in serving_generators(loaded):
+        choice = loaded.plugin("roles", role)
+        assert isinstance(choice.record, GeneratorSpec)
+        text = "are aborted and resume from their tokens under the new weights"
+        if how == "pause":
+            text = _KV_TEXT[kv_after_sync_of(choice.record, choice.options)]
+        lines.append(f"at a weight sync: unfinished completions of {role} ({choice.record.name}) {text}")
+    if options.replay is not None:
+        lines.append(f"repeats the run that recorded {options.replay}")
+    return lines
+
+
+def during_sync(options: AsyncOptions, loaded: LoadedConfig, graph: Graph) -> DuringSync:
+    """What becomes of unfinished completions at a weight sync; ``auto`` is decided by what the generators declare.
+
+    Raises:
+        ConfigError: a generator or the flow does not permit what is configured; names the role and the remedy.
+    """
+    key = f"{loaded.source}: rollout.options.during_sync"
+    problems = {"abort": _abort_problem(loaded), "pause": _pause_problem(loaded)}
+    if used := _used_generator(loaded, graph):
+        problems = dict.fromkeys(problems, used)
+    how: DuringSync = "wait"
+    if options.during_sync != "auto":
+        how = options.during_sync
+        problem = problems.get(how)
+        if problem is not None:
+            raise ConfigError(f"{key} is {how!r}, but {problem}. Set it to auto, or to wait")
+    elif problems["abort"] is None:
+        how = "abort"
+    elif problems["pause"] is None:
+        how = "pause"
+    if options.replay is not None:
+        _check_replay(how, loaded, graph)
+    return how
+
+
+def serving_generators(loaded: LoadedConfig) -> list[str]:
+    """The generator roles that serve the run's model."""
+    return [name for name, role in loaded.config.roles.items() if role.kind == "generator" and role.model is None]
+
+
+def makes_samples_in_one_call(graph: Graph) -> bool:
+    """Whether each sample of the flow is one completion, so that a checkpoint can hold it while it is unfinished."""
+    made = graph.calls("generator.generate")
+    return bool(made) and all(node in made for node in graph.nodes if node.kind in ("generator", "environment"))
+
+
+def _check_generates(loaded: LoadedConfig, graph: Graph) -> None:
+    if not any(node.kind in ("generator", "environment") for node in graph.nodes):
+        raise ConfigError(
+            f"{loaded.source}: rollout.mode is {loaded.config.rollout.mode!r}, but the flow of algorithm "
+            f"{loaded.config.algorithm.name!r} generates nothing. Set rollout.mode: sync"
+        )
+
+
+def _abort_problem(loaded: LoadedConfig) -> str | None:
+    for role in serving_generators(loaded):
+        record = loaded.plugin("roles", role).record
+        assert isinstance(record, GeneratorSpec)
+        if not record.resumable:
+            return f"generator {record.name!r} (roles.{role}) does not resume completions (resumable in its record)"
+    return None
+
+
+def _pause_problem(loaded: LoadedConfig) -> str | None:
+    if loaded.config.rollout.request_timeout_s is not None:
+        return "rollout.request_timeout_s would also count the time of the pause"
+    for role in serving_generators(loaded):
+        choice = loaded.plugin("roles", role)
+        assert isinstance(choice.record, GeneratorSpec)
+        if kv_after_sync_of(choice.record, choice.options) == "dropped":
+            return (
+                f"generator {choice.record.name!r} (roles.{role}) ends unfinished requests at a weight sync "
+                "(kv_after_sync: dropped)"
+            )
+    return None
+
+
+def _used_generator(loaded: LoadedConfig, graph: Graph) -> str | None:
+    """Why requests of a generator cannot be interrupted: a reward makes them itself."""
+    serving = set(serving_generators(loaded))
+    for node in graph.nodes:
+        if node.kind != "environment" and (used := sorted(serving & set(node.uses))):
+            return f"roles.{node.role} sends requests of its own to roles.{used[0]}, which do not resume"
+    return None
+
+
+def _check_replay(how: DuringSync, loaded: LoadedConfig, graph: Graph) -> None:
+    key = f"{loaded.source}: rollout.options.replay"
+    if how != "abort":
+        raise ConfigError(
+            f"{key} repeats where completions were interrupted, which only during_sync: abort determines; it is "
+            f"{how!r}. Remove replay, or choose a generator that resumes completions"
+        )
+    if not makes_samples_in_one_call(graph):
+        raise ConfigError(
+            f"{key} repeats completions of a single call of a generator, but the flow of algorithm "
+            f"{loaded.config.algorithm.name!r} has further turns. Remove replay"
+        )
+    if loaded.config.rollout.work_stealing:
+        raise ConfigError(f"{key} needs batches that do not depend on timing: set rollout.work_stealing: false")

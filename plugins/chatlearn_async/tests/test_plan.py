@@ -1,0 +1,114 @@
+"""What the plan of a run says about its mode, and which configurations a mode refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chatlearn_async import plan
+from chatlearn_async.options import AsyncOptions, OneStepOffOptions
+from chatlearn_core.exceptions import ConfigError
+
+ASYNC = {"mode": "async", "max_staleness": 3}
+FORGETFUL = "roles.generator.backend=fake_forgetful"
+
+
+def test_sync_and_async_without_staleness_take_turns(runs: Any) -> None:
+    assert runs.assemble("a", {}).mode == ("sync: rollouts and updates take turns",)
+    [line] = runs.assemble("b", {"mode": "async", "max_staleness": 0}).mode
+    assert line == "async with max_staleness 0: rollouts and updates take turns, as in sync"
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "line"),
+    [
+        ({}, [], "unfinished completions of generator (fake) are aborted and resume from their tokens"),
+        (
+            {"during_sync": "pause"},
+            [],
+            "generator (fake) stay in the engine, which recomputes their KV cache",
+        ),
+        ({"during_sync": "wait"}, [], "wait until every rollout has ended"),
+        ({}, [FORGETFUL], "wait until every rollout has ended"),
+    ],
+)
+def test_the_plan_says_what_generators_do_at_a_weight_sync(
+    options: dict[str, Any], overrides: list[str], line: str, runs: Any
+) -> None:
+    first, second = runs.assemble("a", {**ASYNC, "options": options}, *overrides).mode
+    assert first == (
+        "async: rollouts are made up to 3 step(s) ahead; tokens are at most 3 policy version(s) old when they are "
+        "trained on"
+    )
+    assert second.startswith("at a weight sync: ")
+    assert line in second
+
+
+@pytest.mark.parametrize(
+    ("rollout", "overrides", "message"),
+    [
+        (
+            {**ASYNC, "options": {"during_sync": "abort"}},
+            [FORGETFUL],
+            r"during_sync is 'abort', but generator 'fake_forgetful' \(roles.generator\) does not resume completions",
+        ),
+        (
+            {**ASYNC, "options": {"during_sync": "pause"}},
+            [FORGETFUL],
+            r"during_sync is 'pause', but generator 'fake_forgetful' \(roles.generator\) ends unfinished requests",
+        ),
+        (
+            {**ASYNC, "request_timeout_s": 5.0, "options": {"during_sync": "pause"}},
+            [],
+            "rollout.request_timeout_s would also count the time of the pause. Set it to auto, or to wait",
+        ),
+        (
+            {**ASYNC, "options": {"replay": "admissions.jsonl"}},
+            [FORGETFUL],
+            "which only during_sync: abort determines; it is 'wait'",
+        ),
+        (
+            {**ASYNC, "work_stealing": True, "max_concurrent": 2, "options": {"replay": "admissions.jsonl"}},
+            [],
+            "needs batches that do not depend on timing: set rollout.work_stealing: false",
+        ),
+        (
+            {"mode": "one_step_off", "max_staleness": 3},
+            [],
+            "rollout.max_staleness is 3, but with rollout.mode one_step_off every token is one policy version old",
+        ),
+        ({"mode": "asinc"}, [], "Did you mean 'async'"),
+        ({"mode": "async"}, ["algorithm.options.importance_correction=none"], "treat them as on-policy"),
+    ],
+)
+def test_what_does_not_suit_a_mode_is_refused(
+    rollout: dict[str, Any], overrides: list[str], message: str, runs: Any
+) -> None:
+    overrides = [*overrides, "~algorithm.options.importance_threshold"] if "none" in "".join(overrides) else overrides
+    with pytest.raises(ConfigError, match=message):
+        runs.assemble("a", rollout, *overrides)
+
+
+def test_a_flow_that_generates_nothing_is_refused() -> None:
+    config = SimpleNamespace(rollout=SimpleNamespace(mode="async"), algorithm=SimpleNamespace(name="sft"))
+    loaded: Any = SimpleNamespace(source="run.yaml", config=config)
+    graph: Any = SimpleNamespace(nodes=())
+    for refuse in (
+        lambda: plan.asynchronous(AsyncOptions(), loaded, graph),
+        lambda: plan.one_step_off(OneStepOffOptions(), loaded, graph),
+    ):
+        with pytest.raises(ConfigError, match=r"the flow of algorithm 'sft' generates nothing. Set rollout.mode: sync"):
+            refuse()
+
+
+def test_a_reward_that_asks_the_generator_itself_is_waited_for(runs: Any) -> None:
+    """Its requests are not the flow's, so nothing could resume them."""
+    loaded = runs.assemble("a", ASYNC).loaded
+    judged: Any = SimpleNamespace(
+        nodes=(SimpleNamespace(kind="reward", role="judge", uses=("generator",)),), calls=lambda name: ()
+    )
+    assert plan.during_sync(AsyncOptions(), loaded, judged) == "wait"
+    with pytest.raises(ConfigError, match=r"roles.judge sends requests of its own to roles.generator, which do not"):
+        plan.during_sync(AsyncOptions(during_sync="abort"), loaded, judged)

@@ -1,0 +1,65 @@
+"""An asynchronous run killed with SIGKILL goes on with what was in flight: nothing is lost or trained on twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MODES: dict[str, dict[str, Any]] = {
+    "one_step_off": {"mode": "one_step_off"},
+    "async": {"mode": "async", "max_staleness": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """Results by mode, computed once."""
+    return {}
+
+
+def trained(run_dir: Path) -> dict[str, list[str]]:
+    """The ids of the samples that each step took, in order."""
+    files = sorted((run_dir / "rollouts").glob("step_*"))
+    return {file.name: [json.loads(line)["id"] for line in file.read_text().splitlines()] for file in files}
+
+
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        ("one_step_off", "update:10"),  # between two updates of step 3
+        ("async", "completion:30"),
+        ("async", "synced:3"),  # the generators hold step 2's weights, and go on; its line is not written
+        ("async", "half a save:2"),
+    ],
+)
+def test_killed_at_a_defined_moment(
+    mode: str, moment: str, recipe: Any, chatlearn: Any, result_of: Any, undisturbed: dict[str, Any]
+) -> None:
+    recipe.content["rollout"] = MODES[mode]
+    recipe.content["algorithm"]["options"]["importance_correction"] = "truncate"
+    recipe.write()
+    if mode not in undisturbed:
+        apart = recipe.run_dir.with_name("undisturbed")
+        finished = chatlearn("run", recipe.file, f"output_dir={apart}")
+        assert finished.code == 0, finished.output
+        undisturbed[mode] = result_of(apart), trained(apart)
+    expected, taken = undisturbed[mode]
+    killed = chatlearn("run", recipe.file, PROBE=moment)
+    assert killed.code == -signal.SIGKILL, killed.output
+    resumed = chatlearn("run", recipe.file)
+    assert resumed.code == 0, resumed.output
+    assert trained(recipe.run_dir) == taken
+    found = result_of(recipe.run_dir)
+    assert all(line["training/updates"] == 4 for line in found.metrics), "2 mini-batches x 2 epochs"
+    assert all(line["rollout/dropped_stale"] == 0 for line in found.metrics)
+    for name in ("samples/admitted", "samples/total", "samples/trained", "samples/excluded"):
+        assert found.totals[name] == expected.totals[name]
+    if mode == "one_step_off":  # it does not depend on timing
+        assert found.model == expected.model
+        assert found.rollouts == expected.rollouts
