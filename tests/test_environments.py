@@ -77,7 +77,7 @@ def test_handles_are_checked_before_anything_starts(two_turns: Any, chatlearn: A
     assert "it must be a generator; it is a trainer" in finished.output
     two_turns.content["roles"]["retry"]["uses"] = {}
     finished = chatlearn("config", "validate", two_turns.write())
-    assert "environment 'retry' calls generators by the handles policy" in finished.output
+    assert "environment 'retry' needs roles of kind generator for the handles policy" in finished.output
 
 
 @pytest.mark.slow

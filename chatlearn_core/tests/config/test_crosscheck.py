@@ -193,8 +193,9 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["roles.game={kind: environment, backend: game, uses: {other: generator}}"],
-            "roles.game.uses: environment 'game' calls generators by the handles policy (got {'other': 'generator'})\n"
-            "    give each its role, such as uses: {policy: generator}",
+            "roles.game.uses: environment 'game' needs roles of kind generator for the handles policy"
+            " (got {'other': 'generator'})\n"
+            "    assign a role to each handle, such as uses: {policy: generator}",
         ),
         (
             ["roles.reward={kind: reward, backend: judged, uses: {judge: trainer}}"],
@@ -216,8 +217,8 @@ CASES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (
             ["roles.reward={kind: reward, parts: [{backend: judged}]}"],
-            "roles.reward.parts.0.uses: reward 'judged' calls generators by the handles judge (got {})\n"
-            "    give each its role, such as uses: {judge: generator}",
+            "roles.reward.parts.0.uses: reward 'judged' needs roles of kind generator for the handles judge (got {})\n"
+            "    assign a role to each handle, such as uses: {judge: generator}",
         ),
         (
             ["roles.reward.uses={judge: generator}"],

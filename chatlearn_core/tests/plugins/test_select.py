@@ -163,7 +163,7 @@ def test_the_engine_is_looked_up_where_the_backend_will_run() -> None:
     )
     assert registry.select("generator", "acme", WHERE, installed={"acme-engine": "2.1"}.get) is entry.record
     assert registry.select("generator", "acme", WHERE, installed=None) is entry.record
-    with pytest.raises(PluginIncompatibleError, match="installed: none of them"):
+    with pytest.raises(PluginIncompatibleError, match="installed: none"):
         registry.select("generator", "acme", WHERE)
 
 

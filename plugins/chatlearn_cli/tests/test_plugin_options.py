@@ -34,6 +34,17 @@ def test_every_option_with_type_default_and_description() -> None:
     ]
 
 
+def test_a_long_default_of_several_lines_is_shortened_to_one() -> None:
+    class Template(BaseModel):
+        short: str = "a\nb"
+        long: str = "Question:\n" + 80 * "x"
+
+    short, long = option_rows(Template)
+    assert short.default == '"a\\nb"'
+    assert long.default == '"Question:\\n' + 45 * "x" + "..."
+    assert len(long.default) == 60
+
+
 def test_a_model_without_options() -> None:
     class Empty(BaseModel):
         pass

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-from chatlearn_cli.plugin_report import plugins_json, plugins_text, record_text
+from chatlearn_cli.plugin_report import plugins_json, plugins_text, record_fields, record_text
 from chatlearn_core.plugins.entry import PluginEntry
-from chatlearn_core.plugins.records import CliCommandSpec, TrainerSpec
+from chatlearn_core.plugins.records import CliCommandSpec, RewardSpec, RoleUse, TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 
 TRAINER = PluginEntry(
@@ -67,3 +68,12 @@ def test_a_record_field_by_field() -> None:
     assert lines["outputs"] == "logprobs, values"
     assert lines["max_ranks"] == "any"
     assert record_text(BROKEN).splitlines()[-1] == "status        failed: ImportError: no acme"
+
+
+def test_the_roles_that_a_reward_calls_are_shown_as_text_and_as_json() -> None:
+    uses = {"judge": RoleUse(kinds=frozenset({"generator"}))}
+    record = RewardSpec(name="judge", summary="A judge.", factory="m:F", options="m:O", uses=uses)
+    entry = replace(TRAINER, name="judge", kind="reward", record=record)
+    lines = dict(line.split(maxsplit=1) for line in record_text(entry).splitlines())
+    assert lines["uses"] == "judge (kinds: generator; outputs: none; scores: False; token_ids: False)"
+    assert json.loads(json.dumps(record_fields(entry)))["uses"]["judge"]["kinds"] == ["generator"]

@@ -37,7 +37,7 @@ REGISTRY = PluginRegistry(
         entry(
             GeneratorSpec(name="far", factory="m:F", options="m:O", channels=frozenset({"checkpoint"})),
             "missing-engine",
-            "needs far-engine; installed: none of them",
+            "needs far-engine; installed: none",
         ),
         entry(GeneratorSpec(name="near", factory="m:F", options="m:O"), "ok"),
         entry(GeneratorSpec(name="twice", factory="m:F", options="m:O"), "conflict", "..."),
@@ -53,7 +53,7 @@ def test_every_combination_once_with_its_reasons() -> None:
         "transport 'direct' delivers by channel 'tensors' within one process; "
         "generator 'far' takes channels 'checkpoint'",
     )
-    assert far.missing == ("far (far-dist 1.0): needs far-engine; installed: none of them",)
+    assert far.missing == ("far (far-dist 1.0): needs far-engine; installed: none",)
     assert (near.generator, near.fits, near.reach, near.reasons, near.missing) == ("near", True, "process", (), ())
 
 

@@ -21,7 +21,7 @@ def chatlearn_outputs() -> list[OutputSpec]:
     """The outputs that the core's flow methods and losses request from trainers."""
     k_likeliest = "The k most likely tokens at each position, most likely first."
     given_ids = "Logprobs, at each position, of the token ids in the token data named by 'ids'."
-    entropy = "Entropy, nats, of the distribution behind each token."
+    entropy = "Entropy in nats of the distribution that each token was sampled from."
     score = "The reward head's output at the last token."
     return [
         OutputSpec(name="logprobs", summary="Logprob of each token.", head="lm", at_most=0.0),
@@ -80,13 +80,15 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
         ),
         FlowMethodSpec(
             name="reward.score",
-            summary="Judge what was sampled.",
+            summary="Rewards of the samples.",
             arguments=f"{_ARGUMENTS}:NoArguments",
             adds=("reward",),
             action=f"{_CALLS}:judge",
         ),
         _computed("logprobs", "Logprobs of the tokens.", "KeptComputeArguments"),
-        _computed("entropy", "Entropies of the distributions behind the tokens.", "KeptComputeArguments"),
+        _computed(
+            "entropy", "Entropies of the distributions that the tokens were sampled from.", "KeptComputeArguments"
+        ),
         _computed(
             "topk",
             "Ids and logprobs of the k most likely tokens at each position.",

@@ -226,7 +226,7 @@ def add_record(load: SourceLoad, record: PluginRecord) -> None:
     elif problems := record_problems(record):
         load.add("failed", "; ".join(problems), name=name, kind=record.kind)
     elif missing := missing_requirements(record.requires):
-        elsewhere = "; or it runs in another interpreter (python:)" if runs_elsewhere(record) else ""
+        elsewhere = "; or set options.python to an interpreter that has it" if runs_elsewhere(record) else ""
         load.add("missing-engine", "; ".join(missing) + elsewhere, name=name, kind=record.kind, record=record)
     else:
         load.add("ok", name=name, kind=record.kind, record=record)

@@ -109,4 +109,4 @@ def missing_alternatives(alternatives: Alternatives, installed: InstalledVersion
         return None
     needed = " or ".join(f"{requirement.name}{requirement.specifier}" for requirement in applicable)
     present = [f"{requirement.name} {version}" for requirement, version in found if version is not None]
-    return f"needs {needed}; installed: {', '.join(present) or 'none of them'}"
+    return f"needs {needed}; installed: {', '.join(present) or 'none'}"

@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import CliCommandSpec
 def chatlearn_cli_commands() -> list[CliCommandSpec]:
     """The built-in commands; other plugins cannot take their names."""
     return [
-        CliCommandSpec(name="run", app="chatlearn_cli.run:run", help="Train a model by a configuration."),
+        CliCommandSpec(name="run", app="chatlearn_cli.run:run", help="Train a model according to a configuration."),
         CliCommandSpec(name="eval", app="chatlearn_cli.evaluate:evaluate", help="Evaluate models or checkpoints."),
         CliCommandSpec(name="plugins", app="chatlearn_cli.plugins:app", help="List and show plugins."),
         CliCommandSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import formatannotation
@@ -16,6 +17,8 @@ from chatlearn_core.plugins.table import table
 OPTIONS_HEADER = ("OPTION", "TYPE", "DEFAULT", "")
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}
 LENGTHS = {"min_length": "at least", "max_length": "at most"}
+LONGEST_DEFAULT = 60
+"""Number of characters of a default that the table shows; ``--json`` shows the whole default."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,7 +88,7 @@ def flatten(metadata: Sequence[Any]) -> Iterator[Any]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default roughly as YAML would show it."""
+    """Return the default roughly as YAML would show it, on one line and shortened if it is long."""
     if field.is_required():
         return "required"
     if field.default_factory is not None and field.default_factory_takes_validated_data:
@@ -93,7 +96,10 @@ def default_text(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, BaseModel):
         return "see below"
-    return "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+    text = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+    if "\n" in text:
+        text = json.dumps(text, ensure_ascii=False)
+    return text if len(text) <= LONGEST_DEFAULT else f"{text[: LONGEST_DEFAULT - 3]}..."
 
 
 def options_text(rows: Sequence[OptionRow]) -> str:

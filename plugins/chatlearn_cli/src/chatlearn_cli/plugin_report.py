@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from chatlearn_core import __version__
@@ -66,11 +67,15 @@ def record_fields(entry: PluginEntry) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert sets to sorted lists and tuples to lists, for JSON."""
+    """Convert sets to sorted lists, tuples to lists, and records to mappings, for JSON."""
     if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, tuple):
         return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value
 
 
@@ -88,7 +93,13 @@ def record_text(entry: PluginEntry) -> str:
 
 
 def field_text(value: Any) -> str:
-    """A field's value on one line."""
+    """Return a field's value on one line; a mapping of mappings as ``judge (kinds: generator; outputs: none)``."""
+    if isinstance(value, Mapping):
+        items = (
+            f"{key} ({field_text(item)})" if isinstance(item, Mapping) else f"{key}: {field_text(item)}"
+            for key, item in value.items()
+        )
+        return "; ".join(items) or "none"
     if isinstance(value, list):
         return ", ".join(" or ".join(item) if isinstance(item, list) else str(item) for item in value) or "none"
     return "any" if value is None else str(value)

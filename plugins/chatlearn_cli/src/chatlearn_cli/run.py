@@ -42,7 +42,7 @@ def run(
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: continue from the newest checkpoint in the output directory; never: start anew; or"
+            help="auto: continue from the newest checkpoint in the output directory; never: start a new run; or"
             " the path of a checkpoint."
         ),
     ] = "auto",
@@ -67,7 +67,7 @@ def run(
     ] = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Train a model by a configuration."""
+    """Train a model according to a configuration."""
     from chatlearn_cli.garbage import garbage_collected_seldom
     from chatlearn_cli.progress_bar import ProgressBar
     from chatlearn_core.executor.run import Run

@@ -15,7 +15,7 @@ from chatlearn_data.output import check_suffix, write_records
 if TYPE_CHECKING:
     from chatlearn_data.published import Recipe
 
-app = typer.Typer(help="Prepare and look at datasets.", no_args_is_help=True)
+app = typer.Typer(help="Prepare and show datasets.", no_args_is_help=True)
 prepare = typer.Typer(help="Write a dataset in the format 'verifiable'.", no_args_is_help=True)
 app.add_typer(prepare, name="prepare")
 
@@ -54,7 +54,7 @@ def math(
     instruction: Instruction = None,
     skip_bad_rows: SkipBadRows = False,
 ) -> None:
-    r"""Prepare MATH from the published file: problem, solution with \boxed{}, perhaps answer."""
+    r"""Prepare MATH from the published file: problem, solution with \boxed{}, optionally answer."""
     _prepare_published("math", input, output, split, instruction, skip_bad_rows)
 
 

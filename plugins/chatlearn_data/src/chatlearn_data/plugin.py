@@ -79,7 +79,7 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
         ),
         DatasetSpec(
             name="math",
-            summary="MATH as published: problem, solution with \\boxed{}, perhaps answer.",
+            summary="MATH as published: problem, solution with \\boxed{}, optionally answer.",
             factory=_FORMATS + "math:MathFormat",
             options=_OPTIONS + "InstructionOptions",
             columns=frozenset({"problem", "solution"}),
@@ -94,7 +94,7 @@ def chatlearn_datasets() -> Iterable[DatasetSpec]:
         ),
         DatasetSpec(
             name="hub",
-            summary="Reads rows of hub datasets by id, where there is a network or a cache.",
+            summary="Reads rows of hub datasets by id, from the network or a cache.",
             factory=_READERS + "hub:HubReader",
             options=_OPTIONS + "NoOptions",
             reads=frozenset({"hub"}),
@@ -132,4 +132,4 @@ def chatlearn_samplers() -> Iterable[SamplerSpec]:
 @hookimpl
 def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
     """Register ``chatlearn data prepare`` and ``chatlearn data show``."""
-    return [CliCommandSpec(name="data", app="chatlearn_data.cli:app", help="Prepare and look at datasets.")]
+    return [CliCommandSpec(name="data", app="chatlearn_data.cli:app", help="Prepare and show datasets.")]

@@ -17,12 +17,12 @@ from chatlearn_ray.launch import DEFAULT_PORT, node_role
 USAGE_STATS = "RAY_USAGE_STATS_ENABLED"
 """Ray sends usage statistics to its developers unless this variable is 0."""
 
-app = typer.Typer(help="Bring a Ray cluster up, for runs with runtime.options.address: auto.", no_args_is_help=True)
+app = typer.Typer(help="Start a Ray cluster for runs with runtime.options.address: auto.", no_args_is_help=True)
 
 
 @app.callback()
 def cluster() -> None:
-    """Bring a Ray cluster up, for runs with runtime.options.address: auto."""
+    """Start a Ray cluster for runs with runtime.options.address: auto."""
 
 
 @app.command()

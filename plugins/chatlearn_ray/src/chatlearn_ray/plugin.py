@@ -33,7 +33,7 @@ def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
         CliCommandSpec(
             name="cluster",
             app="chatlearn_ray.cli:app",
-            help="Bring a Ray cluster up under torchrun, SLURM or PAI-DLC.",
+            help="Start a Ray cluster under torchrun, SLURM or PAI-DLC.",
             requires=(RAY,),
         )
     ]

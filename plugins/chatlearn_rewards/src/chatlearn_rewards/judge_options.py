@@ -69,8 +69,8 @@ class JudgeOptions(RewardOptions):
     max_concurrent: int = Field(64, ge=1, le=4096, description="Largest number of open questions of a reward worker.")
     cache: Literal["memory", "disk", "off"] = Field(
         "memory",
-        description="Store answers by the content of the question, so that each question is sent once. Not allowed for"
-        " a judge whose weights change in the run.",
+        description="Store answers by the content of the question, so that each question is sent once. Answers of a"
+        " judge whose weights change in the run are not stored.",
     )
     cache_path: Path | None = Field(None, description="File of the disk cache; several runs may share it.")
     cache_entries: int = Field(100_000, ge=1, description="Largest number of answers in the memory cache.")

@@ -68,7 +68,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
         ),
         RewardSpec(
             name="repetition",
-            summary="A penalty for n-grams that occur again.",
+            summary="A penalty for repeated n-grams.",
             factory="chatlearn_rewards.rule_rewards:RepetitionReward",
             options="chatlearn_rewards.rule_options:RepetitionOptions",
         ),
@@ -88,7 +88,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
         ),
         RewardSpec(
             name="judge",
-            summary="The verdict of a generator role or a remote endpoint that is shown the question and the answer.",
+            summary="The verdict of a generator role or a remote endpoint on the question and the answer.",
             factory="chatlearn_rewards.judge_reward:JudgeReward",
             options="chatlearn_rewards.judge_options:JudgeOptions",
             uses={"judge": RoleUse()},
@@ -115,7 +115,7 @@ def chatlearn_rewards() -> Iterable[RewardSpec]:
         ),
         RewardSpec(
             name="model",
-            summary="A reward model: a trainer role with head reward, or what a generator role makes of the answer.",
+            summary="A reward model: a trainer role with head reward, or logprobs of a generator role.",
             factory="chatlearn_rewards.model_reward:ModelReward",
             options="chatlearn_rewards.model_options:ModelOptions",
             unit="group",

@@ -67,7 +67,7 @@ def chatlearn_weight_syncs() -> Iterable[WeightSyncSpec]:
         ),
         WeightSyncSpec(
             name="delta",
-            summary="Bit-exact changes only, as files on a disk that both ends share.",
+            summary="Only the changes, bit-exact, as files on a disk that both ends share.",
             sender="chatlearn_sync.delta:DeltaSender",
             receiver="chatlearn_sync.delta_receiver:DeltaReceiver",
             options="chatlearn_sync.options:DeltaOptions",

@@ -15,7 +15,7 @@ def chatlearn_cli_commands() -> Iterable[CliCommandSpec]:
         CliCommandSpec(
             name="plugins new",
             app="chatlearn_testing.cli.plugins_new:new",
-            help="Write a working plugin package with tests, as a start for your own.",
+            help="Create a working plugin package with tests, as a starting point.",
         ),
         CliCommandSpec(
             name="plugins check",

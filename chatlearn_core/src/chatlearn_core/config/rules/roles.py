@@ -295,8 +295,10 @@ def _handles(
             return
         first, use = next(iter(wanted.items()))
         kinds = sorted(frozenset().union(*(each.kinds for each in wanted.values())))
-        rule = f"{plugin} calls {' and '.join(f'{kind}s' for kind in kinds)} by the handles {', '.join(wanted)}"
-        yield Problem(path, rule, dict(given), f"give each its role, such as uses: {{{first}: {min(use.kinds)}}}")
+        rule = f"{plugin} needs roles of kind {' or '.join(kinds)} for the handles {', '.join(wanted)}"
+        yield Problem(
+            path, rule, dict(given), f"assign a role to each handle, such as uses: {{{first}: {min(use.kinds)}}}"
+        )
 
 
 def one_process_hosts_one_rank(checked: Checked) -> Iterator[Problem]:

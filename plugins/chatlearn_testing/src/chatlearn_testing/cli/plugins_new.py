@@ -17,7 +17,7 @@ def new(
         Path, typer.Option(help="Where to make the package's folder.", show_default="the current directory")
     ] = Path(),
 ) -> None:
-    """Write a working plugin package with tests, as a start for your own."""
+    """Create a working plugin package with tests, as a starting point."""
     names, written = write_plugin(name, kind.value, directory)
     root = directory / names.distribution
     # pip would take a path without the dot for the name of a distribution to download.
