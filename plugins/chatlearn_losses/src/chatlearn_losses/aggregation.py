@@ -1,7 +1,7 @@
 """Aggregation of per-token losses, expressed as weights that hold the global denominator.
 
-A loss is ``(weight * per_token).sum()``. The weights are computed once, on the whole global mini-batch, and travel with
-the tokens; partial sums over micro-batches and ranks then add up to the same number however the batch was split.
+A loss is ``(weight * per_token).sum()``. The weights are computed once, on the whole global mini-batch, and accompany
+the tokens, so the partial sums of micro-batches and ranks add up to the same number for every split of the batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ AggregationMode = Literal[
     "seq_mean_token_sum_norm",
     "prompt_mean",
 ]
-"""How per-token losses of a mini-batch become one number; m is the loss mask, S the sequences and P the prompts with
+"""How to aggregate the per-token losses of a mini-batch; m is the loss mask, S the sequences and P the prompts with
 at least one masked token.
 
 - ``token_mean``: sum / number of masked tokens (DAPO, arXiv 2503.14476).
 - ``seq_mean_token_mean``: mean over S of each sequence's token mean (GRPO, arXiv 2402.03300, eq. 3).
 - ``seq_mean_token_sum``: mean over S of each sequence's token sum.
-- ``seq_mean_token_sum_norm``: the same over a constant length (Dr.GRPO, arXiv 2503.20783).
+- ``seq_mean_token_sum_norm``: ``seq_mean_token_sum`` divided by a constant length (Dr.GRPO, arXiv 2503.20783).
 - ``prompt_mean``: mean over P of the token mean over all completions of a prompt.
 """
 
@@ -44,7 +44,7 @@ def aggregation_weights(batch: TrainBatch, mode: AggregationMode, *, constant_le
         is masked all weights are 0.
 
     Raises:
-        ValueError: ``constant_length`` is missing, below 1, or given to a mode that has no use for it.
+        ValueError: ``constant_length`` is missing, below 1, or given to a mode that does not use it.
     """
     if mode == "seq_mean_token_sum_norm":
         if constant_length is None or constant_length < 1:

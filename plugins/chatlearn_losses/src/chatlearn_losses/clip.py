@@ -15,7 +15,7 @@ class ClippedLoss:
     per_token: Tensor
     """[T]"""
     clipped: Tensor
-    """[T] bool: the ratio was clipped, so the token gives no gradient. Of clipped weights: the weight was."""
+    """[T] bool: the ratio was clipped, so the token gives no gradient. For clipped weights: the weight was clipped."""
     dual_clipped: Tensor | None = None
     """[T] bool: the dual clip capped the loss, so the token gives no gradient; None without a dual clip."""
 
@@ -48,8 +48,8 @@ def clipped_policy_loss(
 def clipped_weight_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> ClippedLoss:
-    """−sg(clip(ρ, 1−ε_low, 1+ε_high))·A·π: the weight is cut, no token loses its gradient (CISPO, arXiv 2506.13585,
-    eq. 4 and 5).
+    """−sg(clip(ρ, 1−ε_low, 1+ε_high))·A·π: the weight is clipped, and no token loses its gradient (CISPO, arXiv
+    2506.13585, eq. 4 and 5).
 
     Args:
         logprobs: [T] π, with gradient.
@@ -59,7 +59,7 @@ def clipped_weight_loss(
         clip_high: ε_high, 0 or more.
 
     Returns:
-        ``clipped`` says where the weight is not ρ.
+        ``clipped`` is True where the weight is not ρ.
     """
     weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
     return ClippedLoss(-weight * advantages * logprobs, weight != ratio)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 MIN_LOGPROB = -100.0
-"""A token that one side excludes counts as this unlikely, so that a divergence stays finite."""
+"""Logprob of a token that one side excludes, so that a divergence stays finite."""
 MIN_TAIL = 1e-7
-"""What is left beside the k tokens is at least this much: less is rounding."""
+"""Lower bound of the probability of all other tokens; smaller values are rounding errors."""
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
-    """[..., k + 1] the logprobs of k tokens, and that of all others together.
+    """[..., k + 1] the logprobs of k tokens, and the logprob of all other tokens together.
 
     Args:
         logprobs: [..., k] of different tokens of one distribution.
@@ -26,12 +26,12 @@ def with_tail(logprobs: Tensor) -> Tensor:
 def generalised_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """β KL(T ‖ M) + (1 − β) KL(S ‖ M), with M = (1 − β) S + β T (GKD, arXiv 2306.13649, eq. 1).
 
-    At β = 0 it is the forward KL(T ‖ S), at β = 1 the reverse KL(S ‖ T). The tokens beside the k are taken together as
-    one: with all of the vocabulary given it is the divergence itself, otherwise at most that (data processing).
+    At β = 0 it is the forward KL(T ‖ S), at β = 1 the reverse KL(S ‖ T). All other tokens count as one class. If k is
+    the vocabulary's size, the result is exact; otherwise it is a lower bound (data processing inequality).
 
     Args:
         student: [..., k] logprobs of k tokens, with gradient.
-        teacher: [..., k] those of the same tokens.
+        teacher: [..., k] logprobs of the same tokens.
         beta: 0 to 1.
 
     Returns:

@@ -2,7 +2,7 @@
 
 The engine that samples and the trainer that learns compute slightly different distributions, and asynchronous samples
 come from an older policy. w = exp(old − generator) re-weights each token's loss (truncated importance sampling, Yao et
-al. 2025; masked: tokens with an extreme weight are left out).
+al. 2025; masked: tokens with an extreme weight are excluded).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from chatlearn_core.types import LogprobBasis, TrainBatch
 from chatlearn_losses.ratio import masked_log_ratio, sequence_log_ratio
 
 CorrectionMode = Literal["truncate", "mask", "mask_sequences"]
-"""With w the ratio: ``truncate``: w cut to [minimum, threshold]; ``mask``: w inside these bounds, 0 outside (IcePop);
-``mask_sequences``: 0 in a sequence whose ratio is outside, in others each token's own ratio, not cut (OpenRLHF's and
-NeMo-RL's ``seq-mask-tis``)."""
+"""With w the ratio: ``truncate``: w clipped to [minimum, threshold]; ``mask``: w inside these bounds, 0 outside
+(IcePop); ``mask_sequences``: 0 in a sequence whose ratio is outside, otherwise each token's own ratio, not clipped
+(OpenRLHF's and NeMo-RL's ``seq-mask-tis``).
+"""
 CorrectionLevel = Literal["token", "sequence", "sequence_geometric"]
 """``token``: each token's own ratio; ``sequence``: the product over the sequence; ``sequence_geometric``: its geometric
 mean, which does not shrink with length."""
@@ -28,7 +29,7 @@ mean, which does not shrink with length."""
 
 @dataclass(slots=True, frozen=True, eq=False)
 class ImportanceWeights:
-    """Detached weights and where the threshold changed them."""
+    """Detached weights, and the positions at which a bound changed them."""
 
     weights: Tensor
     """[T] float; 0 outside the loss mask."""
@@ -54,12 +55,12 @@ def importance_weights(
         batch: gives the loss mask and the sequences; sequences must be whole.
         mode: see ``CorrectionMode``. The loss's denominator still counts the masked tokens, so masking more of them
             does not amplify the rest.
-        level: see ``CorrectionLevel``; of ``mask_sequences``, whose ratio is held against the bounds.
+        level: see ``CorrectionLevel``; for ``mask_sequences``, the ratio that is compared with the bounds.
         threshold: C, above 0.
         minimum: below C; by default none for ``truncate``, and 1/C for the others.
 
     Raises:
-        ValueError: the bounds leave nothing between them, or ``mask_sequences`` looks at tokens.
+        ValueError: no weight lies between the bounds, or ``mask_sequences`` has level ``token``.
     """
     if minimum is None:
         minimum = 0.0 if mode == "truncate" else 1.0 / threshold
@@ -88,14 +89,14 @@ def check_same_basis(
     """Refuse to relate logprobs of two different distributions.
 
     Args:
-        first: basis of the logprobs that a message calls ``first_name``.
-        second: basis of those it calls ``second_name``.
-        first_name: whose logprobs, for example ``trainer_logprobs``.
-        second_name: likewise.
-        wanted_by: the setting that wants the two compared.
+        first: basis of the logprobs ``first_name``.
+        second: basis of the logprobs ``second_name``.
+        first_name: name for the error message, for example ``trainer_logprobs``.
+        second_name: name for the error message.
+        wanted_by: the setting that requires the comparison.
 
     Raises:
-        ConfigError: the bases differ; says whose they are and how to make them equal.
+        ConfigError: the bases differ; the message names both and says how to make them equal.
     """
     if first == second:
         return

@@ -21,17 +21,18 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 KLWeight = Literal["none", "ratio", "generator_ratio", "score"]
-"""What a token's estimate is multiplied by, with gradient: ``ratio``: ρ = exp(π − old) (TRL's default; DeepSeek-V3.2,
+"""Factor of a token's estimate, with gradient: ``ratio``: ρ = exp(π − old) (TRL's default; DeepSeek-V3.2,
 arXiv 2512.02556); ``generator_ratio``: exp(π − generator) (NeMo-RL's on-policy approximation); ``score``: exp(π −
-sg(π)), which is 1 and has the gradient of log π (NeMo-RL's default), right while π is the policy that sampled."""
+sg(π)), which is 1 and has the gradient of log π (NeMo-RL's default), correct on samples of the current policy π."""
 KLClamp = Literal["k3", "all", "none"]
-"""What is cut: ``k3``: k3 alone, which is exponential, x to ±20 and its value to 10 (verl); ``all``: x to ±20 and every
-estimate, weighted, to ±10 (NeMo-RL, OpenRLHF); ``none``: nothing (TRL). What is cut has gradient 0."""
+"""Which estimates are clipped: ``k3``: only k3, which is exponential: x to ±20 and the value to 10 (verl); ``all``: x
+to ±20 and every weighted estimate to ±10 (NeMo-RL, OpenRLHF); ``none``: none (TRL). A clipped estimate has gradient 0.
+"""
 
 MAX_LOG_DIFFERENCE = 20.0
 """|x| beyond this would overflow k3's exponential in float32 sums."""
 MAX_KL = 10.0
-"""One token that the reference finds far more likely than the policy must not dominate a batch: eˣ is unbounded."""
+"""Bound of a token's estimate: eˣ is unbounded, so a single token could otherwise dominate a batch."""
 MIN_REST = 1e-8
 """Least probability of all other tokens together: float32 sums of probabilities come no closer to 1."""
 
@@ -50,8 +51,8 @@ def kl_estimate(
         logprobs: [...] of tokens sampled from π, with gradient where the KL is a loss.
         reference_logprobs: [...] of the same tokens, of the same basis.
         estimator: see the module.
-        clamp: see ``KLClamp``. A diagnostic takes ``none``: what it cuts off is what it should show.
-        weights: [...] with gradient, see ``KLWeight``; None for 1. The product is what is cut.
+        clamp: see ``KLClamp``. Diagnostics use ``none``, because they should show extreme values.
+        weights: [...] with gradient, see ``KLWeight``; None for 1. The product is clipped.
 
     Returns:
         [...] nats.
@@ -108,8 +109,8 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
 def topk_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """KL(π ‖ reference) over k tokens and one class for all others: Σ_{v ∈ k} π_v log(π_v / ref_v) + rest.
 
-    A lower bound of the exact one, which it is where the k tokens are the vocabulary or hold all probability. Its
-    gradient is that of its value: nothing is estimated from a sampled token.
+    A lower bound of the exact KL, and equal to it if the k tokens are the whole vocabulary or have all probability. Its
+    gradient is exact, because no part is estimated from a sampled token.
 
     Args:
         logprobs: [..., k] of the policy, with gradient.

@@ -37,7 +37,7 @@ class TokenLogprobs(NamedTuple):
     topk_logprobs: Tensor | None = None
     """[T, k] of ``topk_ids``, with gradient."""
     selected: Tensor | None = None
-    """[T, k] of the ids that were given, with gradient; None if none were."""
+    """[T, k] logprobs of ``selected_ids``, with gradient; None without them."""
 
 
 def token_logprobs(
@@ -98,7 +98,7 @@ def token_logprobs_from_hidden(
         with_entropy: also the entropy of every row's distribution, with gradient.
         recompute: run the head again in the backward pass instead of keeping every chunk's logits. False is faster by
             one head forward where all the logits fit into memory.
-        top_k: also the most likely so many tokens of every row.
+        top_k: number of most likely tokens to return for every row.
         selected_ids: [T, k] int64; also the logprobs of these tokens.
     """
     assert temperature > 0.0, f"temperature is {temperature}; greedy logprobs are of the raw distribution: pass 1"
@@ -116,7 +116,7 @@ def token_logprobs_from_hidden(
         )
 
     chunks: list[TokenLogprobs] = []
-    # At least one chunk: with no rows the result must still hang on the graph of the head's parameters.
+    # At least one chunk: even without rows the result must be part of the graph of the head's parameters.
     for start in range(0, max(len(hidden), 1), chunk_tokens):
         part = slice(start, start + chunk_tokens)
         known: list[_RowValues] = []
@@ -149,7 +149,7 @@ def logprobs_at(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
 
 
 def prediction_rows(cu_seqlens: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Which row predicts which token in packed sequences.
+    """Return which row predicts which token in packed sequences.
 
     Args:
         cu_seqlens: [S + 1], 0 first.
@@ -174,7 +174,7 @@ def prediction_rows(cu_seqlens: Tensor, token_mask: Tensor | None = None) -> tup
 
 
 class _RowValues(NamedTuple):
-    """What the softmax of every row comes to, [T] each; the entropy is empty if not asked for."""
+    """Results of the softmax of every row, [T] each; the entropy is empty if not requested."""
 
     logprobs: Tensor
     normaliser: Tensor

@@ -1,4 +1,4 @@
-"""Which completions of a prompt are compared: ordered pairs, from ranks."""
+"""Selects the completions of a prompt to compare: ordered pairs, from ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Pairs(NamedTuple):
     rejected: Tensor
     """[N] int64"""
     weights: Tensor
-    """[N] float32: the pairs of one prompt add up to 1, so that a prompt with many completions weighs no more than one
-    with two (InstructGPT, arXiv 2203.02155, eq. 1)."""
+    """[N] float32: the pairs of one prompt add up to 1, so that a prompt with many completions has the same weight as
+    one with two (InstructGPT, arXiv 2203.02155, eq. 1).
+    """
 
 
 def ordered_pairs(group_index: Tensor, ranks: Tensor) -> Pairs:
-    """Every pair of sequences of one group of which the first has the larger rank.
+    """Return every pair of sequences of one group in which the first has the larger rank.
 
     Args:
         group_index: [S] int64; sequences of one prompt share it.
@@ -49,7 +50,7 @@ def ordered_pairs(group_index: Tensor, ranks: Tensor) -> Pairs:
 
 
 def groups(group_index: Tensor) -> list[list[int]]:
-    """The sequences of each group, in the order of the batch.
+    """Return the sequences of each group, in the order of the batch.
 
     Args:
         group_index: [S] int64
@@ -61,7 +62,7 @@ def groups(group_index: Tensor) -> list[list[int]]:
 
 
 def best_and_worst(ranks: Sequence[float]) -> tuple[int, int] | None:
-    """Places of the first largest and the first smallest rank; None where all are equal."""
+    """Return the places of the first largest and the first smallest rank; None if all are equal."""
     best = max(range(len(ranks)), key=ranks.__getitem__)
     worst = min(range(len(ranks)), key=ranks.__getitem__)
     return None if ranks[best] == ranks[worst] else (best, worst)
