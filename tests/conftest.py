@@ -65,7 +65,8 @@ def chatlearn_generators():
     [record] = chatlearn_generators()
     return [
         replace(record, name="watched", factory="probe_backends:WatchedGenerator"),
-        replace(record, name="raw", factory="probe_backends:RawGenerator", bases=frozenset({"raw"})),
+        replace(record, name="raw", factory="probe_backends:RawGenerator", bases=frozenset({"raw"}),
+                kept_ids=False),
         replace(record, name="untrue", factory="probe_backends:RawGenerator", bases=frozenset({"processed"})),
     ]
 

@@ -142,6 +142,19 @@ def raw_logprobs_in_a_ratio(recipe: Any) -> list[str]:
     return ["algorithm.options.importance_correction=truncate compares", "generator_logprobs of raw (role generator)"]
 
 
+def truncated_logprobs_without_a_bound_on_the_ids(recipe: Any) -> list[str]:
+    recipe.content["sampling"]["top_p"] = 0.9
+    recipe.content["algorithm"]["options"]["truncated_logprobs"] = True
+    return ["truncated_logprobs", "sampling.top_k is 0", "Set sampling.top_k above 0"]
+
+
+def truncated_logprobs_of_a_generator_that_returns_no_ids(recipe: Any) -> list[str]:
+    recipe.content["roles"]["generator"]["backend"] = "raw"
+    recipe.content["sampling"]["top_k"] = 5
+    recipe.content["algorithm"]["options"]["truncated_logprobs"] = True
+    return ["generator 'raw' (roles.generator) with these options does not return them", "Choose transformers"]
+
+
 def logprobs_of_another_basis_than_declared(recipe: Any) -> list[str]:
     recipe.content["roles"]["generator"]["backend"] = "untrue"
     recipe.content["sampling"]["temperature"] = 0.7
@@ -168,6 +181,8 @@ BAD_INPUT = [
     group_of_one,
     critic_that_nothing_calls,
     raw_logprobs_in_a_ratio,
+    truncated_logprobs_without_a_bound_on_the_ids,
+    truncated_logprobs_of_a_generator_that_returns_no_ids,
     logprobs_of_another_basis_than_declared,
 ]
 

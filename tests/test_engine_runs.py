@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def configuration(directory: Path, generator: dict[str, Any]) -> str:
+def configuration(directory: Path, generator: dict[str, Any], sampling: dict[str, Any]) -> str:
     model = build_tiny_model(directory / "model", hidden=128)
     rows = list(prompt_records(problems(), "train", 4 * STEPS, 7))
     data = directory / "prompts.jsonl"
@@ -43,7 +43,7 @@ def configuration(directory: Path, generator: dict[str, Any]) -> str:
             "output_dir": str(directory / "run"),
             "model": {"path": str(model)},
             "data": {"train": [{"path": str(data), "format": "prompt"}], "apply_chat_template": False},
-            "algorithm": {"name": "grpo", "options": {"group_size": 4}},
+            "algorithm": {"name": "grpo", "options": {"group_size": 4, "truncated_logprobs": "top_k" in sampling}},
             "roles": {
                 "trainer": {
                     "kind": "trainer",
@@ -59,7 +59,7 @@ def configuration(directory: Path, generator: dict[str, Any]) -> str:
                     "options": {"path": f"{reward}:compute_score"},
                 },
             },
-            "sampling": {"max_tokens": 12},
+            "sampling": {"max_tokens": 12} | sampling,
             "train": {"steps": STEPS, "prompts_per_step": 4},
             "checkpoint": {"export": False},
             "log": {"progress": False},
@@ -69,14 +69,17 @@ def configuration(directory: Path, generator: dict[str, Any]) -> str:
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["process", "child"])
-def test_grpo_with_vllm(host: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "sampling"), [("process", {}), ("child", {"temperature": 0.8, "top_k": 20, "top_p": 0.9})], ids=str
+)
+def test_grpo_with_vllm(host: str, sampling: dict[str, Any], tmp_path: Path) -> None:
+    """Also with truncated sampling, whose kept ids the engine returns."""
     generator = {
         "backend": "vllm",
         "options": {"host": host, "num_threads": 1},
         "engine": {"kv_cache_memory_bytes": 64 << 20},
     }
-    assert_trains(tmp_path, generator)
+    assert_trains(tmp_path, generator, sampling)
 
 
 @pytest.mark.engine
@@ -89,10 +92,10 @@ def test_grpo_with_sglang(tmp_path: Path) -> None:
     assert_trains(tmp_path, {"backend": "sglang", "options": {"python": python}})
 
 
-def assert_trains(tmp_path: Path, generator: dict[str, Any]) -> None:
+def assert_trains(tmp_path: Path, generator: dict[str, Any], sampling: dict[str, Any] | None = None) -> None:
     """Each step learns something, and what the engine says of its tokens is what the trainer says."""
     registry = discover_plugins()
-    assembly = assemble(load_config(configuration(tmp_path, generator), [], registry), registry)
+    assembly = assemble(load_config(configuration(tmp_path, generator, sampling or {}), [], registry), registry)
     with listening_meanwhile() as found:
         asyncio.run(Run(assembly).train("never"))
     assert not reached_from_outside(found), "SECURITY.md says that engines listen on loopback"

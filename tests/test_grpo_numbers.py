@@ -16,14 +16,34 @@ pytestmark = pytest.mark.engine
 LEARNING_RATE, KL_COEF, EPSILON, CLIP, GRAD_CLIP, TEMPERATURE = 0.003, 0.1, 1e-5, 0.2, 0.05, 0.8
 
 
-def completion_logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """[C] logprobs of a completion at the sampling temperature, one sequence at a time, nothing packed."""
+def completion_logprobs(
+    model: Any, prompt: list[int], completion: list[int], support: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[C] logprobs of a completion at the sampling temperature, one sequence at a time, nothing packed.
+
+    Args:
+        support: [C, V] True for the ids that each token was sampled from; None: all.
+    """
     ids = torch.tensor([prompt + completion])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / TEMPERATURE
+    if support is not None:
+        logits = logits.masked_fill(~support, -torch.inf)
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, chatlearn: Any, tiny_model: Any) -> None:
+def sampled_from(model: Any, prompt: list[int], completion: list[int], top_k: int, top_p: float) -> torch.Tensor:
+    """[C, V] True for the ids that top-k, then top-p of the rest, keep."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double()
+    ranked = (logits / TEMPERATURE).topk(top_k, dim=-1)
+    probabilities = ranked.values.softmax(-1)
+    inside = probabilities.cumsum(-1) - probabilities < top_p
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ranked.indices, inside)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.9}], ids=["whole", "truncated"])
+def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(
+    recipe: Any, chatlearn: Any, tiny_model: Any, truncation: dict[str, Any]
+) -> None:
     recipe.content["roles"]["trainer"]["options"] = {
         "learning_rate": LEARNING_RATE,
         "grad_clip": GRAD_CLIP,
@@ -31,7 +51,9 @@ def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, c
         "max_tokens_per_micro_batch": 64,  # several micro-batches
     }
     recipe.content["algorithm"]["options"]["kl_coef"] = KL_COEF
-    recipe.content["sampling"]["temperature"] = TEMPERATURE
+    recipe.content["sampling"] |= {"temperature": TEMPERATURE} | truncation
+    if truncation:  # with weights of old to the generator's logprobs, which are 1 if both are of one distribution
+        recipe.content["algorithm"]["options"] |= {"truncated_logprobs": True, "importance_correction": "truncate"}
     recipe.content["train"] = {"steps": 1, "prompts_per_step": 4, "epochs": 2}  # the second update has ratios and KL
     recipe.write()
     finished = chatlearn("run", recipe.file)
@@ -59,7 +81,9 @@ def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, c
         return (record["reward"] - mean) / (std + EPSILON)
 
     with torch.no_grad():
-        old = [completion_logprobs(model, p, r["token_ids"]) for p, r in zip(tokenizer_ids, records, strict=True)]
+        pairs = [(prompt, record["token_ids"]) for prompt, record in zip(tokenizer_ids, records, strict=True)]
+        support = [sampled_from(model, *pair, **truncation) if truncation else None for pair in pairs]
+        old = [completion_logprobs(model, *pair, kept) for pair, kept in zip(pairs, support, strict=True)]
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -68,8 +92,8 @@ def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, c
     losses, norms = [], []
     for _ in range(2):
         total = torch.zeros((), dtype=torch.float64)
-        for prompt, record, before in zip(tokenizer_ids, records, old, strict=True):
-            logprobs = completion_logprobs(model, prompt, record["token_ids"])
+        for pair, record, before, kept in zip(pairs, records, old, support, strict=True):
+            logprobs = completion_logprobs(model, *pair, kept)
             ratio = (logprobs - before).exp()
             surrogate = torch.minimum(ratio * advantage(record), ratio.clamp(1 - CLIP, 1 + CLIP) * advantage(record))
             kl = (before - logprobs).exp() - (before - logprobs) - 1  # the reference is the policy before its updates
@@ -81,6 +105,9 @@ def test_loss_gradient_norm_and_weights_are_those_of_a_plain_loop(recipe: Any, c
         optimizer.step()
 
     assert norms[0] > GRAD_CLIP, "clipping takes part"
+    assert line["mismatch/logprob_diff_max"] < 1e-4
+    if truncation:
+        assert line["policy/importance_weight"] == pytest.approx(1.0, abs=1e-5)
     assert line["policy/loss"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
     assert line["policy/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     trained = load_file(recipe.run_dir / "model" / "model.safetensors")

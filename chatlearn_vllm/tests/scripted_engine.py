@@ -49,7 +49,7 @@ class ScriptedEngine:
         for key in list(self.wanted):
             self.wanted[key] -= 1
             done = self.wanted[key] == 0
-            reports.append((key, [7], [-1.0], "length" if done else None, None))
+            reports.append((key, [7], [-1.0], "length" if done else None, None, None))
             if done:
                 del self.wanted[key]
         return reports

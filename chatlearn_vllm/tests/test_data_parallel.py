@@ -180,7 +180,10 @@ class TestHost:
         host, events = make_host(), []
         host.listen(events.append)
         host.submit([wire(1, 5), wire(2, 6)])
-        told = [("tokens", 0, [(1, [7], [0.0], None, None)]), ("tokens", 0, [(1, [7], [0.0], "stop", None)])]
+        told = [
+            ("tokens", 0, [(1, [7], [0.0], None, None, None)]),
+            ("tokens", 0, [(1, [7], [0.0], "stop", None, None)]),
+        ]
         for event in told:
             host.ranks[0].on_event(event)
         assert list(host._routing.open_tokens) == [0, 5]

@@ -94,9 +94,9 @@ async def test_requests_of_one_turn_reach_the_engine_together_in_their_order(sta
 async def test_a_completion_holds_what_each_version_sampled(stand, make_request):
     generator, host = stand
     [task] = await begin(generator, make_request([1, 2], "r", max_tokens=3))
-    host.on_event(("tokens", 0, [(0, [7], [-0.5], None, 0)]))
-    host.on_event(("tokens", 4, [(0, [8], [-1.5], None, None)]))
-    host.on_event(("tokens", 4, [(0, [9], [-2.5], "length", None)]))
+    host.on_event(("tokens", 0, [(0, [7], [-0.5], None, 0, None)]))
+    host.on_event(("tokens", 4, [(0, [8], [-1.5], None, None, None)]))
+    host.on_event(("tokens", 4, [(0, [9], [-2.5], "length", None, None)]))
     completion = await task
     assert completion.token_ids.tolist() == [7, 8, 9]
     assert completion.logprobs.tolist() == [-0.5, -1.5, -2.5]
@@ -122,7 +122,7 @@ async def test_an_invalid_answer_fails_only_its_request(stand, make_request, rep
         generator, make_request([1], "the-bad-one", max_tokens=3), make_request([1], "good", max_tokens=1)
     )
     token_ids, logprobs, reason = report
-    host.on_event(("tokens", 0, [(0, token_ids, logprobs, reason, 0), (1, [5], [-1.0], "length", 0)]))
+    host.on_event(("tokens", 0, [(0, token_ids, logprobs, reason, 0, None), (1, [5], [-1.0], "length", 0, None)]))
     with pytest.raises(BackendError, match=rf"request 'the-bad-one' failed: .*{problem}"):
         await bad
     assert (await good).token_ids.tolist() == [5]
@@ -144,7 +144,7 @@ async def test_a_caller_that_goes_away_drops_its_request(stand, make_request):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ("drop", [0]) in host.calls
-    host.on_event(("tokens", 0, [(0, [7], [-1.0], None, 0)]))  # it was on its way already
+    host.on_event(("tokens", 0, [(0, [7], [-1.0], None, 0, None)]))  # it was on its way already
 
 
 async def test_a_refused_request_is_named(stand, make_request):
@@ -178,7 +178,7 @@ async def test_tokens_that_cannot_be_decoded_fail_their_request(stand, make_requ
         raise OverflowError("no such token")
 
     monkeypatch.setattr(generator._tokenizer, "batch_decode", refuse)
-    host.on_event(("tokens", 0, [(0, [7], [-1.0], "length", None)]))
+    host.on_event(("tokens", 0, [(0, [7], [-1.0], "length", None, None)]))
     with pytest.raises(BackendError, match=r"request 'odd' cannot be decoded: OverflowError: no such token"):
         await task
 

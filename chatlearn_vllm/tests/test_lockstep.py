@@ -118,7 +118,7 @@ class Fleet:
         while over < ends:
             kind, _, reports = self.events[rank].get(timeout=PATIENCE_S)
             assert kind == "tokens", reports
-            for key, ids, _, reason, _ in reports:
+            for key, ids, _, reason, *_ in reports:
                 counts[key] += len(ids)
                 over += reason is not None
         return counts

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from chatlearn_core.exceptions import BackendError
 from chatlearn_core.types import RAW_BASIS, VersionSpan
 
 pytestmark = pytest.mark.engine
@@ -125,3 +128,44 @@ def test_a_resumed_completion_still_ends_at_a_stop_string_that_it_had_begun(repl
     resumed = replica.generate(PROMPT, max_tokens=24, stop=(stop,), resume_from=partial)
     assert resumed.finish_reason == "stop"
     assert resumed.token_ids.tolist() == whole.token_ids.tolist()[: cut + 2]
+
+
+def test_the_ids_that_tokens_were_sampled_from(replica, model_dir, make_request):
+    """Against top-k, then top-p, of a plain forward; beside it a greedy request and one that does not ask."""
+    cut = {"temperature": 0.9, "top_k": 6, "top_p": 0.7, "max_kept_ids": 8, "max_tokens": 16}
+    asked = [
+        make_request(PROMPT, "cut", seed=3, **cut),
+        make_request(PROMPT, "greedy", temperature=0.0, max_kept_ids=8),
+        make_request(PROMPT, "plain", temperature=1.0, seed=3),
+        make_request(PROMPT, "wide", temperature=1.0, top_k=9, max_kept_ids=4),
+    ]
+
+    async def together():
+        return await asyncio.gather(*map(replica.generator.generate, asked), return_exceptions=True)
+
+    whole, greedy, plain, failed = replica.run(together())
+    model = AutoModelForCausalLM.from_pretrained(model_dir(max_length=512), dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.concatenate([PROMPT, whole.token_ids]))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].double() / 0.9
+    sizes = set()
+    for row, kept, token, logprob in zip(
+        logits, whole.token_data["kept_ids"], whole.token_ids, whole.logprobs, strict=True
+    ):
+        order = row.argsort(descending=True)[:6]
+        before = row[order].softmax(-1).cumsum(-1) - row[order].softmax(-1)
+        expected = order[before < 0.7].tolist()
+        assert sorted(kept[kept >= 0].tolist()) == sorted(expected)
+        at = expected.index(int(token))
+        assert row[expected].log_softmax(-1)[at].item() == pytest.approx(float(logprob), abs=1e-3)
+        sizes.add(len(expected))
+    assert len(sizes) > 1, "the number of ids differs between tokens"
+    assert greedy.token_data["kept_ids"][:, 0].tolist() == greedy.token_ids.tolist()
+    assert plain.token_data == {}
+    assert isinstance(failed, BackendError)
+    assert "token 0 was sampled from more than max_kept_ids=4 ids" in str(failed)
+    resumed = replace(whole, token_ids=whole.token_ids[:5], logprobs=whole.logprobs[:5], finish_reason="abort")
+    resumed = replace(resumed, token_data={"kept_ids": whole.token_data["kept_ids"][:5]})
+    resumed = replace(resumed, version_spans=(VersionSpan(0, 5, 0),))
+    again = replica.run(replica.generator.generate(replace(asked[0], id="again", resume_from=resumed)))
+    assert again.token_data["kept_ids"].tolist() == whole.token_data["kept_ids"].tolist()

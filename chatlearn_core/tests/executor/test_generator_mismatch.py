@@ -13,6 +13,7 @@ import torch
 from chatlearn_core.executor.generator_mismatch import both_logprobs, compare_logprobs
 from chatlearn_core.types import (
     Completion,
+    LogprobBasis,
     Metrics,
     Prompt,
     Sample,
@@ -39,7 +40,8 @@ def finished(name: str, length: int, *, reason: Any = "stop", exclusion: str | N
 
 
 def mismatch(samples: list[Sample], sampling: SamplingParams) -> Metrics:
-    batch = pack_samples(both_logprobs(samples, sampling.temperature, "trainer_logprobs", policy_version=7))
+    basis = LogprobBasis(sampling.temperature or 1.0)
+    batch = pack_samples(both_logprobs(samples, basis, "trainer_logprobs", policy_version=7))
     return compare_logprobs(batch).metrics if batch.num_sequences else {}
 
 

@@ -333,7 +333,7 @@ async def test_refills_have_a_bound_and_reaching_it_is_said(loop: Loop) -> None:
     [said] = [text for text in looped.said.warnings if "max_refills" in text]
     assert said == (
         "after 1 refills (rollout.max_refills) algorithm 'spread' would draw 5 more prompts; "
-        "the step trains on 10 groups"
+        "the step trains on those of its 10 groups that are not excluded"
     )
 
 

@@ -27,6 +27,7 @@ def chatlearn_trainers() -> Iterable[TrainerSpec]:
                     "topk_ids",
                     "topk_logprobs",
                     "logprobs_at",
+                    "truncated_logprobs",
                     "values",
                     "scores",
                     "hidden_states",

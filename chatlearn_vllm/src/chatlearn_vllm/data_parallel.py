@@ -207,7 +207,7 @@ class DataParallelHost:
         kind, first, second = event
         assert self._on_event is not None
         if kind == "tokens":
-            self._routing.ended(key for key, _, _, reason, _ in second if reason is not None)
+            self._routing.ended(key for key, _, _, reason, *_ in second if reason is not None)
         elif kind == "refused":
             self._routing.ended([first])
         else:

@@ -34,6 +34,7 @@ OWNED: Mapping[str, str] = {
     "enable_lora": "set options.lora",
     "logprobs_mode": "set options.logprobs",
     "max_lora_rank": "set options.lora.max_rank",
+    "max_logprobs": "this backend sets it: a run asks for as many logprobs as it keeps ids",
     "max_loras": "the engine serves one adapter; set options.lora",
     "model": "set model.path",
     "skip_tokenizer_init": "stop strings need the tokenizer",
@@ -97,6 +98,7 @@ def engine_arguments(options: VLLMGeneratorOptions, context: RoleContext) -> dic
         "tokenizer": source.tokenizer_path,
         "trust_remote_code": source.trust_remote_code,
         "logprobs_mode": f"{options.logprobs}_logprobs",
+        "max_logprobs": -1,
         "seed": context.seed,
     }
     if options.lora is not None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from chatlearn_core.exceptions import BackendError, BackendTimeoutError, ConfigError, HostedCallError
@@ -40,6 +41,8 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
     Requests submitted in one event-loop iteration reach the engine together, in order; all tokens sampled in a step
     return together.
     """
+
+    keeps_ids = True
 
     def __init__(self, options: VLLMGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: the backend sets an argument itself, or the device is
@@ -279,13 +282,22 @@ class VLLMGenerator(GeneratorReplica[EngineRequest]):
             self._set_dead(f"the engine died: {first}")
 
     def _take(
-        self, version: int, reports: Iterable[tuple[int, list[int], list[float], str | None, int | None]]
+        self,
+        version: int,
+        reports: Iterable[tuple[int, list[int], list[float], str | None, int | None, list[list[int]] | None]],
     ) -> None:
         """Distribute the tokens of one step to their requests."""
         ended: list[tuple[EngineRequest, str]] = []
-        for number, token_ids, logprobs, reason, num_cached in reports:
+        for number, token_ids, logprobs, reason, num_cached, kept in reports:
             pending = self._pending.get(number)
             if pending is None or pending.future.done():
+                continue
+            for ids in kept or ():
+                problem = pending.keep_ids(np.array(ids, dtype=np.int32))
+                if problem is not None:
+                    pending.fail(BackendError(f"{self.name}: request {pending.request.id!r} failed: {problem}"))
+                    break
+            if pending.future.done():
                 continue
             start = pending.num_prior + len(pending.token_ids)
             pending.take(token_ids, logprobs, [(0, version)])
@@ -336,6 +348,7 @@ def _wire(pending: EngineRequest) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "max_kept_ids": sampling.max_kept_ids,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,

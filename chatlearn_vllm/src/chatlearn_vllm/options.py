@@ -60,6 +60,11 @@ class VLLMGeneratorOptions(BaseModel):
         """Logprob bases that the engine returns."""
         return frozenset({self.logprobs})
 
+    @property
+    def kept_ids(self) -> bool:
+        """Whether the engine returns the ids that it sampled from: those with a processed logprob."""
+        return self.logprobs == "processed"
+
     @model_validator(mode="after")
     def _adapters_need_their_base(self) -> VLLMGeneratorOptions:
         if self.lora is not None and self.sleep_level == 2:

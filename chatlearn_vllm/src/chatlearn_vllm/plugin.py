@@ -25,6 +25,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             adapter_channels=frozenset({"tensors", "memory_handles"}),
             kv_after_sync="recomputed",
             bases=frozenset({"raw", "processed"}),
+            kept_ids=True,
             streaming=True,
             resumable=True,
             seeded=True,

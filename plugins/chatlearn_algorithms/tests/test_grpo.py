@@ -130,6 +130,17 @@ def test_ratios_between_different_bases_are_refused(make_context, options, basis
         GRPO(GRPOOptions(**options), make_context(basis))
 
 
+def test_truncated_logprobs_may_be_compared_with_those_of_the_sampled_distribution(make_context):
+    options = GRPOOptions(truncated_logprobs=True, importance_correction="truncate", kl_coef=0.1)
+    basis = LogprobBasis(0.7, top_p=0.9, top_k=20)
+    loss = GRPO(options, make_context(basis, reference="trainer")).loss()
+    assert loss.needs.names == {"truncated_logprobs", "entropy"}
+    assert (dict(loss.needs.arguments), loss.needs.temperature) == ({"kept": "kept_ids"}, 0.7)
+    assert loss.old_logprobs == "trainer_truncated_logprobs"
+    with pytest.raises(ConfigError, match="importance_correction=truncate compares"):
+        GRPO(options, make_context(basis, generator_basis=LogprobBasis(), reference="trainer"))
+
+
 COMPARING = [
     {"recompute_old_logprobs": False},
     {"importance_correction": "mask"},

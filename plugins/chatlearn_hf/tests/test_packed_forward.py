@@ -206,3 +206,68 @@ def test_an_output_of_another_head_is_refused(tiny, make_batch) -> None:
     packed = PackedModel(load_causal_lm(str(tiny())))
     with pytest.raises(BackendError, match="head 'lm' cannot compute values"):
         packed_outputs(packed, make_batch(), OutputRequest(frozenset({"values"})))
+
+
+def truncation_of(logits, temperature: float, top_k: int, top_p: float):
+    """[V] logprobs of one row after top-k, then top-p of the rest, one id at a time."""
+    scaled = logits.double() / temperature
+    order = scaled.argsort(descending=True)[:top_k]
+    probabilities, kept = scaled[order].softmax(-1), []
+    for index, probability in zip(order.tolist(), probabilities.tolist(), strict=True):
+        kept.append((index, probability))
+        if sum(p for _, p in kept) >= top_p:
+            break
+    ids = torch.tensor([index for index, _ in kept])
+    return torch.full_like(scaled, -torch.inf).index_copy(0, ids, scaled[ids]).log_softmax(-1), ids
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_logprobs_over_the_kept_ids_and_their_packing(tiny, make_batch, chunk) -> None:
+    """Against transformers' own forward of each sequence alone, masked explicitly; and alone as packed together."""
+    path, batch, temperature = str(tiny()), make_batch(), 0.6
+    plain = load_causal_lm(path, attention="eager")
+    packed = PackedModel(load_causal_lm(path), "lm", logits_chunk_tokens=chunk)
+    expected, rows = [], []
+    for ids in sequences(batch):
+        with torch.no_grad():
+            logits = plain(ids[None]).logits[0]
+        expected.append(0.0)
+        rows.append(torch.zeros(6, dtype=torch.int32))
+        for row, token in zip(logits[:-1], ids[1:], strict=True):
+            _, kept = truncation_of(row, temperature, 5, 0.8)
+            kept = kept if token in kept else torch.cat([kept, token[None]])  # as if it had been sampled
+            masked = torch.full_like(row, -torch.inf).index_copy(0, kept, row[kept] / temperature)
+            expected.append(float(masked.log_softmax(-1)[token]))
+            rows.append(torch.cat([kept, kept.new_full((6 - len(kept),), -1)]).int())
+    kept_ids = batch.token_data["kept_ids"] = torch.stack(rows)
+    request = OutputRequest(frozenset({"truncated_logprobs", "logprobs"}), temperature, {"kept": "kept_ids"})
+    outputs = packed_outputs(packed, batch, request)
+    found = outputs["truncated_logprobs"]
+    torch.testing.assert_close(found, torch.tensor(expected) * batch.loss_mask, atol=1e-5, rtol=0)
+    assert (found >= outputs["logprobs"] - 1e-6).all(), "what was cut away makes the rest likelier"
+    bounds = itertools.pairwise(batch.cu_seqlens.tolist())
+    alone = [
+        packed(
+            batch.token_ids[a:b],
+            PackedLayout([b - a]),
+            {"truncated_logprobs"},
+            temperature,
+            batch.loss_mask[a:b],
+            kept_ids=kept_ids[a:b],
+        )["truncated_logprobs"]
+        for a, b in bounds
+    ]
+    torch.testing.assert_close(torch.cat(alone), found, atol=1e-5, rtol=0)
+
+
+def test_a_token_outside_its_kept_ids_is_refused(tiny, make_batch) -> None:
+    packed, batch = PackedModel(load_causal_lm(str(tiny()))), make_batch()
+    request = OutputRequest(frozenset({"truncated_logprobs"}), 1.0, {"kept": "kept_ids"})
+    with pytest.raises(BackendError, match="token data 'kept_ids', which the batch lacks"):
+        packed_outputs(packed, batch, request)
+    batch.token_data["kept_ids"] = batch.token_ids[:, None].clone()
+    packed_outputs(packed, batch, request)
+    at = int(batch.loss_mask.nonzero()[3])
+    batch.token_data["kept_ids"][at] += 1
+    with pytest.raises(BackendError, match=rf"position {at} .* not among the ids it was sampled from"):
+        packed_outputs(packed, batch, request)

@@ -108,8 +108,10 @@ def test_logits_are_never_whole():
     weight = torch.randn(50, 3, requires_grad=True)
     labels = torch.randint(50, (40,))
     with LargestTensor() as largest:
-        scored = token_logprobs_from_hidden(hidden, weight, labels, chunk_tokens=8, with_entropy=True)
-        (scored.logprobs.sum() + scored.entropy.sum()).backward()
+        scored = token_logprobs_from_hidden(
+            hidden, weight, labels, chunk_tokens=8, with_entropy=True, kept_ids=labels[:, None]
+        )
+        (scored.logprobs.sum() + scored.entropy.sum() + scored.truncated.sum()).backward()
     # One chunk of logits is 8 x 50; all of them would be 2000 elements.
     assert largest.elements == 400
 
@@ -118,10 +120,19 @@ def test_hidden_states_pass_gradcheck_in_all_outputs():
     """Chunks recomputed in the backward pass, against finite differences: states and weight, every output."""
     hidden, weight, labels = tensors()
     ids = torch.tensor([[0, 3], [1, 1], [10, 2], [4, 5], [9, 0], [7, 8], [6, 6]])
+    kept = torch.stack([labels, (labels + 1) % 11, torch.full_like(labels, -1)], dim=1)
 
     def outputs(rows: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scored = token_logprobs_from_hidden(
-            rows, matrix, labels, temperature=0.8, chunk_tokens=3, with_entropy=True, top_k=3, selected_ids=ids
+            rows,
+            matrix,
+            labels,
+            temperature=0.8,
+            chunk_tokens=3,
+            with_entropy=True,
+            top_k=3,
+            selected_ids=ids,
+            kept_ids=kept,
         )
         assert scored.topk_ids is not None
         return tuple(part for name, part in scored._asdict().items() if name != "topk_ids")

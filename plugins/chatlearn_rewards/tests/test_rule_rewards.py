@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -96,6 +98,15 @@ def test_repetition_is_penalised_above_what_is_tolerated(make_sample, context):
     assert reward.judge(make_sample("a b a")).value == 0.0
     tokens = RepetitionReward(options.RepetitionOptions(n=1, unit="tokens"), context)
     assert tokens.judge(make_sample("a a a")).value == 0.0  # its tokens 3, 4, 5 differ
+
+
+@pytest.mark.parametrize(("token_ids", "value"), [([1, 2, 1, 2, 1, 2], -0.6), ([7], 0.0)])
+def test_repetition_of_tokens_has_the_values_of_trl(make_sample, context, token_ids, value):
+    """Values of TRL 1.16's own function (``trl/rewards/other_rewards.py``) for 2-grams and a penalty of at most -1."""
+    reward = RepetitionReward(options.RepetitionOptions(n=2, unit="tokens"), context)
+    sample = make_sample("")
+    ids = np.concatenate([sample.token_ids[: sample.num_prompt_tokens], token_ids])
+    assert reward.judge(replace(sample, token_ids=ids)).value == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

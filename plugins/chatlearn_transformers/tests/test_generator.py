@@ -331,3 +331,46 @@ def test_setup_says_what_is_wrong(tmp_path, make_generator):
 
 def test_close_before_setup_is_fine():
     TransformersGenerator(TransformersGeneratorOptions(), RoleContext("generator")).close()
+
+
+async def test_the_ids_that_tokens_were_sampled_from(make_generator, ask, load_model, model_dir, plain_logits):
+    """Against top-k, then top-p, of a plain forward; a greedy request beside it keeps its own tokens."""
+    generator = make_generator()
+    cut = {"temperature": 0.9, "top_k": 6, "top_p": 0.7, "max_kept_ids": 8}
+    asked = ask("cut", PROMPT, seed=3, **cut)
+    greedy = ask("greedy", PROMPT, temperature=0.0, max_kept_ids=8)
+    plain = ask("plain", PROMPT, seed=3, top_k=6)
+    tasks = start(generator, asked, greedy, plain)
+    await asyncio.sleep(0)
+    await let_run(generator, 5)
+    await generator.abort(["cut"])
+    await generator.resume()
+    partial, of_greedy, of_plain = await asyncio.gather(*tasks)
+    whole = await generator.generate(replace(asked, id="again", resume_from=partial))
+    kept = whole.token_data["kept_ids"]
+    assert (kept.shape, kept.dtype) == ((12, 8), np.int32)
+    assert (partial.token_data["kept_ids"] == kept[:5]).all()
+    logits = plain_logits(load_model(model_dir()), PROMPT, whole.token_ids).double() / 0.9
+    sizes = set()
+    for row, ids, token, logprob in zip(logits, kept, whole.token_ids, whole.logprobs, strict=True):
+        order = row.argsort(descending=True)[:6]
+        before = row[order].softmax(-1).cumsum(-1) - row[order].softmax(-1)
+        expected = order[before < 0.7]
+        assert sorted(ids[ids >= 0].tolist()) == sorted(expected.tolist())
+        at = expected.tolist().index(int(token))
+        assert row[expected].log_softmax(-1)[at].item() == pytest.approx(float(logprob), abs=1e-4)
+        sizes.add(len(expected))
+    assert len(sizes) > 1, "the number of ids differs between tokens"
+    assert of_greedy.token_data["kept_ids"][:, 0].tolist() == of_greedy.token_ids.tolist()
+    assert (of_greedy.token_data["kept_ids"][:, 1:] == -1).all()
+    assert of_plain.token_data == {}
+
+
+async def test_more_kept_ids_than_declared_fail_their_request_alone(make_generator, ask):
+    generator = make_generator()
+    wide = ask("wide", PROMPT, temperature=1.0, top_k=9, max_kept_ids=4)
+    other = ask("other", PROMPT, temperature=1.0, top_k=3, max_kept_ids=4)
+    failed, found = await asyncio.gather(*start(generator, wide, other), return_exceptions=True)
+    assert isinstance(failed, BackendError)
+    assert "'wide' failed: token 0 was sampled from more than max_kept_ids=4 ids" in str(failed)
+    assert len(found.token_ids) == 12

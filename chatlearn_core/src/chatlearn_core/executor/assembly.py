@@ -35,6 +35,7 @@ from chatlearn_core.executor.logprob_bases import DeclaredBases
 from chatlearn_core.executor.planning import model_source, plan_run, with_vocab_sizes
 from chatlearn_core.executor.policy import policy_of
 from chatlearn_core.executor.role_models import asked_for_by, check_role_models
+from chatlearn_core.executor.truncated_sampling import max_kept_ids
 from chatlearn_core.flow import FlowVocabulary, Graph, trace
 from chatlearn_core.plugins.compatibility import bases_of
 from chatlearn_core.plugins.records import (
@@ -124,6 +125,8 @@ class FlowAssembly:
     plan: RunPlan
     mode: tuple[str, ...]
     """What the plan of a run says about its rollout mode."""
+    max_kept_ids: int
+    """``SamplingParams.max_kept_ids`` of training rollouts."""
 
 
 def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembly:
@@ -144,6 +147,7 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
     check_outputs(loaded, registry, graph, learning.losses)
     for one in evaluations.values():
         check_outputs(loaded, registry, one, {})
+    num_kept_ids = max_kept_ids(loaded, graph, learning.losses, sampling_params(config.sampling))
     check_scores(loaded, graph)
     check_uses(loaded, registry, _called(graph, evaluations.values(), learning))
     check_partial_rollouts(config, graph)
@@ -158,7 +162,7 @@ def assemble_flow(loaded: LoadedConfig, registry: PluginRegistry) -> FlowAssembl
         for name in (algorithm.input, algorithm.evaluation_input or "prompts")
     )
     mode = _mode(loaded, registry, graph)
-    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluations, plan, mode)
+    return FlowAssembly(algorithm, learning, policy, kind, eval_kind, graph, evaluations, plan, mode, num_kept_ids)
 
 
 def _mode(loaded: LoadedConfig, registry: PluginRegistry, graph: Graph) -> tuple[str, ...]:
@@ -218,7 +222,7 @@ def assemble(loaded: LoadedConfig, registry: PluginRegistry) -> Assembly:
     check_served_families(loaded, models)
     plan = with_vocab_sizes(flow.plan, {name: model.vocab_size for name, model in models.items()})
     stop_token_ids = _ends_of_turns(renderer, tokenizer)
-    sampling = replace(sampling, stop_token_ids=stop_token_ids)
+    sampling = replace(sampling, stop_token_ids=stop_token_ids, max_kept_ids=flow.max_kept_ids)
     train_set = build_dataset(
         config.data,
         renderer,

@@ -166,7 +166,7 @@ def build_policy_updater(parts: LoopParts, decisions: Decisions) -> PolicyUpdate
     call, mismatch = policy_logprobs(assembly.graph, assembly.policy), None
     if call is not None:
         role = call.role
-        mismatch = GeneratorMismatch(call, assembly.sampling.temperature, lambda: runtime.trainer(role))
+        mismatch = GeneratorMismatch(call, assembly.sampling, lambda: runtime.trainer(role))
     return PolicyUpdater(
         runtime,
         assembly.algorithm,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from chatlearn_core.batching import SamplePacker
 from chatlearn_core.executor.rollouts.staleness import fresh_mask
+from chatlearn_core.executor.truncated_sampling import TRUNCATED_LOGPROBS
 from chatlearn_core.flow import Graph, Node
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.protocols import TrainerGroup
@@ -21,6 +22,7 @@ from chatlearn_core.types import (
     LogprobBasis,
     Metrics,
     Sample,
+    SamplingParams,
     TrainBatch,
 )
 
@@ -34,12 +36,12 @@ class GeneratorMismatch:
 
     Args:
         node: the flow's call that computes the policy's logprobs.
-        temperature: the run's sampling temperature.
+        sampling: the run's sampling parameters.
         group: returns the trainer group; called every time, because a runtime may rebuild it.
     """
 
     node: Node
-    temperature: float
+    sampling: SamplingParams
     group: Callable[[], TrainerGroup]
 
     async def metrics(
@@ -52,8 +54,13 @@ class GeneratorMismatch:
             policy_version: version of the weights that computed these.
             packer: packs the samples; given if they are packed elsewhere, too.
         """
-        temperature = self.node.arguments.get("temperature", self.temperature)
-        both = both_logprobs(samples, temperature, self.node.output_fields["logprobs"], policy_version)
+        temperature = self.node.arguments.get("temperature", self.sampling.temperature) or 1.0
+        fields = self.node.output_fields
+        if TRUNCATED_LOGPROBS in fields:
+            basis, field = replace(self.sampling.basis, temperature=temperature), fields[TRUNCATED_LOGPROBS]
+        else:
+            basis, field = LogprobBasis(temperature), fields["logprobs"]
+        both = both_logprobs(samples, basis, field, policy_version)
         batch = (packer or SamplePacker()).pack(both)
         if not batch.num_sequences:
             return {}
@@ -62,18 +69,18 @@ class GeneratorMismatch:
 
 def policy_logprobs(graph: Graph, policy: str | None) -> Node | None:
     """The call that computes the policy's logprobs of the samples; None if the flow has none."""
-    return next((node for node in graph.nodes if node.role == policy and "logprobs" in node.output_fields), None)
+    names = {"logprobs", TRUNCATED_LOGPROBS}
+    return next((node for node in graph.nodes if node.role == policy and names & node.output_fields.keys()), None)
 
 
-def both_logprobs(samples: Sequence[Sample], temperature: float, trained: str, policy_version: int) -> list[Sample]:
-    """The samples whose policy and generator logprobs exist and have the same basis, with both in ``token_data`` as
+def both_logprobs(samples: Sequence[Sample], basis: LogprobBasis, trained: str, policy_version: int) -> list[Sample]:
+    """The samples whose generator logprobs have the trainer's ``basis``, with both in ``token_data`` as
     ``trainer_logprobs`` and ``generator_logprobs``.
 
-    The trainer divides its logits by ``temperature`` and truncates nothing. Tokens sampled by weights other than those
+    Tokens sampled by weights other than those
     of ``policy_version`` are masked out, because their logprobs rightly differ; if there are any, ``stale_mask`` in
     ``token_data`` has them.
     """
-    basis = LogprobBasis(temperature or 1.0)
     both: list[Sample] = []
     whole: list[npt.NDArray[np.bool_]] = []
     for sample in samples:

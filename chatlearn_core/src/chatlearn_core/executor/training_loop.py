@@ -127,7 +127,8 @@ class TrainingLoop:
                 metrics.append(await self._produce(step, wanted, timers))
             else:
                 text = f"after {refills} refills (rollout.max_refills) algorithm {self.config.algorithm.name!r} would "
-                text += f"draw {wanted} more prompts; the step trains on {len(groups)} groups"
+                text += f"draw {wanted} more prompts; the step trains on those of its {len(groups)} groups that are "
+                text += "not excluded"
                 self.journal.warn(text, "refill")
                 break
         if refills:

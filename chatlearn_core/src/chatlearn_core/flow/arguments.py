@@ -62,6 +62,14 @@ class TopKArguments(KeptComputeArguments):
     k: int = Field(ge=1)
 
 
+class TruncatedLogprobsArguments(ComputeArguments):
+    """Logprobs among given token ids."""
+
+    kept: str = Field(
+        min_length=1, description="Name of the token data [T, K] that holds the ids; generators give kept_ids."
+    )
+
+
 class LogprobsAtArguments(KeptComputeArguments):
     """Logprobs of given token ids."""
 

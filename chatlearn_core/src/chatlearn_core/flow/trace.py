@@ -14,8 +14,9 @@ from chatlearn_core.flow.source_line import caller, definition
 from chatlearn_core.flow.symbols import Samples
 from chatlearn_core.flow.vocabulary import FlowVocabulary
 from chatlearn_core.plugins.records import FlowMethodSpec
+from chatlearn_core.types import KEPT_IDS
 
-SAMPLED_DATA = frozenset({"generator_logprobs", "generator_raw_logprobs"})
+SAMPLED_DATA = frozenset({"generator_logprobs", "generator_raw_logprobs", KEPT_IDS})
 """``token_data`` that completions bring; no call of a flow may overwrite it."""
 MAX_CALLS = 1000
 """Maximum number of calls in one flow; more indicate an endless loop."""
@@ -140,7 +141,7 @@ class _Recorder:
             )
         for field in sorted(SAMPLED_DATA.intersection(node.fields)):
             raise FlowError(
-                f"{node.source}: {node.name} would overwrite {field!r}, the logprobs that came with the completions: "
+                f"{node.source}: {node.name} would overwrite {field!r}, which came with the completions: "
                 f"rename the trainer role {node.role!r}, or give the call a name=..."
             )
         for again, other in ((field, other) for field in node.fields for other in self._writers.get(field, ())):
@@ -152,12 +153,12 @@ class _Recorder:
                     f"{node.source}: {node.name} would overwrite the {again} that {other.name} ({other.source}) gave. "
                     + remedy
                 )
-        there = sorted(
-            field for i in ancestors(self.nodes, node.inputs) for field in self.nodes[i].output_fields.values()
-        )
+        before = [self.nodes[i] for i in ancestors(self.nodes, node.inputs)]
+        are_sampled = any(one.kind in ("generator", "environment") for one in before)
+        there = sorted(field for one in before for field in one.output_fields.values())
         for argument in (argument for output in node.outputs for argument in output.from_batch):
             data = node.arguments.get(argument)
-            if data not in there:
+            if data not in there and not (are_sampled and data == KEPT_IDS):
                 raise FlowError(
                     f"{node.source}: {node.name} reads {argument}={data!r}, which no earlier call adds to these "
                     f"samples; they have {', '.join(there) or 'none'}. Join the result of the call that makes it"

@@ -21,10 +21,12 @@ def chatlearn_outputs() -> list[OutputSpec]:
     """The outputs that the core's flow methods and losses request from trainers."""
     k_likeliest = "The k most likely tokens at each position, most likely first."
     given_ids = "Logprobs, at each position, of the token ids in the token data named by 'ids'."
+    truncated = "Logprob of each token among the ids in the token data named by 'kept', -1 after the last id."
     entropy = "Entropy in nats of the distribution that each token was sampled from."
     score = "The reward head's output at the last token."
     return [
         OutputSpec(name="logprobs", summary="Logprob of each token.", head="lm", at_most=0.0),
+        OutputSpec(name="truncated_logprobs", summary=truncated, head="lm", from_batch=("kept",), at_most=0.0),
         OutputSpec(name="entropy", summary=entropy, head="lm", at_least=0.0),
         OutputSpec(name="topk_ids", summary=k_likeliest, shape=("k",), dtype="int", head="lm", at_least=0.0),
         OutputSpec(name="topk_logprobs", summary="Logprobs of topk_ids.", shape=("k",), head="lm", at_most=0.0),
@@ -86,6 +88,11 @@ def chatlearn_flow_methods() -> list[FlowMethodSpec]:
             action=f"{_CALLS}:judge",
         ),
         _computed("logprobs", "Logprobs of the tokens.", "KeptComputeArguments"),
+        _computed(
+            "truncated_logprobs",
+            "Logprobs of the tokens among the ids that they were sampled from.",
+            "TruncatedLogprobsArguments",
+        ),
         _computed(
             "entropy", "Entropies of the distributions that the tokens were sampled from.", "KeptComputeArguments"
         ),

@@ -94,6 +94,11 @@ def bases_of(generator: GeneratorSpec, options: object) -> frozenset[str]:
     return bases
 
 
+def returns_kept_ids(generator: GeneratorSpec, options: object) -> bool:
+    """Whether a generator with these options returns the ids that it sampled from (see ``GeneratorSpec.kept_ids``)."""
+    return bool(getattr(options, "kept_ids", generator.kept_ids))
+
+
 def kv_after_sync_of(generator: GeneratorSpec, options: object) -> KvAfterSync:
     """``GeneratorSpec.kv_after_sync`` of a generator with these options."""
     policy: KvAfterSync = getattr(options, "kv_after_sync", generator.kv_after_sync)

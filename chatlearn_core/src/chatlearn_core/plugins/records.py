@@ -140,6 +140,9 @@ class GeneratorSpec(BackendRecord):
     temperature, top-p and top-k; ``raw`` is the model's own. With both, the generator returns processed ones. An
     attribute ``bases`` of the options narrows it, because it may be a setting. Every completion is checked against it.
     """
+    kept_ids: bool = False
+    """Whether it accepts ``SamplingParams.max_kept_ids``, that is, returns the ids that each token was sampled from. An
+    attribute ``kept_ids`` of the options overrides it."""
     streaming: bool = False
     resumable: bool = False
     """Whether it accepts ``GenerateRequest.resume_from``."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from chatlearn_core.exceptions import ContractError
 from chatlearn_core.types import (
+    KEPT_IDS,
     Completion,
     FinishReason,
     Floats,
@@ -87,6 +88,8 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
         return f"its tokens are not the {len(forced)} that it had to score"
     if completion.sampling.basis != request.sampling.basis:
         return f"it was sampled from {completion.sampling.basis}, and {request.sampling.basis} was asked for"
+    if request.sampling.max_kept_ids and (problem := _kept_ids_problem(completion, request.sampling.max_kept_ids)):
+        return problem
     arrays: dict[str, Any] = {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     if completion.raw_logprobs is not None:
         arrays["raw_logprobs"] = completion.raw_logprobs
@@ -123,6 +126,17 @@ def _completion_problem(completion: Any, request: GenerateRequest, vocab_size: i
 
 def _data_of(completion: Completion) -> dict[str, Any]:
     return {f"token_data {name!r}": values for name, values in completion.token_data.items()}
+
+
+def _kept_ids_problem(completion: Completion, most: int) -> str | None:
+    """The problem with the ids that the tokens were sampled from, or None; trainers check the ids themselves."""
+    kept = completion.token_data.get(KEPT_IDS)
+    if kept is None:
+        return f"token_data has no {KEPT_IDS!r}, the ids that tokens were sampled from, and max_kept_ids is {most}"
+    if not isinstance(kept, np.ndarray | ArrayRef) or kept.shape[1:] != (most,) or kept.dtype.kind != "i":
+        found = f"shape {kept.shape} and dtype {kept.dtype}" if isinstance(kept, np.ndarray | ArrayRef) else repr(kept)
+        return f"token_data {KEPT_IDS!r} has {found:.80}; it is [{len(completion.token_ids)}, {most}] signed integers"
+    return None
 
 
 def _token_data_problem(token_data: Mapping[Any, Any]) -> str | None:

@@ -14,6 +14,7 @@ from chatlearn_core.types.array_ref import (
 from chatlearn_core.types.batch import TrainBatch, cumulative_lengths, end_to_end, pack_samples
 from chatlearn_core.types.boxes import Box, BoxCover, full_box
 from chatlearn_core.types.completion import (
+    KEPT_IDS,
     RAW_BASIS,
     Completion,
     FinishReason,
@@ -64,6 +65,7 @@ from chatlearn_core.types.weights import (
 )
 
 __all__ = [
+    "KEPT_IDS",
     "NOT_SAMPLED",
     "RAW_BASIS",
     "UNGRADED",

@@ -13,6 +13,8 @@ from chatlearn_core.types.pickling import pickled_by_position
 from chatlearn_core.types.prompt import Media, TokenIds
 
 FinishReason = Literal["stop", "length", "abort"]
+KEPT_IDS = "kept_ids"
+"""Name in ``token_data`` of the ids that a token was sampled from, [C, max_kept_ids], -1 after the last id."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -63,6 +65,10 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     """Keys this request's random numbers: the draw of completion token t depends on (seed, t) alone."""
+    max_kept_ids: int = 0
+    """Above 0, the completion has ``token_data["kept_ids"]``: for each token the ids that top-k and top-p kept, among
+    them the token itself, at most this many. A request whose tokens were sampled from more fails. Greedy sampling keeps
+    the sampled token alone."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -70,6 +76,7 @@ class SamplingParams:
             (self.temperature >= 0.0, "temperature", self.temperature, "0 (greedy) or more"),
             (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]"),
             (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
+            (self.max_kept_ids >= 0, "max_kept_ids", self.max_kept_ids, "0 (off) or more"),
         )
         for holds, name, value, rule in rules:
             if not holds:

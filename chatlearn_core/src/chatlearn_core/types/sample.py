@@ -264,6 +264,12 @@ def sample_with_turn(
         raise BackendError(
             f"sample {sample.id!r}: only {having} has token_data {odd[0]!r}; what a loss reads, every token must have"
         )
+    for name in sorted(kept.keys() & after.token_data.keys()):
+        if kept[name].shape[1:] != after.token_data[name].shape[1:]:
+            raise BackendError(
+                f"sample {sample.id!r}: rows of token_data {name!r} have shape {kept[name].shape[1:]} in earlier turns "
+                f"and {after.token_data[name].shape[1:]} in its further turn; sample all turns with the same settings"
+            )
     token_data = {
         name: named(joined([kept[name], cut(values, start, length)]), sample.id, name) if name in kept else values
         for name, values in after.token_data.items()

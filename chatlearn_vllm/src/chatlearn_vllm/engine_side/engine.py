@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,10 +25,11 @@ from .seeded_draws import EXTRA_ARGUMENT
 from .versions import check_version
 from .weight_transfer_name import BACKEND, WORKER_EXTENSION
 
-Report = tuple[int, list[int], list[float], str | None, int | None]
-"""(request key, new token ids, their logprobs, finish reason or None, number of cached prompt tokens or None).
+Report = tuple[int, list[int], list[float], str | None, int | None, list[list[int]] | None]
+"""(request key, new token ids, their logprobs, finish reason or None, number of cached prompt tokens or None, for each
+new token the ids it was sampled from or None if the request does not ask for them).
 
-Example: ``(7, [318, 262], [-0.21, -1.4], None, None)``, two new tokens of an unfinished request."""
+Example: ``(7, [318, 262], [-0.21, -1.4], None, None, None)``, two new tokens of an unfinished request."""
 
 ADAPTER_ID = 1
 """Id of the only LoRA adapter; a new version replaces it in place."""
@@ -74,6 +76,7 @@ class Engine:
         self._keys: dict[str, int] = {}
         self._ids: dict[int, str] = {}
         self._watchers: dict[int, Any] = {}
+        self._num_kept: dict[int, int] = {}
         self._adapter: Any = None
         with preserved():
             self._start(arguments, log)
@@ -158,6 +161,9 @@ class Engine:
         from vllm import SamplingParams
 
         key, stop = int(request["key"]), list(request["stop"])
+        max_kept_ids = int(request.get("max_kept_ids", 0))
+        # One more than may be kept shows whether others are.
+        num_kept = min(max_kept_ids + 1, self._engine.vllm_config.model_config.get_vocab_size())
         params = SamplingParams(
             temperature=request["temperature"],
             top_p=request["top_p"],
@@ -166,7 +172,7 @@ class Engine:
             stop_token_ids=request["stop_token_ids"],
             ignore_eos=request["ignore_eos"],
             seed=request["seed"],
-            logprobs=0,
+            logprobs=num_kept if max_kept_ids else 0,
             detokenize=False,
             extra_args={EXTRA_ARGUMENT: len(request["prior_ids"])},
         )
@@ -179,6 +185,8 @@ class Engine:
         self._client.add_request(inner)
         if watcher is not None:
             self._watchers[key] = watcher
+        if max_kept_ids:
+            self._num_kept[key] = 1 if request["temperature"] == 0.0 else num_kept
         self._keys[inner.request_id] = key
         self._ids[key] = inner.request_id
 
@@ -227,7 +235,10 @@ class Engine:
                 reason = "stop"
             logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
             cached = None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
-            reports.append((key, output.new_token_ids, logprobs, reason, cached))
+            kept = None
+            if key in self._num_kept and output.new_logprobs is not None:
+                kept = kept_ids(output.new_logprobs, self._num_kept[key])
+            reports.append((key, output.new_token_ids, logprobs, reason, cached, kept))
             if reason is not None:
                 self._forget(key)
         if stopped:
@@ -338,6 +349,19 @@ class Engine:
         if inner is not None:
             del self._keys[inner]
         self._watchers.pop(key, None)
+        self._num_kept.pop(key, None)
+
+
+def kept_ids(logprobs: Any, count: int) -> list[list[int]]:
+    """For each new token the ids that it was sampled from, among the ``count`` most likely: those with a finite
+    processed logprob.
+
+    Args:
+        logprobs: vLLM's ``LogprobsLists``; its first column is the sampled token, the others the most likely ones.
+        count: number of ids to look at.
+    """
+    ids, values = logprobs.logprob_token_ids[:, 1 : count + 1], logprobs.logprobs[:, 1 : count + 1]
+    return [row[np.isfinite(of_row)].tolist() for row, of_row in zip(ids, values, strict=True)]
 
 
 def _start_error(error: Exception, log: EngineLogHandler) -> StartError:

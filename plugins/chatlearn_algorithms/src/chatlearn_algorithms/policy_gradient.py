@@ -16,7 +16,7 @@ from chatlearn_algorithms.policy_loss import ImportanceCorrection, PolicyLoss
 from chatlearn_algorithms.scored_rewards import KLPenalty, ScoredRewards, scored_rewards
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.protocols import Algorithm, AlgorithmContext, RoleUpdate
-from chatlearn_core.types import Derived, LogprobBasis, Metric, TrainBatch
+from chatlearn_core.types import KEPT_IDS, Derived, LogprobBasis, Metric, TrainBatch
 from chatlearn_losses import check_same_basis
 
 OptionsT = TypeVar("OptionsT", bound=PolicyGradientOptions)
@@ -30,7 +30,7 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
     Raises:
         ConfigError: the options set a KL without a role ``reference``; a coefficient has both a schedule and a target;
             or a ratio needs the generator's logprobs, but they belong to another distribution than the trainer's: raw
-            ones at a temperature other than 1, or cut to top-p or top-k, which no trainer computes.
+            ones at a temperature other than 1, or cut to top-p or top-k without ``truncated_logprobs``.
     """
 
     scheduled = frozenset({"clip_low", "clip_high", "kl_coef", "entropy_coef"})
@@ -40,8 +40,9 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         self.context = context
         self.group_size = options.group_size
         self.policy = options.roles.policy
-        old = options.roles.policy if options.recompute_old_logprobs else "generator"
-        self.old_logprobs = f"{old}_logprobs"
+        self.logprobs = "truncated_logprobs" if options.truncated_logprobs else "logprobs"
+        recomputed = f"{options.roles.policy}_{self.logprobs}"
+        self.old_logprobs = recomputed if options.recompute_old_logprobs else "generator_logprobs"
         self.adaptive_kl: AdaptiveKL | None = None
         if options.kl_target is not None:
             self.adaptive_kl = AdaptiveKL(options.kl_coef, options.kl_target, options.kl_horizon)
@@ -64,17 +65,23 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
         if self.options.kl_coef and self.options.kl_estimator == "full":
             parts.append(getattr(m, roles.reference).topk(samples, k=self.options.kl_top_k))
         elif self.options.kl_coef:
-            parts.append(getattr(m, roles.reference).logprobs(samples))
+            parts.append(self.scored_tokens(getattr(m, roles.reference), samples))
         if self.options.recompute_old_logprobs:
-            parts.append(getattr(m, roles.policy).logprobs(samples))
+            parts.append(self.scored_tokens(getattr(m, roles.policy), samples))
         return parts
+
+    def scored_tokens(self, role: Any, samples: Any) -> Any:
+        """The role's logprobs of the sampled tokens, in the distribution that the options name."""
+        if self.options.truncated_logprobs:
+            return role.truncated_logprobs(samples, kept=KEPT_IDS)
+        return role.logprobs(samples)
 
     def scored(self, batch: TrainBatch, step: int) -> ScoredRewards:
         """Return the samples' rewards, including shaping and a KL in the reward."""
         options, penalty = self.options_at(step), None
         if options.kl_coef and options.kl_placement == "reward":
             assert options.kl_estimator in ("k1", "k2", "k3"), "the options refuse all other values"
-            reference = f"{options.roles.reference}_logprobs"
+            reference = f"{options.roles.reference}_{self.logprobs}"
             clamps = options.kl_clamp != "none"
             penalty = KLPenalty(options.kl_coef, options.kl_estimator, clamps, self.old_logprobs, reference)
         scored = scored_rewards(batch, penalty=penalty, bonus=self.bonus(batch))
@@ -121,6 +128,7 @@ class PolicyGradient(Algorithm, Generic[OptionsT]):
             old_logprobs=self.old_logprobs,
             reference=options.roles.reference,
             temperature=self.context.basis.temperature,
+            truncated=options.truncated_logprobs,
         )
 
     def options_at(self, step: int) -> OptionsT:
@@ -201,10 +209,11 @@ def check_bases(options: PolicyGradientOptions, context: AlgorithmContext) -> No
         f"importance_correction={options.importance_correction}": options.importance_correction != "none",
         f"kl_weight={options.kl_weight}": options.kl_coef > 0 and options.kl_weight == "generator_ratio",
     }
+    trained = context.basis if options.truncated_logprobs else LogprobBasis(context.basis.temperature)
     for setting in (setting for setting, compared in compares.items() if compared):
         for basis in (context.generator_basis or context.basis, context.basis):
             check_same_basis(
-                LogprobBasis(context.basis.temperature),
+                trained,
                 basis,
                 first_name="trainer_logprobs",
                 second_name=f"generator_logprobs of {context.generator}",

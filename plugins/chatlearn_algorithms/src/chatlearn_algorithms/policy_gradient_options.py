@@ -71,7 +71,13 @@ class PolicyGradientOptions(BaseModel):
     recompute_old_logprobs: bool = Field(
         True,
         description="Old logprobs of the ratios: true takes those that the trainer computes before its first"
-        " update; false takes the generator's, which saves a forward pass and needs top_p=1, top_k=0.",
+        " update; false takes the generator's, which saves a forward pass and needs top_p=1, top_k=0,"
+        " or truncated_logprobs.",
+    )
+    truncated_logprobs: bool = Field(
+        False,
+        description="Logprobs of policy and reference are of the distribution that was sampled from: over the ids that "
+        "sampling.top_k and sampling.top_p kept, which the generator returns. Needs sampling.top_k.",
     )
     importance_correction: Literal["none", "truncate", "mask", "mask_sequences"] = Field(
         "none",

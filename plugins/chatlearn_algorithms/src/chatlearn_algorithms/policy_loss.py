@@ -13,7 +13,7 @@ from chatlearn_core.exceptions import FlowError
 from chatlearn_core.metrics.mismatch import mismatch_metrics
 from chatlearn_core.protocols.aggregation import Aggregation
 from chatlearn_core.protocols.loss import LossOutput, Unit
-from chatlearn_core.types import Metric, Metrics, OutputRequest, Outputs, TrainBatch
+from chatlearn_core.types import KEPT_IDS, Metric, Metrics, OutputRequest, Outputs, TrainBatch
 from chatlearn_losses import (
     AggregationMode,
     CorrectionLevel,
@@ -69,19 +69,24 @@ class PolicyLoss:
     """``token_data`` that the ratio's denominator is read from; ``generator_logprobs``: what the tokens were sampled
     with."""
     reference: str = "reference"
-    """Role in the names ``<role>_logprobs``, or ``<role>_topk_logprobs`` and ``<role>_topk_ids``, which a KL reads."""
+    """Role in the names ``<role>_logprobs`` (``<role>_truncated_logprobs``), or ``<role>_topk_logprobs`` and
+    ``<role>_topk_ids``, which a KL reads."""
     temperature: float = 1.0
     """Temperature of the compared distributions: the sampling temperature."""
+    truncated: bool = False
+    """Logprobs of the policy are over the ids in ``token_data["kept_ids"]``; those that the loss reads must be, too."""
 
     @property
     def needs(self) -> OutputRequest:
-        names: set[str] = {"logprobs"}
+        names, arguments = {self._logprobs}, {}
+        if self.truncated:
+            arguments["kept"] = KEPT_IDS
         if self._wants_entropy:
             names.add("entropy")
-        if not self._full_kl:
-            return OutputRequest(frozenset(names), self.temperature)
-        arguments = {"ids": f"{self.reference}_topk_ids"}
-        return OutputRequest(frozenset(names | {"logprobs_at"}), self.temperature, arguments)
+        if self._full_kl:
+            names.add("logprobs_at")
+            arguments["ids"] = f"{self.reference}_topk_ids"
+        return OutputRequest(frozenset(names), self.temperature, arguments)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -117,7 +122,7 @@ class PolicyLoss:
 
     def __call__(self, outputs: Outputs, batch: TrainBatch) -> LossOutput:
         """The loss of one micro-batch and its metrics, per-token means by sum and count over the loss mask."""
-        logprobs = outputs["logprobs"]
+        logprobs = outputs[self._logprobs]
         if not batch.num_sequences:
             return LossOutput(logprobs.sum())
         mask, weight = batch.loss_mask, batch.token_data["loss_weight"]
@@ -177,15 +182,14 @@ class PolicyLoss:
 
     def _kl(self, outputs: Outputs, batch: TrainBatch, differences: dict[str, Tensor]) -> Tensor:
         """[T] the KL of each token, with gradient; adds its metrics."""
-        logprobs, mask = outputs["logprobs"], batch.loss_mask
+        logprobs, mask = outputs[self._logprobs], batch.loss_mask
         zero = logprobs.new_zeros(())
         if self._full_kl:
             chosen = (outputs["logprobs_at"], batch.token_data[f"{self.reference}_topk_logprobs"].to(logprobs))
             return topk_kl(*(torch.where(mask[:, None], values, zero) for values in chosen)) * mask
         assert self.kl_estimator != "full"
-        policy, reference = (
-            torch.where(mask, values, zero) for values in (logprobs, batch.token_data[f"{self.reference}_logprobs"])
-        )
+        reference_logprobs = batch.token_data[f"{self.reference}_{self._logprobs}"]
+        policy, reference = (torch.where(mask, values, zero) for values in (logprobs, reference_logprobs))
         differences["reference_kl_k1"] = policy.detach() - reference
         differences["reference_kl"] = kl_estimate(policy.detach().double(), reference.double(), "k3", clamp="none")
         weights = self._kl_weights(logprobs, batch)
@@ -201,6 +205,11 @@ class PolicyLoss:
         return importance_ratio(logprobs, batch.token_data[denominator], batch.loss_mask)
 
     @property
+    def _logprobs(self) -> str:
+        """The output whose ratio the loss takes."""
+        return "truncated_logprobs" if self.truncated else "logprobs"
+
+    @property
     def _full_kl(self) -> bool:
         return self.kl_coef != 0.0 and self.kl_estimator == "full"
 
@@ -210,10 +219,12 @@ class PolicyLoss:
 
     def _check_complete(self, batch: TrainBatch) -> None:
         needed = {"advantages", self.old_logprobs}
+        if self.truncated:
+            needed.add(KEPT_IDS)
         if self._full_kl:
             needed |= {f"{self.reference}_topk_ids", f"{self.reference}_topk_logprobs"}
         elif self.kl_coef:
-            needed.add(f"{self.reference}_logprobs")
+            needed.add(f"{self.reference}_{self._logprobs}")
         if self.correction is not None or (self.kl_coef and self.kl_weight == "generator_ratio"):
             needed.add("generator_logprobs")
         missing = sorted(needed - batch.token_data.keys())

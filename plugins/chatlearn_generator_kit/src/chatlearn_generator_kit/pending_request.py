@@ -12,6 +12,7 @@ import numpy.typing as npt
 from chatlearn_core.exceptions import BackendError
 from chatlearn_core.protocols.generator import OnTokens
 from chatlearn_core.types import (
+    KEPT_IDS,
     RAW_BASIS,
     Completion,
     FinishReason,
@@ -43,6 +44,8 @@ class PendingRequest:
     """(index of a token, policy version): that version sampled the tokens from this index on. Example: ``[(0, 3), (17,
     4)]``."""
     num_cached_tokens: int = 0
+    kept_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """[K] the ids that each new token was sampled from, if ``SamplingParams.max_kept_ids`` asks for them."""
 
     @property
     def prior(self) -> Completion | None:
@@ -92,7 +95,31 @@ class PendingRequest:
             raw_logprobs=raw_logprobs,
             text=text,
             num_cached_tokens=self.num_cached_tokens,
+            token_data=self._kept_data(len(token_ids)),
         )
+
+    def keep_ids(self, ids: npt.NDArray[np.int32]) -> str | None:
+        """Note the ids [K] that the next token was sampled from. Returns why the request fails; None if it does not."""
+        most = self.request.sampling.max_kept_ids
+        if len(ids) > most:
+            return (
+                f"token {self.num_prior + len(self.kept_ids)} was sampled from more than max_kept_ids={most} ids: more "
+                "logits than there is room for equal the one at which top_k cuts"
+            )
+        self.kept_ids.append(ids)
+        return None
+
+    def _kept_data(self, count: int) -> dict[str, npt.NDArray[np.generic]]:
+        """The ids that ``count`` tokens were sampled from, those of the resumed completion first."""
+        most = self.request.sampling.max_kept_ids
+        if not most:
+            return {}
+        kept = np.full((count, most), -1, dtype=np.int32)
+        if self.prior is not None:
+            kept[: self.num_prior] = self.prior.token_data[KEPT_IDS]
+        for row, ids in enumerate(self.kept_ids[: count - self.num_prior], start=self.num_prior):
+            kept[row, : len(ids)] = ids
+        return {KEPT_IDS: kept}
 
     def unstarted(self) -> Completion:
         """Return the completion of a request that was aborted before any token was sampled for it."""

@@ -39,6 +39,8 @@ class GeneratorReplica(ABC, Generic[P]):
     scores: ClassVar[bool] = False
     """Whether the engine supports requests with ``forced_ids``, as the plugin's record declares; otherwise they are
     refused."""
+    keeps_ids: ClassVar[bool] = False
+    """Likewise for ``SamplingParams.max_kept_ids`` (``GeneratorSpec.kept_ids``)."""
 
     def __init__(self, backend: str, context: RoleContext) -> None:
         self._context = context
@@ -165,7 +167,15 @@ class GeneratorReplica(ABC, Generic[P]):
         """
         self._check_serving(request)
         basis = self._basis(request.sampling)
-        check_request(request, basis, self.name, self._model_length, self._vocab_size, scores=self.scores)
+        check_request(
+            request,
+            basis,
+            self.name,
+            self._model_length,
+            self._vocab_size,
+            scores=self.scores,
+            keeps_ids=self.keeps_ids,
+        )
         prior = request.resume_from
         if prior is not None and len(prior.token_ids) == request.sampling.max_tokens:
             return replace(prior, request_id=request.id, finish_reason="length", sampling=request.sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chatlearn_core.exceptions import BackendError
-from chatlearn_core.types import GenerateRequest, LogprobBasis
+from chatlearn_core.types import KEPT_IDS, GenerateRequest, LogprobBasis
 
 
 def check_request(
@@ -16,6 +16,7 @@ def check_request(
     vocab_size: int,
     *,
     scores: bool = False,
+    keeps_ids: bool = False,
 ) -> None:
     """Refuse a request that cannot be sampled or scored.
 
@@ -26,6 +27,7 @@ def check_request(
         model_length: longest sequence in tokens.
         vocab_size: number of token ids.
         scores: whether the generator takes requests with ``forced_ids``.
+        keeps_ids: whether the generator takes requests with ``max_kept_ids``.
 
     Raises:
         BackendError: names the request, the numbers and the remedy.
@@ -47,6 +49,11 @@ def check_request(
         raise refuse(
             f"top_p {sampling.top_p} and top_k {sampling.top_k} cut the distribution, and a token outside it has no "
             "logprob; score with top_p 1 and top_k 0"
+        )
+    if sampling.max_kept_ids and not keeps_ids:
+        raise refuse(
+            f"it requests the ids that tokens are sampled from (max_kept_ids={sampling.max_kept_ids}), which this "
+            "generator does not return (GeneratorSpec.kept_ids)"
         )
     given = request.prompt_ids if forced is None else np.concatenate([request.prompt_ids, forced])
     largest, smallest = int(np.max(given)), int(np.min(given))
@@ -72,6 +79,13 @@ def check_request(
             raise refuse(
                 f"it resumes logprobs of basis {prior.basis} with sampling of basis {basis}; resume with the "
                 "temperature, top_p and top_k of the first part"
+            )
+        if sampling.max_kept_ids and (
+            KEPT_IDS not in prior.token_data or prior.token_data[KEPT_IDS].shape[1:] != (sampling.max_kept_ids,)
+        ):
+            raise refuse(
+                f"it resumes a completion without the {sampling.max_kept_ids} ids per token that its sampling asks "
+                "for; resume with the sampling parameters of the first part"
             )
         if prior.finish_reason == "stop":
             raise refuse("it resumes a completion that has ended (finish reason 'stop')")

@@ -17,7 +17,9 @@ from chatlearn_hf.varlen_attention import VARLEN_ATTENTION, PackedLayout
 from chatlearn_losses import prediction_rows, token_logprobs_from_hidden
 
 HEAD_OUTPUTS: dict[Head, frozenset[str]] = {
-    "lm": frozenset({"logprobs", "entropy", "topk_ids", "topk_logprobs", "logprobs_at", "hidden_states"}),
+    "lm": frozenset(
+        {"logprobs", "entropy", "topk_ids", "topk_logprobs", "logprobs_at", "truncated_logprobs", "hidden_states"}
+    ),
     "value": frozenset({"values", "hidden_states"}),
     "reward": frozenset({"scores", "hidden_states"}),
 }
@@ -119,6 +121,7 @@ class PackedModel(nn.Module):
         *,
         top_k: int = 0,
         selected_ids: Tensor | None = None,
+        kept_ids: Tensor | None = None,
     ) -> Outputs:
         """Return outputs by name, in float32, aligned as ``types.outputs`` states; ``hidden_states`` is [T, H].
 
@@ -135,9 +138,11 @@ class PackedModel(nn.Module):
                 token but the first of each sequence.
             top_k: k of ``topk_ids`` and ``topk_logprobs``.
             selected_ids: [T, k] int64, the ids of ``logprobs_at``.
+            kept_ids: [T, K] integers, the ids of ``truncated_logprobs``, -1 for unused entries.
 
         Raises:
-            BackendError: the head does not provide an output, ``top_k`` exceeds the vocabulary, or an id is outside it.
+            BackendError: the head does not provide an output, ``top_k`` exceeds the vocabulary, an id is outside it, or
+                a token is not among its kept ids.
         """
         unknown = set(names) - HEAD_OUTPUTS[self.head]
         if unknown:
@@ -147,12 +152,16 @@ class PackedModel(nn.Module):
             )
         if self.head == "lm" and not {"topk_ids", "topk_logprobs", "logprobs_at"}.isdisjoint(names):
             self._check_ids(names, top_k, selected_ids, loss_mask)
+        if "truncated_logprobs" in names:
+            self._check_kept_ids(token_ids, kept_ids, loss_mask)
         if token_ids.shape[0]:
-            return self._outputs(token_ids, layout, names, temperature, loss_mask, top_k, selected_ids)
+            return self._outputs(token_ids, layout, names, temperature, loss_mask, top_k, selected_ids, kept_ids)
         layout = PackedLayout([2], token_ids.device, layout.ulysses)
         if selected_ids is not None:
             selected_ids = selected_ids.new_zeros(2, *selected_ids.shape[1:])
-        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None, top_k, selected_ids)
+        if kept_ids is not None:
+            kept_ids = kept_ids.new_zeros(2, *kept_ids.shape[1:])
+        outputs = self._outputs(token_ids.new_zeros(2), layout, names, temperature, None, top_k, selected_ids, kept_ids)
         return {name: tensor[:0].clone() for name, tensor in outputs.items()}
 
     @property
@@ -176,6 +185,26 @@ class PackedModel(nn.Module):
                     f"logprobs_at was requested for token {int(wrong[0])}; the vocabulary has {self.vocab_size} tokens."
                     " Token ids of a teacher with another vocabulary have another meaning"
                 )
+
+    def _check_kept_ids(self, token_ids: Tensor, kept_ids: Tensor | None, loss_mask: Tensor | None) -> None:
+        """Check, for ``forward``, that every token that is scored is among the ids that it was sampled from."""
+        if kept_ids is None:
+            raise BackendError("truncated_logprobs was requested without the ids that the tokens were sampled from")
+        wrong = ~(kept_ids == token_ids[:, None]).any(-1)
+        if loss_mask is not None:
+            wrong &= loss_mask
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise BackendError(
+                f"truncated_logprobs was requested for token {int(token_ids[at])} (position {at} of the packed row), "
+                f"which is not among the ids it was sampled from, {kept_ids[at][kept_ids[at] >= 0].tolist()[:16]}; "
+                "only sampled tokens may be in the loss mask"
+            )
+        if kept_ids.numel() and int(kept_ids.max()) >= self.vocab_size:
+            raise BackendError(
+                f"truncated_logprobs was requested over token {int(kept_ids.max())}; the vocabulary has "
+                f"{self.vocab_size} tokens"
+            )
 
     def alone(self, token_ids: Tensor, last: int) -> Tensor:
         """Compute one sequence [L] by the model's own forward.
@@ -205,6 +234,7 @@ class PackedModel(nn.Module):
         loss_mask: Tensor | None,
         top_k: int,
         selected_ids: Tensor | None,
+        kept_ids: Tensor | None,
     ) -> Outputs:
         hidden = self._trunk(token_ids, layout)
         ulysses, num_tokens = layout.ulysses, layout.num_tokens
@@ -252,6 +282,7 @@ class PackedModel(nn.Module):
             recompute=num_rows > chunk,
             top_k=top_k if wants_top else 0,
             selected_ids=None if selected_ids is None else selected_ids.index_select(0, own_targets),
+            kept_ids=None if kept_ids is None else kept_ids.index_select(0, own_targets),
         )
         found = {
             "logprobs": scored.logprobs,
@@ -259,6 +290,7 @@ class PackedModel(nn.Module):
             "topk_ids": scored.topk_ids,
             "topk_logprobs": scored.topk_logprobs,
             "logprobs_at": scored.selected,
+            "truncated_logprobs": scored.truncated,
         }
         for name, values in found.items():
             if name in names and values is not None:
@@ -288,15 +320,18 @@ def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayou
     Raises:
         BackendError: see ``PackedModel.forward``; or the batch lacks the token data.
     """
-    selected_ids: Tensor | None = None
-    if "logprobs_at" in request.names:
-        name = str(request.arguments.get("ids"))
+
+    def named(output: str, argument: str) -> Tensor | None:
+        if output not in request.names:
+            return None
+        name = str(request.arguments.get(argument))
         if name not in batch.token_data:
             raise BackendError(
-                f"logprobs_at reads the token data {name!r}, which the batch lacks; it has "
+                f"{output} reads the token data {name!r}, which the batch lacks; it has "
                 f"{', '.join(sorted(batch.token_data)) or 'none'}"
             )
-        selected_ids = batch.token_data[name]
+        return batch.token_data[name]
+
     outputs: Outputs = model(
         batch.token_ids,
         layout,
@@ -304,7 +339,8 @@ def requested_outputs(model: PackedModel, batch: TrainBatch, layout: PackedLayou
         request.temperature,
         batch.loss_mask,
         top_k=int(request.arguments.get("k", 0)),
-        selected_ids=selected_ids,
+        selected_ids=named("logprobs_at", "ids"),
+        kept_ids=named("truncated_logprobs", "kept"),
     )
     return outputs
 

@@ -17,6 +17,7 @@ from chatlearn_losses.logprobs import (
     prediction_rows,
     token_logprobs,
     token_logprobs_from_hidden,
+    truncated_logprobs,
 )
 from chatlearn_losses.overlong import overlong_penalty
 from chatlearn_losses.pairs import Pairs, best_and_worst, groups, ordered_pairs
@@ -87,5 +88,6 @@ __all__ = [
     "token_logprobs",
     "token_logprobs_from_hidden",
     "topk_kl",
+    "truncated_logprobs",
     "whiten",
 ]

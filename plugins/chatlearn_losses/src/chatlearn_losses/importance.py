@@ -112,5 +112,6 @@ def check_same_basis(
         f"  They differ in {', '.join(differing)}.\n"
         f"  A trainer computes the whole distribution at the sampling temperature. Make the two agree: the generator's "
         f"option that chooses processed logprobs, if it is raw ones that it returns, or sampling.temperature: 1.0; and "
-        f"sampling.top_p: 1.0, sampling.top_k: 0. Or change {wanted_by}."
+        f"sampling.top_p: 1.0, sampling.top_k: 0, or algorithm.options.truncated_logprobs: true, if the algorithm has "
+        f"it, for logprobs over the tokens that top-k and top-p kept. Or change {wanted_by}."
     )

@@ -38,6 +38,8 @@ class TokenLogprobs(NamedTuple):
     """[T, k] of ``topk_ids``, with gradient."""
     selected: Tensor | None = None
     """[T, k] logprobs of ``selected_ids``, with gradient; None without them."""
+    truncated: Tensor | None = None
+    """[T] of the label among the kept ids of its row, with gradient; None if none were given."""
 
 
 def token_logprobs(
@@ -86,6 +88,7 @@ def token_logprobs_from_hidden(
     recompute: bool = True,
     top_k: int = 0,
     selected_ids: Tensor | None = None,
+    kept_ids: Tensor | None = None,
 ) -> TokenLogprobs:
     """The same from the last hidden states: the head runs a chunk at a time, so [T, V] logits never exist.
 
@@ -100,11 +103,14 @@ def token_logprobs_from_hidden(
             one head forward where all the logits fit into memory.
         top_k: number of most likely tokens to return for every row.
         selected_ids: [T, k] int64; also the logprobs of these tokens.
+        kept_ids: [T, K] integers, -1 for unused entries; also ``truncated_logprobs`` over them.
     """
     assert temperature > 0.0, f"temperature is {temperature}; greedy logprobs are of the raw distribution: pass 1"
     project = partial(_linear, head) if isinstance(head, Tensor) else head
 
-    def of_chunk(rows: Tensor, row_labels: Tensor, row_ids: Tensor | None, known: list[_RowValues]) -> TokenLogprobs:
+    def of_chunk(
+        rows: Tensor, row_labels: Tensor, row_ids: Tensor | None, row_kept: Tensor | None, known: list[_RowValues]
+    ) -> TokenLogprobs:
         logits = project(rows)
         part_tokens = min(chunk_tokens, max(1, MAX_TEMPORARY_ELEMENTS // logits.shape[-1]))
         scored = _scored(logits, row_labels, temperature, part_tokens, with_entropy, known)
@@ -113,6 +119,7 @@ def token_logprobs_from_hidden(
             topk_ids=topk_ids,
             topk_logprobs=None if topk_ids is None else logprobs_at(logits, topk_ids, temperature),
             selected=None if row_ids is None else logprobs_at(logits, row_ids, temperature),
+            truncated=None if row_kept is None else truncated_logprobs(logits, row_labels, row_kept, temperature),
         )
 
     chunks: list[TokenLogprobs] = []
@@ -120,7 +127,8 @@ def token_logprobs_from_hidden(
     for start in range(0, max(len(hidden), 1), chunk_tokens):
         part = slice(start, start + chunk_tokens)
         known: list[_RowValues] = []
-        rows = (hidden[part], labels[part], None if selected_ids is None else selected_ids[part], known)
+        row_ids, row_kept = (None if ids is None else ids[part] for ids in (selected_ids, kept_ids))
+        rows = (hidden[part], labels[part], row_ids, row_kept, known)
         if recompute and torch.is_grad_enabled():
             # The head has no dropout, so there is no random state to keep.
             chunks.append(checkpoint(of_chunk, *rows, use_reentrant=False, preserve_rng_state=False))
@@ -137,6 +145,7 @@ def token_logprobs_from_hidden(
         joined([chunk.topk_ids for chunk in chunks]),
         joined([chunk.topk_logprobs for chunk in chunks]),
         joined([chunk.selected for chunk in chunks]),
+        joined([chunk.truncated for chunk in chunks]),
     )
 
 
@@ -146,6 +155,26 @@ def logprobs_at(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
+
+
+def truncated_logprobs(logits: Tensor, labels: Tensor, kept_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """[T] z_y − log Σ_{i kept} exp(z_i) with z = logits / temperature: the logprob of each label in the distribution
+    that was truncated to the kept ids and renormalised, with gradient for the logits.
+
+    Tokens sampled with top-k or top-p come from this distribution, so two policies' logprobs over the same ids form an
+    importance ratio. The ids are those that the sampling policy kept; a policy that has changed since would keep
+    others, which the ratio ignores.
+
+    Args:
+        logits: [T, V]
+        labels: [T] int64, each among the kept ids of its row.
+        kept_ids: [T, K] integers, -1 for unused entries.
+        temperature: above 0.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scaled = logits.gather(-1, kept_ids.clamp(min=0).long()).to(dtype) / temperature
+    normaliser = scaled.masked_fill(kept_ids < 0, -torch.inf).logsumexp(-1)
+    return logits.gather(-1, labels[:, None]).squeeze(-1).to(dtype) / temperature - normaliser
 
 
 def prediction_rows(cu_seqlens: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class TransformersGenerator(GeneratorReplica[SequenceRequest]):
     """
 
     scores = True
+    keeps_ids = True
 
     def __init__(self, options: TransformersGeneratorOptions, context: RoleContext) -> None:
         """Check the engine arguments. Raises: ConfigError: an argument is unknown or set by the backend."""

@@ -22,6 +22,7 @@ def chatlearn_generators() -> Iterable[GeneratorSpec]:
             payloads=frozenset({"full"}),
             kv_after_sync="recomputed",
             bases=frozenset({"raw", "processed"}),
+            kept_ids=True,
             streaming=True,
             resumable=True,
             scores=True,

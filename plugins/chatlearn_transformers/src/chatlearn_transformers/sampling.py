@@ -67,6 +67,8 @@ class SamplingPlan:
     """[M, 1] float32"""
     max_top_k: int = 0
     """Largest ``top_k`` if all M sequences have one, else 0. A partial sort is then enough."""
+    max_kept_ids: int = 0
+    """Largest ``SamplingParams.max_kept_ids`` of the sequences; 0 if none asks for the ids it was sampled from."""
 
     @classmethod
     def build(
@@ -76,6 +78,7 @@ class SamplingPlan:
         top_k: npt.NDArray[np.int64],
         vocab_size: int,
         device: torch.device,
+        max_kept_ids: int = 0,
     ) -> SamplingPlan:
         """Build a plan from arrays [N], with values as in ``SamplingParams`` (temperature 0 is greedy,
         top_k 0 is off).
@@ -93,6 +96,7 @@ class SamplingPlan:
             top_k=torch.from_numpy(ranks).to(device) if cut.size else None,
             top_p=torch.from_numpy(top_p[cut][:, None]).to(device) if cut.size else None,
             max_top_k=largest if largest < vocab_size else 0,
+            max_kept_ids=max_kept_ids,
         )
 
     def rows(self, start: int, stop: int) -> SamplingPlan:
@@ -107,6 +111,7 @@ class SamplingPlan:
             top_k=None if self.top_k is None else self.top_k[inside],
             top_p=None if self.top_p is None else self.top_p[inside],
             max_top_k=self.max_top_k,
+            max_kept_ids=self.max_kept_ids,
         )
 
 
@@ -120,6 +125,9 @@ class Sampled:
     """[N] float32, of the sampling distribution (raw for greedy sequences)"""
     raw_logprobs: Tensor
     """[N] float32, of the model's logits at temperature 1; not finite if the logits are not"""
+    kept_ids: Tensor | None = None
+    """[N, K] int64, the ids that the token was drawn from, the most likely first, -1 for unused entries; K is at most
+    ``max_kept_ids`` + 1, and a row without -1 at that width may be incomplete. None if no sequence asks for them."""
 
 
 def sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
@@ -142,6 +150,7 @@ def sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
         torch.cat([part.token_ids for part in parts]),
         torch.cat([part.logprobs for part in parts]),
         torch.cat([part.raw_logprobs for part in parts]),
+        torch.cat([part.kept_ids for part in parts if part.kept_ids is not None]) if plan.max_kept_ids else None,
     )
 
 
@@ -151,7 +160,7 @@ def _sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
     if plan.all_greedy:
         token = raw.argmax(-1, keepdim=True)
         logprob = (raw.gather(-1, token) - raw_normaliser).squeeze(-1)
-        return Sampled(token.squeeze(-1), logprob, logprob)
+        return Sampled(token.squeeze(-1), logprob, logprob, token if plan.max_kept_ids else None)
 
     scaled, normaliser = raw, raw_normaliser
     if plan.temperature is not None:
@@ -172,7 +181,19 @@ def _sample(logits: Tensor, plan: SamplingPlan, numbers: Tensor) -> Sampled:
     logprob = raw_logprob if scaled is raw else (scaled.gather(-1, token) - normaliser).squeeze(-1)
     if plan.greedy is not None:
         logprob = torch.where(plan.greedy, raw_logprob, logprob)
-    return Sampled(token.squeeze(-1), logprob, raw_logprob)
+    return Sampled(token.squeeze(-1), logprob, raw_logprob, _kept_ids(scaled, token, plan))
+
+
+def _kept_ids(scaled: Tensor, token: Tensor, plan: SamplingPlan) -> Tensor | None:
+    """[N, K] see ``Sampled.kept_ids``; ``scaled`` [N, V] is minus infinity where a token was removed."""
+    if not plan.max_kept_ids:
+        return None
+    ranked = scaled.topk(min(plan.max_kept_ids + 1, scaled.shape[-1]), dim=-1)
+    kept = ranked.indices.masked_fill(ranked.values == -torch.inf, -1)
+    if plan.greedy is not None:
+        alone = torch.cat([token, torch.full_like(kept[:, 1:], -1)], dim=-1)
+        kept = torch.where(plan.greedy[:, None], alone, kept)
+    return kept
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from chatlearn_core.exceptions import BackendError
@@ -284,6 +285,8 @@ class Scheduler:
         slots.logprobs[rows, counts] = logprobs
         slots.raw_logprobs[rows, counts] = raw_logprobs
         slots.counts[first:stop] += 1
+        if drawn.kept_ids is not None:
+            self._keep_ids(first, drawn.kept_ids.cpu().numpy().astype(np.int32))
 
         stopped = self._is_eos[tokens] & slots.stops_at_eos[first:stop]
         if slots.stop_ids.shape[1]:
@@ -298,6 +301,14 @@ class Scheduler:
                 int(index) + first: "stop" if stopped[index] else "length" for index in ended
             }
             self._retire(sorted(reasons), reasons, report.finished)
+
+    def _keep_ids(self, first: int, kept_ids: npt.NDArray[np.int32]) -> None:
+        """Note the ids [R, K] that the tokens of rows ``first``.. were sampled from, -1 for unused entries."""
+        for pending, ids in zip(self._running[first:], kept_ids, strict=True):
+            if pending.request.sampling.max_kept_ids and not pending.future.done():
+                problem = pending.keep_ids(ids[ids >= 0])
+                if problem is not None:
+                    pending.fail(BackendError(f"request {pending.request.id!r} failed: {problem}"))
 
     def _observe(self, row: int, token_id: int, stopped: np.ndarray, first: int, report: StepReport) -> None:
         pending = self._running[row]
@@ -370,6 +381,7 @@ class Scheduler:
             slots.top_k[first:stop],
             self._decoder.vocab_size,
             self._decoder.device,
+            max(pending.request.sampling.max_kept_ids for pending in self._running[first:stop]),
         )
         if first == 0:
             self._plan = plan
