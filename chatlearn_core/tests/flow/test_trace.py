@@ -381,7 +381,7 @@ def test_a_plugin_adds_a_method_and_its_output() -> None:
     outputs = known.outputs | {"margin": OutputSpec(name="margin")}
     vocabulary = replace(known, methods=known.methods | {margin.name: margin}, outputs=outputs)
     assert trace(flow, ROLES, vocabulary=vocabulary).nodes[1].fields == ("trainer_margin",)
-    with pytest.raises(FlowError, match="asks for the output 'margin', which no installed plugin describes"):
+    with pytest.raises(FlowError, match="requests the output 'margin', which no installed plugin describes"):
         trace(flow, ROLES, vocabulary=replace(vocabulary, outputs=known.outputs))
 
 
