@@ -16,10 +16,10 @@ def page_of(recipe: Any, finished: Any) -> str:
     """The page, which the terminal names; there is no traceback beside it."""
     assert finished.code == 2, finished.output
     file: Path = recipe.run_dir / "failure.md"
-    assert f"What happened, and how to go on: {file}" in finished.output
+    assert f"What happened, and how to continue: {file}" in finished.output
     assert "Traceback (most recent call last)" not in finished.output
     text = file.read_text()
-    assert "## How to go on" in text
+    assert "## How to continue" in text
     assert "## Versions" in text
     assert "chatlearn-core" in text
     assert len(text) < 12_000, "one page"

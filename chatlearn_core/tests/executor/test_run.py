@@ -385,7 +385,7 @@ async def test_a_run_that_fails_names_the_page_of_an_observer_which_goes_when_it
     assert (failure.num_complete, failure.run_dir) == (2, trained.run_dir)
     assert "trainer_lost" in [event["event"] for event in failure.events]
     assert failure.kept.startswith("A checkpoint of step 2 is in")
-    assert f"What happened, and how to go on: {page}" in trained.listener.said[-1]
+    assert f"What happened, and how to continue: {page}" in trained.listener.said[-1]
     await training("a").run.train()
     assert not page.exists()
 
@@ -520,7 +520,7 @@ async def test_a_damaged_checkpoint_is_passed_over_in_recovery(training: Trainin
     await trained.run.train()
     assert trained.model == expected
     [told] = [text for text in trained.listener.said if "rank 1 died" in text]
-    assert "goes on from step 2" in told
+    assert "training continues from step 2" in told
     assert told.count("step_00000004 is damaged") == 1
 
 

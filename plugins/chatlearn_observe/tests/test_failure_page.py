@@ -1,4 +1,4 @@
-"""The page about a run that failed: what, where, after what, what is saved, and how to go on."""
+"""The page about a run that failed: what, where, after what, what is saved, and how to continue."""
 
 from __future__ import annotations
 

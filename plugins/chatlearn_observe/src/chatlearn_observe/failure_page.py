@@ -27,7 +27,7 @@ def failure_page(error: BaseException, failure: RunFailure) -> str:
         f"# Run {failure.name!r} failed while {failure.phase}{_of_step(failure)}",
         _headline(error, stack),
         _table(error, failure, _place(chain)),
-        f"## How to go on\n\n{failure.kept}\n\n{_go_on(failure)}",
+        f"## How to continue\n\n{failure.kept}\n\n{_go_on(failure)}",
     ]
     if len(chain) > 1 or getattr(error, "__notes__", None):
         parts.append(f"## What caused it\n\n{_cause_list(chain, stack)}")

@@ -58,7 +58,7 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_steps(run_dir: Path) -> No
 def test_a_failed_run_points_to_its_page(run_dir: Path) -> None:
     files = read_run(run_dir)
     files.summary |= {"status": "failed", "error": "OSError: disk full"}
-    label = "What happened, and how to go on"
+    label = "What happened, and how to continue"
     assert label not in dict(overview_of(files).facts), "there is none"
     (run_dir / "failure.md").write_text("# Run failed\n")
     assert dict(overview_of(files).facts)[label] == str(run_dir / "failure.md")

@@ -128,7 +128,7 @@ def _facts(files: RunFiles, steps: int, planned: Any) -> list[tuple[str, str]]:
         facts.append(("Trained model", str(summary["model"])))
     facts.append(("Run directory", str(files.path)))
     if summary.get("status") == "failed" and (files.path / FAILURE_PAGE).exists():
-        facts.append(("What happened, and how to go on", str(files.path / FAILURE_PAGE)))
+        facts.append(("What happened, and how to continue", str(files.path / FAILURE_PAGE)))
     return facts
 
 
