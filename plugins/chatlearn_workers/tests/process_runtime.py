@@ -1,6 +1,6 @@
 """A runtime of plain processes on this machine: what ``chatlearn_workers`` needs of a framework, without a framework.
 
-A fork server (``SERVER``) starts each worker as a process that has this file imported. The driver talks to it over two
+A fork server starts each worker as a process that has this file imported. The driver talks to it over two
 socket pairs: one for calls, one for what is answered while the worker's event loop is blocked. Values by reference are
 files, which readers map.
 """
@@ -30,7 +30,7 @@ from chatlearn_workers.rpc import CallError, ProcessEndedError, StoredValueLostE
 
 _LENGTH = struct.Struct("!Q")
 SERVER: ForkServer | None = None
-"""What starts the workers. A fixture sets it."""
+"""What starts the workers, when a fixture has set it; otherwise each runtime has a server of its own."""
 
 
 class FileReference:
@@ -173,11 +173,10 @@ class ProcessHandle:
         self.ended = asyncio.create_task(self._listen())
 
     @staticmethod
-    async def start(host_arguments: Sequence[Any], store: FileStore) -> ProcessHandle:
+    async def start(server: ForkServer, host_arguments: Sequence[Any], store: FileStore) -> ProcessHandle:
         pairs = [socket.socketpair() for _ in range(2)]
         theirs = [pair[1] for pair in pairs]
-        assert SERVER is not None, "no fixture has started it"
-        process = SERVER.start(f"{__name__}:child", descriptors=[end.fileno() for end in theirs])
+        process = server.start(f"{__name__}:child", descriptors=[end.fileno() for end in theirs])
         process.status.setblocking(False)
         for end in theirs:
             end.close()
@@ -231,12 +230,21 @@ def make_runtime(options: Any, plan: Any) -> Any:
         def __init__(self) -> None:
             super().__init__(options, plan, FileStore(Path(tempfile.mkdtemp(prefix="chatlearn-store-"))))
             self._handles: list[ProcessHandle] = []
+            self._own_server: ForkServer | None = None
+
+        @property
+        def _server(self) -> ForkServer:
+            if SERVER is not None:
+                return SERVER
+            if self._own_server is None:
+                self._own_server = ForkServer(__name__, "chatlearn_workers.workers")
+            return self._own_server
 
         async def _open(self) -> None:
             """Nothing to reach: everything is here."""
 
         async def _start_process(self, role: Any, index: int) -> ProcessHandle:
-            handle = await ProcessHandle.start((*self._host_arguments(), None), self.store)
+            handle = await ProcessHandle.start(self._server, (*self._host_arguments(), None), self.store)
             self._handles.append(handle)
             return handle
 
@@ -254,6 +262,8 @@ def make_runtime(options: Any, plan: Any) -> Any:
                 await super().close()
             finally:
                 await asyncio.gather(*(handle.ended for handle in self._handles))
+                if self._own_server is not None:
+                    self._own_server.close()
 
     return ProcessRuntime()
 
