@@ -22,7 +22,7 @@ settings.load_profile("repository")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Ray lets its workers wait for whoever else computes (nice 15): here for the tests beside them, past their time limits.
+# Ray runs its workers at nice 15, so they would wait for the tests beside them until time limits expire.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # A Ray that is started here asks for a token from then on, and the process cannot go back to a cluster without one; two
 # that start at the same time on a new machine each write the token's file.

@@ -3,7 +3,7 @@
 Aim: twice TRL's samples a second. Both train the same small Qwen3 on the same prompts: equal group size, every
 completion exactly as long as the others, one epoch, one optimizer step over a step's samples, no KL, no second pass
 for old logprobs, float32, the same threads, no logging, evaluation or saving. Each run has a process of its own; rounds
-take turns, so that a busy machine disturbs all alike, and CPU time is told beside wall time. TRL's fastest setting
+take turns, so that a busy machine disturbs all alike, and CPU time is reported beside wall time. TRL's fastest setting
 counts.
 
     python benchmarks/against_trl.py [--rounds 3] [--trl-python PATH] [--quick]

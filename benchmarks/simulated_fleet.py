@@ -118,7 +118,7 @@ class SimulatedReplica:
             await asyncio.sleep(seconds + self.costs.prefill_s * sum(contexts.values()))
             for sequence in list(self.running):
                 self._token(sequence)
-            await asyncio.sleep(0)  # whoever was answered leaves, and may ask for more
+            await asyncio.sleep(0)  # requests that were answered finish, and may ask for more
             await asyncio.sleep(0)
 
     def _token(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""What tests across packages share: a tiny model, data, a plugin that interferes where it is told to, and processes.
+"""What tests across packages share: a tiny model, data, a plugin that interferes on demand, and processes.
 
 ``chatlearn(...)`` starts the command line in a process of its own, forked from a server that has everything imported.
 The distribution ``probe`` is installed into a folder on PYTHONPATH as an installer would leave it. It registers rewards
@@ -323,7 +323,7 @@ class Started:
     def wait(self) -> Finished:
         """Wait for its end, and see that no process of its session lives on."""
         code = self.server.ask({"wait": self.pid})["code"]
-        # Whoever loses its parent to SIGKILL needs a moment to notice; a run that ends by itself ends them first.
+        # A process whose parent got SIGKILL needs a moment to notice; a normal end of a run ends its processes first.
         left = wait_until_empty(lambda: session_members(self.pid), WAIT_S if code == -signal.SIGKILL else 0.0)
         assert not left, f"left behind: {left}"
         return Finished(code, self.output.read_text(errors="replace"), self.pid)

@@ -17,7 +17,7 @@ HINT = (7, 11, 13)
 
 
 def with_hint(samples: Sequence[Sample]) -> list[Sample]:
-    """Put tokens behind each answer that nobody sampled."""
+    """Append tokens to each answer that were not sampled."""
     return [replace(sample, token_ids=np.concatenate([sample.token_ids, np.array(HINT)])) for sample in samples]
 
 

@@ -115,7 +115,7 @@ async def train(config: Path, name: str, *overrides: str, listener: Watcher | No
 
 
 class Watcher(RunListener):
-    """Is told of every phase, with the run at hand."""
+    """Observes every phase, with access to the run."""
 
     run: Run
 

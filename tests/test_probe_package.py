@@ -1,8 +1,8 @@
 """A package of a third party (``tests/probe_package``), built as a wheel and installed apart, adds with hooks alone
 what the first-party packages add, and every run with it resumes bit-identically.
 
-A run is killed with SIGKILL when a checkpoint is complete, and goes on. What it leaves is compared with what a run
-leaves that nobody killed: the model, metrics without times, rollouts, totals, every file of the last checkpoint by its
+A run is killed with SIGKILL when a checkpoint is complete, and goes on. What it leaves is compared with what an
+unkilled run leaves: the model, metrics without times, rollouts, totals, every file of the last checkpoint by its
 checksum and the state in it, and the arrays of every batch that a trainer was given.
 """
 

@@ -25,7 +25,7 @@ def undisturbed() -> dict[str, Any]:
 
 @pytest.fixture
 def expected(undisturbed: dict[str, Any], recipe: Any, chatlearn: Any, result_of: Any) -> Any:
-    """What a run that nobody killed leaves."""
+    """Files of a run that was not killed."""
     if not undisturbed:
         finished = chatlearn("run", recipe.file, f"output_dir={recipe.file.parent / 'undisturbed'}")
         assert finished.code == 0, finished.output

@@ -66,7 +66,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 class LeasedProcess:
     """Stands in for ``HostedProcess`` where many replicas come and go: equal ones share a real engine.
 
-    An engine takes half a minute to start. Whoever uses it last gets it as it would be after a start: nothing running,
+    An engine takes half a minute to start. Each test gets it as it would be after a start: nothing running,
     the model directory's weights, under the version that this replica served last. Closing ends the lease alone.
     """
 

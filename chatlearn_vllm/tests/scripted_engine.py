@@ -9,7 +9,7 @@ SURPRISE = 1_000_000_000
 
 
 class ScriptedEngine:
-    """Samples token 7 for every request, as many as it asks for; raises where it is told to."""
+    """Samples token 7 for every request, as many as it asks for; raises at the requests that a test names."""
 
     def __init__(self, arguments, *, log_level, num_threads):
         self.wanted = {}

@@ -49,7 +49,7 @@ def main() -> None:
         show_result(console, directory, arguments.eval)
         return
 
-    console.print("[bold]1. A model that knows nothing, and word problems[/]")
+    console.print("[bold]1. An untrained model, and word problems[/]")
     make_data(directory / "data", arguments.seed)
     make_model(directory / "start", arguments.seed)
     console.print("   " + example_problem(directory / "data"))

@@ -555,7 +555,7 @@ def _streaming(shards):
 
 
 class DroppedTensor(DirectSender):
-    """The last tensor is not sent, and the manifest is trimmed so that nobody asks for it."""
+    """The last tensor is not sent, and the manifest is trimmed so that no receiver asks for it."""
 
     def send(self, plan, trainer):
         return super().send(plan, _streaming(lambda shards: iter(shards[:-1]))(trainer))

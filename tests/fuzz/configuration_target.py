@@ -54,7 +54,7 @@ def check(case: dict[str, Any]) -> dict[str, str]:
         overrides = [*case["overrides"], *less_work(loaded)]
         run_dir = run_directory(loaded.config).resolve()
         if not any(run_dir.is_relative_to(place) for place in (folder, "/dev/null", "/proc")):
-            overrides.append("output_dir=run")  # not into the files of whoever tests
+            overrides.append("output_dir=run")  # not into the developer's files
         loaded = load_config(case["text"], overrides, REGISTRY)
         assembly = assemble(loaded, REGISTRY)
         if not case["run"]:

@@ -2,8 +2,8 @@
 
 A fuzz test draws what it tries from the random numbers of a case: ``for case in cases(quick=20): ...case.random...``.
 ``make test`` runs the first ``quick`` cases, always the same ones. ``make test-fuzz`` sets ``CHATLEARN_FUZZ_SECONDS``,
-which all fuzz tests share, and begins at a random case or at ``CHATLEARN_FUZZ_SEED``. A failing case is told with the
-command that runs it alone.
+which all fuzz tests share, and begins at a random case or at ``CHATLEARN_FUZZ_SEED``. A failing case is reported with
+the command that runs it alone.
 """
 
 from __future__ import annotations

@@ -139,5 +139,5 @@ def test_a_run_whose_files_were_damaged_goes_on_or_says_why_not(
         result = result_of(tmp_path / name)
         assert result.model == expected.model, (what, resumed.output)
         assert result.totals == expected.totals, (what, resumed.output)
-        if file.name != "metrics.jsonl":  # lines that are lost stay lost, which is told
+        if file.name != "metrics.jsonl":  # lost lines stay lost, and the run reports it
             assert result == expected, (what, resumed.output)

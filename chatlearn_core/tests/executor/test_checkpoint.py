@@ -309,7 +309,7 @@ def facts_of(text: str) -> FileFacts:
 
 
 def test_files_of_which_their_writer_tells_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told is sealed, what is not is read; reading a checkpoint compares both with the disk."""
+    """Digests that a trainer reports are recorded, others computed; reading compares both with the disk."""
     read: list[str] = []
     monkeypatch.setattr(
         checkpoint, "file_facts", lambda directory, names: (read.extend(names), file_facts(directory, names))[1]

@@ -1,4 +1,4 @@
-"""A logger that fails is told about; the run and the other loggers go on."""
+"""A failing logger is reported; the run and the other loggers continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: what a good flow becomes, and what every bad one is told."""
+"""Tracing: the graph of a valid flow, and the error for every invalid one."""
 
 from __future__ import annotations
 

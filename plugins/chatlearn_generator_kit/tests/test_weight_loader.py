@@ -1,4 +1,4 @@
-"""Every sync is checked, and one that fails leaves the replica dead; the engine notes what it is told."""
+"""Every sync is checked, and one that fails leaves the replica dead; the engine records its calls."""
 
 from __future__ import annotations
 

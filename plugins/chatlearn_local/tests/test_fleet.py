@@ -25,7 +25,7 @@ def completion_of(request: GenerateRequest) -> Completion:
 
 
 class FakeGenerator:
-    """Answers at once, unless it is told to hold requests or to die."""
+    """Answers at once, unless the test makes it hold requests or die."""
 
     def __init__(self, index: int, generation: int, behaviour: str) -> None:
         self.index, self.generation, self.behaviour = index, generation, behaviour

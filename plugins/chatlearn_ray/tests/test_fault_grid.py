@@ -273,7 +273,7 @@ class SamplesKiller(Watch):
 async def test_samples_that_are_lost_with_their_node_before_training_are_made_again(
     scene: Scene, ray_session: None, cluster: Any, leaves_nothing: object
 ) -> None:
-    """Nobody who lives misses anything then, except the tokens."""
+    """Surviving workers lose nothing, except the tokens."""
     expected = await scene.expected()
     cell = scene.cell("lost-samples")
     watch = SamplesKiller(cell.faults, "none", "")

@@ -1,4 +1,4 @@
-"""The availability of replicas: which take requests, and that whoever waits hears of a change."""
+"""The availability of replicas: which take requests, and that waiting calls notice a change."""
 
 from __future__ import annotations
 

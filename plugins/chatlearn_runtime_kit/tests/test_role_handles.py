@@ -126,7 +126,7 @@ async def test_a_handle_does_what_its_kind_can() -> None:
 
 
 class FakeRuntime:
-    """Answers as it is told."""
+    """Gives the answers that the test sets."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer

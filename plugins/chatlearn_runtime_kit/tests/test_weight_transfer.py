@@ -30,7 +30,7 @@ class Options(BaseModel):
 
 
 class FakeSender:
-    """Writes down what is asked of it; fails where it is told to."""
+    """Records its calls; fails at those that the test names."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -335,7 +335,7 @@ async def test_an_offer_of_a_wrong_type_ends_the_sync_at_once_and_names_the_plug
     assert [receipt.state for receipt in receipts] == ["dead", "dead"]
     for receipt in receipts:
         assert "weight sync 'fake' (acme-sync 1.2): offer() of its sender" in (receipt.error or "")
-    assert "receive a" not in scene.events, "nobody waits for what it does not offer"
+    assert "receive a" not in scene.events, "no receiver waits for a sender without an offer"
 
 
 @pytest.mark.parametrize("returned", [None, "24", 2.5, -1, True])

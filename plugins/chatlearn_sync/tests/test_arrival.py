@@ -42,7 +42,7 @@ def test_it_tells_when_it_is_over_and_not_before(both_ends):
     arrival = Arrival(receiver, target, told.set)
     assert arrival.glance_s is None
     assert not told.wait(0.05)
-    assert not arrival.is_over, "nobody has sent anything"
+    assert not arrival.is_over, "no sender has sent anything"
     Arrival(sender, torch.arange(1000.0), lambda: None).wait()
     assert told.wait(10)
     assert arrival.is_over
@@ -65,7 +65,7 @@ def test_where_nobody_says_when_it_is_over_it_is_looked_at():
     work = SimpleNamespace(is_completed=lambda: completed.is_set(), wait=lambda: None)
     completed, told = threading.Event(), threading.Event()
     arrival = Arrival(SimpleNamespace(says_when_over=False, broadcast=lambda _: work), torch.zeros(1), told.set)
-    assert told.is_set(), "whoever waits begins to look"
+    assert told.is_set(), "the waiting receiver begins to look"
     assert arrival.glance_s == GLANCE_S
     assert not arrival.is_over
     completed.set()

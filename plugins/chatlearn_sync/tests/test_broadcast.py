@@ -105,7 +105,7 @@ async def test_after_a_failure_the_next_sync_works(pieces, plan_for, run_sync, e
 
 
 async def test_each_rank_that_owns_weights_has_a_group(pieces, plan_for, run_sync, ends):
-    """Three ranks, the last of which owns nothing: it forms no group and holds nobody up."""
+    """Three ranks, the last of which owns nothing: it forms no group and delays no other rank."""
     senders, receivers = ends(num_senders=3)
 
     class TwoOwners(StreamingTrainer):
@@ -146,7 +146,7 @@ async def test_the_next_bucket_is_gathered_while_one_is_loaded(pieces, plan_for,
 async def test_a_bucket_is_awaited_before_the_one_ahead_has_arrived_and_loaded_after_it(
     pieces, plan_for, run_sync, ends, monkeypatch
 ):
-    """The first counts as over once the second is: whoever awaits them in turn waits for ever."""
+    """The first counts as complete only after the second, so awaiting them in turn would never end."""
     made, looks = [], []
 
     class SecondFirst(broadcast_receiver.Arrival):

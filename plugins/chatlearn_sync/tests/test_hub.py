@@ -346,4 +346,4 @@ def test_a_nudge_ends_a_wait_from_any_thread(hub):
     threading.Timer(0.05, one.nudge).start()
     one.check(None)  # returns, or hangs
     one.release(WeightSyncError("over"))
-    one.nudge()  # nobody is left to wake
+    one.nudge()  # no waiting receiver is left

@@ -1,4 +1,4 @@
-"""Calls that ask other roles while they run: what is asked is answered, whoever ends first."""
+"""Calls that use other roles while they run get their answers, in whatever order the calls end."""
 
 from __future__ import annotations
 

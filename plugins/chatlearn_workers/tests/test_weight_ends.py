@@ -168,7 +168,7 @@ async def test_a_rolling_fleet_is_sent_to_once_where_the_transport_keeps_the_ver
     transfer, events = stand.transfer, stand.events
     await transfer.sync(range(3), 1)
     assert phases(events) == [({0}, {0}), ({1}, {1}), ({2}, {2})]
-    assert events[:3] == ["manifest", "offer", "send"], "nobody stops serving before everything was sent"
+    assert events[:3] == ["manifest", "offer", "send"], "no replica stops serving before everything was sent"
     assert events.count("send") == events.count("release") == 1
 
 

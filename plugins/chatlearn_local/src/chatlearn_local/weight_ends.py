@@ -87,7 +87,7 @@ class ReceivingFleet(Protocol):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Follower:
-    """A trainer of one rank that takes another's weights: a fleet of one, to which nobody sends requests."""
+    """A trainer of one rank that takes another's weights: a fleet of one that gets no requests."""
 
     loader: WeightLoader
     state: str = "serving"

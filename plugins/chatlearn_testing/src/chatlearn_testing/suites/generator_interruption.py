@@ -258,7 +258,7 @@ async def _aborted(generator: Generator, request: GenerateRequest, streaming: bo
         waiting.cancel()
     else:
         await asyncio.sleep(0)
-    await generator.abort({request.id, "a request nobody made"})
+    await generator.abort({request.id, "a request that was never made"})
     return await task
 
 
