@@ -37,6 +37,7 @@ COMPANIONS = {"pydantic-core": "pydantic"}
 """Distributions that come with another, which pins them."""
 LIBRARIES = {
     "chatlearn-chat",
+    "chatlearn-config",
     "chatlearn-generator-kit",
     "chatlearn-hosting",
     "chatlearn-losses",

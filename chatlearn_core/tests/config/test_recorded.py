@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from chatlearn_core.config.interpolation import resolve
+from chatlearn_config.interpolation import resolve
 from chatlearn_core.config.load import load_config
 from chatlearn_core.config.recorded import environment_texts, recorded_values
 from chatlearn_core.config.show import to_yaml

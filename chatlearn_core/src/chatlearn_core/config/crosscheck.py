@@ -6,7 +6,7 @@ that must open files (models, datasets) happen when the run starts, not here.
 
 from __future__ import annotations
 
-from chatlearn_core.config.problems import Problem
+from chatlearn_config.problems import Problem
 from chatlearn_core.config.rules.cautions import CAUTION_RULES
 from chatlearn_core.config.rules.checked import Checked, Rule
 from chatlearn_core.config.rules.evaluation import EVALUATION_RULES

@@ -1,7 +1,7 @@
 """Reads a run's configuration from a YAML file and overrides, and checks all of it before anything starts.
 
-The order: YAML (``document``), overrides (``overrides``), interpolation (``interpolation``), shape and types
-(``models``), plugins and their options (``choices``), rules between settings (``crosscheck``). Every stage continues
+The order: YAML, overrides and interpolation (``chatlearn_config``), shape and types (``models``), plugins and their
+options (``choices``), rules between settings (``crosscheck``). Every stage continues
 with the values that the previous one could use, so that one check reports every problem.
 """
 
@@ -17,13 +17,13 @@ from pydantic import BaseModel, ValidationError
 
 from chatlearn_core.config.choices import SelectedPlugin, choose
 from chatlearn_core.config.crosscheck import cautions, crosscheck
-from chatlearn_core.config.document import parse, read_text
-from chatlearn_core.config.fields import model_at, valid_keys
-from chatlearn_core.config.interpolation import resolve
+from chatlearn_config.document import Document, DocumentError, parse, read_text
+from chatlearn_config.fields import model_at, valid_keys
+from chatlearn_config.interpolation import resolve
+from chatlearn_core.config.invalid import InvalidConfigError
 from chatlearn_core.config.models import RunConfig
-from chatlearn_core.config.overrides import apply_overrides
-from chatlearn_core.config.problems import (
-    InvalidConfigError,
+from chatlearn_config.overrides import apply_overrides
+from chatlearn_config.problems import (
     KeyPath,
     Problem,
     nearest,
@@ -32,12 +32,15 @@ from chatlearn_core.config.problems import (
     unknown_key,
 )
 from chatlearn_core.config.rules.checked import Checked
-from chatlearn_core.config.unusable import unusable_values
-from chatlearn_core.config.validation import problems_of
+from chatlearn_config.unusable import unusable_values
+from chatlearn_config.validation import problems_of
+from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
 
 TEXT_SOURCE = "<text>"
+SECTIONS = ("model", "data", "algorithm", "roles", "train")
+"""The sections that every configuration has."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +83,7 @@ def load_config(
 
     Args:
         path_or_text: A file, or YAML text. A newline marks YAML text.
-        overrides: ``key=value`` and ``~key`` in order, see ``overrides.apply_overrides``.
+        overrides: ``key=value`` and ``~key`` in order, see ``chatlearn_config.overrides``.
         registry: The plugins to choose from; by default all that are installed.
 
     Raises:
@@ -88,13 +91,10 @@ def load_config(
             value, rule and remedy.
         ConfigError: the file cannot be read, or is not a YAML mapping.
     """
-    if isinstance(path_or_text, str) and "\n" in path_or_text:
-        source, text = TEXT_SOURCE, path_or_text
-    else:
-        source, text = str(path_or_text), read_text(Path(path_or_text))
-    document = parse(text, source)
+    document = _read(path_or_text)
+    source = document.marks.source
     apply_overrides(document, overrides)
-    resolved, unresolved, tainted = resolve(document.values)
+    resolved, unresolved, tainted = resolve(document.values, RunConfig)
     problems = [*document.problems, *unresolved]
     tainted += document.unreadable
     unusable = [problem for problem in unusable_values(resolved) if not _is_tainted(problem, tainted)]
@@ -117,6 +117,15 @@ def load_config(
     assert config is not None
     told = tuple(render(warning, document.marks) for warning in warnings)
     return LoadedConfig(config, resolved, document.values, source, choices.selected, told)
+
+
+def _read(path_or_text: Path | str) -> Document:
+    try:
+        if isinstance(path_or_text, str) and "\n" in path_or_text:
+            return parse(path_or_text, TEXT_SOURCE, SECTIONS)
+        return parse(read_text(Path(path_or_text)), str(path_or_text), SECTIONS)
+    except DocumentError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:

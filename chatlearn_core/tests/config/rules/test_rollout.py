@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from chatlearn_core.config.load import load_config
-from chatlearn_core.config.problems import InvalidConfigError
+from chatlearn_core.config.invalid import InvalidConfigError
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord, RolloutModeSpec

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from chatlearn_core.config.models import ModelConfig
-from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 
 

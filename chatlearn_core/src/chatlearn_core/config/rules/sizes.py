@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.records import GeneratorSpec, TrainerSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypedDict
 
-from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import RoleSize, mismatches, placement_of
 from chatlearn_core.plugins.records import Export, GeneratorSpec, Placement, RuntimeSpec, TrainerSpec, WeightSyncSpec

@@ -3,7 +3,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from chatlearn_core.config.validation import problems_of
+from chatlearn_config.validation import problems_of
 
 
 class Inner(BaseModel, extra="forbid"):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from chatlearn_core.config import models
-from chatlearn_core.config.fields import model_at, valid_keys
+from chatlearn_config.fields import model_at, valid_keys
 
 
 class Aliased(BaseModel):

@@ -7,13 +7,14 @@ dates and sexagesimal numbers (``12:30``) stay text.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from chatlearn_core.config.problems import (
+from chatlearn_config.problems import (
     KeyPath,
     Mark,
     Marks,
@@ -21,8 +22,6 @@ from chatlearn_core.config.problems import (
     nearest,
     show_path,
 )
-from chatlearn_core.exceptions import ConfigError
-
 _MAX_NODES = 100_000
 """Maximum number of values after aliases are expanded; more indicate an expansion attack."""
 MAX_DEPTH = 64
@@ -39,6 +38,10 @@ _INT = re.compile(r"^(?:[-+]?0b[01_]+|[-+]?0x[0-9a-fA-F_]+|[-+]?(?:0|[1-9][0-9_]
 _SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
 _OWN_RESOLVERS = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp"}
 _MERGE = "tag:yaml.org,2002:merge"
+
+
+class DocumentError(ValueError):
+    """A file that cannot be read, or text that is no YAML mapping; the message names file, line and rule."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,24 +72,24 @@ def read_text(path: Path) -> str:
     """The file's text.
 
     Raises:
-        ConfigError: the file is missing, unreadable or not UTF-8 (names the line).
+        DocumentError: the file is missing, unreadable or not UTF-8 (names the line).
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         similar = _similar_file(path)
         hint = f" Did you mean '{similar}'?" if similar else ""
-        raise ConfigError(
+        raise DocumentError(
             f"{path}: there is no such configuration file (relative paths start at the working directory).{hint}"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the name
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{str(path)!r}: the configuration file cannot be read: {reason}") from error
+        raise DocumentError(f"{str(path)!r}: the configuration file cannot be read: {reason}") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
+        raise DocumentError(
             f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8; a configuration file is UTF-8 text: "
             f"save it as such (iconv -f <its encoding> -t utf-8)"
         ) from error
@@ -101,26 +104,29 @@ def _similar_file(path: Path) -> str | None:
     return str(path.parent / name) if name else None
 
 
-def parse(text: str, source: str) -> Document:
+def parse(text: str, source: str, sections: Sequence[str] = ()) -> Document:
     """Read one YAML document whose top level is a mapping.
 
     Args:
         text: YAML.
         source: The file's name, for messages.
+        sections: The keys that every document has, at least two or none, for messages.
 
     Raises:
-        ConfigError: a syntax error, a top level that is no mapping, or aliases that do not end; one line names it.
+        DocumentError: a syntax error, a top level that is no mapping, or aliases that do not end; one line names it.
     """
     marks = Marks(source)
     root = compose(text, source)
     if root is None:
-        raise ConfigError(f"{source}: the file is empty; a run needs at least model, data, algorithm, roles and train")
+        needs = f"; it needs at least {', '.join(sections[:-1])} and {sections[-1]}" if sections else ""
+        raise DocumentError(f"{source}: the file is empty{needs}")
     reader = NodeReader(marks)
     values = reader.read(root, ())
     if not isinstance(values, dict):
-        raise ConfigError(
+        example = f" ({', '.join(f'{section}: ...' for section in sections)})" if sections else ""
+        raise DocumentError(
             f"{source}:{root.start_mark.line + 1}: the top level is {_TYPE_NAMES.get(type(values), 'no mapping')}; "
-            f"it must be a mapping (model: ..., data: ..., algorithm: ..., roles: ..., train: ...)"
+            f"it must be a mapping{example}"
         )
     return Document(values, marks, reader.problems, reader.unreadable)
 
@@ -132,7 +138,7 @@ def compose(text: str, source: str) -> yaml.Node | None:
     """The node tree of one YAML document, None for an empty one.
 
     Raises:
-        ConfigError: a syntax error; names line and column.
+        DocumentError: a syntax error; names line and column.
     """
     try:
         loader = _Loader(text)
@@ -142,18 +148,18 @@ def compose(text: str, source: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{source}:{line}: character {error.character!r} is not allowed in YAML") from error
+        raise DocumentError(f"{source}:{line}: character {error.character!r} is not allowed in YAML") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         context = f" {error.context}" if error.context else ""
         if error.context_mark and mark and error.context_mark.line != mark.line:
             context += f" (begun in line {error.context_mark.line + 1})"
-        raise ConfigError(f"{place}: not valid YAML:{context} {error.problem or ''}".rstrip()) from error
+        raise DocumentError(f"{place}: not valid YAML:{context} {error.problem or ''}".rstrip()) from error
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply; at most {MAX_DEPTH} levels are read") from None
+        raise DocumentError(f"{source}: nested too deeply; at most {MAX_DEPTH} levels are read") from None
     except (ValueError, OverflowError) as error:  # an escape for no valid character
-        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+        raise DocumentError(f"{source}: not valid YAML: {error}") from error
 
 
 class NodeReader:
@@ -172,11 +178,11 @@ class NodeReader:
         mark = Mark(self.marks.source, (at or node).start_mark.line + 1)
         self._count += 1
         if self._count > _MAX_NODES:
-            raise ConfigError(f"{mark}: {show_path(path)}: more than {_MAX_NODES} values once aliases are expanded")
+            raise DocumentError(f"{mark}: {show_path(path)}: more than {_MAX_NODES} values once aliases are expanded")
         if len(path) > MAX_DEPTH:
-            raise ConfigError(f"{mark}: nested too deeply; at most {MAX_DEPTH} levels are read")
+            raise DocumentError(f"{mark}: nested too deeply; at most {MAX_DEPTH} levels are read")
         if id(node) in self._open:
-            raise ConfigError(f"{mark}: {show_path(path)}: an alias that contains itself")
+            raise DocumentError(f"{mark}: {show_path(path)}: an alias that contains itself")
         self.marks.by_path[path] = mark
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
@@ -258,7 +264,7 @@ class NodeReader:
                 self.problems.append(Problem(path, "'<<' merges mappings only", remedy="write '<<: *anchor'"))
                 continue
             if id(source) in self._open:
-                raise ConfigError(f"{self.marks.locate(path)}: {show_path(path)}: an alias that contains itself")
+                raise DocumentError(f"{self.marks.locate(path)}: {show_path(path)}: an alias that contains itself")
             mark = self.marks.by_path[path]
             self._open.add(id(source))
             result |= self._mapping(source, path)

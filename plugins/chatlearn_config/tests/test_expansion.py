@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
+from typing import Any
 
-from chatlearn_core.config.interpolation import resolve
+import pytest
+from pydantic import BaseModel
+
+from chatlearn_config.interpolation import resolve as resolve_for
+from chatlearn_config.problems import KeyPath, Problem
+
+
+class Settings(BaseModel):
+    """None has a default."""
+
+
+def resolve(values: Mapping[str, object]) -> tuple[dict[Any, Any], list[Problem], list[KeyPath]]:
+    return resolve_for(values, Settings)
 
 
 def doubling(levels: int) -> dict[str, object]:

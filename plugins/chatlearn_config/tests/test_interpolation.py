@@ -1,14 +1,15 @@
 import pytest
 
-from chatlearn_core.config.interpolation import resolve
+from chatlearn_config.interpolation import resolve
+from chatlearn_core.config.models import RunConfig
 
 
 def problems(values: dict) -> list[tuple[tuple, str, str]]:
-    return [(problem.path, problem.rule, problem.remedy) for problem in resolve(values)[1]]
+    return [(problem.path, problem.rule, problem.remedy) for problem in resolve(values, RunConfig)[1]]
 
 
 def resolved(values: dict) -> dict:
-    result, found, _ = resolve(values)
+    result, found, _ = resolve(values, RunConfig)
     assert found == []
     return result
 
@@ -102,6 +103,6 @@ def test_cycles(values: dict) -> None:
 
 
 def test_what_failed_is_left_out_and_named() -> None:
-    values, _, failed = resolve({"name": "x", "seed": "${nope}", "items": [1, "${nope}"]})
+    values, _, failed = resolve({"name": "x", "seed": "${nope}", "items": [1, "${nope}"]}, RunConfig)
     assert values == {"name": "x", "items": [1, None], "output_dir": "runs/x"}
     assert failed == [("seed",), ("items", 1)]

@@ -1,4 +1,4 @@
-"""Problems in a configuration: collected, located in file or override, and reported together."""
+"""Problems in settings: collected, located in file or override, and reported together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from chatlearn_core.exceptions import ConfigError
 
 KeyPath = tuple[str | int, ...]
 """Path of a value: mapping keys and list indices from the top, such as ``("data", "train", 0, "path")``."""
@@ -61,7 +59,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Marks:
-    """The places where the keys of a configuration were written."""
+    """The places where keys were written."""
 
     source: str
     """The file's name as given, or ``<text>``."""
@@ -86,19 +84,14 @@ class Marks:
         self.by_path.update(marks)
 
 
-class InvalidConfigError(ConfigError):
-    """A configuration breaks rules; ``problems`` holds all problems, and the message describes each."""
+def in_order(problems: Iterable[Problem], marks: Marks) -> tuple[Problem, ...]:
+    """The problems by line of the file; those of overrides come last."""
 
-    def __init__(self, source: str, problems: Sequence[Problem], marks: Marks) -> None:
-        ordered = sorted(problems, key=lambda problem: _order(problem.mark or marks.locate(problem.path)))
-        count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
-        super().__init__("\n".join([f"{count} in {source}:", *(render(problem, marks) for problem in ordered)]))
-        self.source = source
-        self.problems = tuple(ordered)
+    def order(problem: Problem) -> tuple[bool, int]:
+        mark = problem.mark or marks.locate(problem.path)
+        return mark.line is None, mark.line or 0
 
-
-def _order(mark: Mark) -> tuple[bool, int]:
-    return mark.line is None, mark.line or 0
+    return tuple(sorted(problems, key=order))
 
 
 def show_path(path: KeyPath) -> str:

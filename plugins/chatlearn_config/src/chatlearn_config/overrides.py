@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from chatlearn_core.config.document import MAX_DEPTH, Document, NodeReader, compose
-from chatlearn_core.config.problems import KeyPath, Mark, Marks, Problem, nearest, show_path, show_value
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_config.document import MAX_DEPTH, Document, DocumentError, NodeReader, compose
+from chatlearn_config.problems import KeyPath, Mark, Marks, Problem, nearest, show_path, show_value
 
 _BRACKET = re.compile(r"\[(\d+)\]")
 
@@ -55,7 +54,7 @@ def _set(document: Document, override: str, mark: Mark) -> None:
     try:
         node = compose(text, "value")
         value = None if node is None else reader.read(node, ())
-    except ConfigError as error:
+    except DocumentError as error:
         raise _OverrideError(path, f"the value cannot be read: {error}", "quote it") from error
     if reader.problems:
         raise _OverrideError(path, f"the value is not usable: {reader.problems[0].rule}")

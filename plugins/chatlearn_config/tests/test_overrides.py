@@ -1,8 +1,8 @@
 import pytest
 
-from chatlearn_core.config.document import Document, parse
-from chatlearn_core.config.overrides import apply_overrides
-from chatlearn_core.config.problems import render
+from chatlearn_config.document import Document, parse
+from chatlearn_config.overrides import apply_overrides
+from chatlearn_config.problems import render
 
 TEXT = """\
 a:

@@ -1,10 +1,10 @@
 import pytest
 
-from chatlearn_core.config.problems import (
-    InvalidConfigError,
+from chatlearn_config.problems import (
     Mark,
     Marks,
     Problem,
+    in_order,
     nearest,
     overlaps,
     render,
@@ -75,14 +75,9 @@ def test_an_unknown_key_may_be_what_another_section_calls_the_same(
     assert hint == (f"did you mean '{meant}'?" if meant else "")
 
 
-def test_the_error_counts_and_orders_by_line_overrides_last() -> None:
+def test_problems_are_ordered_by_line_and_overrides_come_last() -> None:
     problems = [Problem(("c",), "third"), Problem(("a", "b"), "second"), Problem(("a",), "first")]
-    error = InvalidConfigError("run.yaml", problems, MARKS)
-    assert str(error) == (
-        "3 problems in run.yaml:\nrun.yaml:2: a: first\nrun.yaml:3: a.b: second\noverride 'c=1': c: third"
-    )
-    assert [problem.rule for problem in error.problems] == ["first", "second", "third"]
-    assert str(InvalidConfigError("run.yaml", problems[:1], MARKS)).startswith("1 problem in run.yaml:")
+    assert [problem.rule for problem in in_order(problems, MARKS)] == ["first", "second", "third"]
 
 
 def test_nearest() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Union
 
 from pydantic import BaseModel
 
-from chatlearn_core.config.problems import KeyPath
+from chatlearn_config.problems import KeyPath
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:

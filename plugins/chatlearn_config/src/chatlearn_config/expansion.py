@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_config.problems import KeyPath, Problem
 
 MAX_TEXT = 10_000
 """Maximum length of a text with an interpolation: OmegaConf's parser takes seconds for 100,000 characters."""

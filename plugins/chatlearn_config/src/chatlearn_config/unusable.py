@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from chatlearn_core.config.problems import KeyPath, Problem
+from chatlearn_config.problems import KeyPath, Problem
 
 
 def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[Problem]:

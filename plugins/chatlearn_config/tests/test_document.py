@@ -2,13 +2,12 @@ import math
 
 import pytest
 
-from chatlearn_core.config.document import parse, read_text
-from chatlearn_core.exceptions import ConfigError
+from chatlearn_config.document import DocumentError, parse, read_text
 
 
 def fatal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse(text, "run.yaml")
+    with pytest.raises(DocumentError) as caught:
+        parse(text, "run.yaml", ("model", "data"))
     return str(caught.value)
 
 
@@ -162,13 +161,13 @@ def test_read_text(tmp_path) -> None:
 def test_file_that_is_not_utf8_names_the_line(tmp_path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes("a: 1\nname: Zürich\n".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"run\.yaml:2: byte 0xfc is not UTF-8; .* save it as such"):
+    with pytest.raises(DocumentError, match=r"run\.yaml:2: byte 0xfc is not UTF-8; .* save it as such"):
         read_text(path)
 
 
 def test_missing_file_suggests_a_similar_one(tmp_path) -> None:
     (tmp_path / "gsm8k_grpo.yaml").write_text("")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(DocumentError) as caught:
         read_text(tmp_path / "gsm8k-grpo.yml")
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}/gsm8k-grpo.yml: there is no such configuration file")
@@ -176,12 +175,12 @@ def test_missing_file_suggests_a_similar_one(tmp_path) -> None:
 
 
 def test_missing_file_in_missing_directory(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="there is no such configuration file"):
+    with pytest.raises(DocumentError, match="there is no such configuration file"):
         read_text(tmp_path / "no" / "run.yaml")
 
 
 def test_directory_and_impossible_name(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(DocumentError, match="cannot be read: Is a directory"):
         read_text(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read: embedded null"):
+    with pytest.raises(DocumentError, match="cannot be read: embedded null"):
         read_text(tmp_path / "a\0b")

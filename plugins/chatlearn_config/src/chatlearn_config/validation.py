@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from chatlearn_core.config.fields import model_at, valid_keys
-from chatlearn_core.config.problems import UNSET, KeyPath, Problem, nearest, unknown_key
+from chatlearn_config.fields import model_at, valid_keys
+from chatlearn_config.problems import UNSET, KeyPath, Problem, nearest, unknown_key
 
 _SCALAR_ERRORS = ("int_type", "float_type", "bool_type")
 _QUOTED = re.compile(r"'([^']*)'")

@@ -19,33 +19,38 @@ from omegaconf.errors import (
 )
 from pydantic import BaseModel
 
-from chatlearn_core.config.expansion import too_large
-from chatlearn_core.config.fields import model_at
-from chatlearn_core.config.models import RunConfig
-from chatlearn_core.config.problems import KeyPath, Problem, nearest
+from chatlearn_config.expansion import too_large
+from chatlearn_config.fields import model_at
+from chatlearn_config.problems import KeyPath, Problem, nearest
 
 _MUST_SET = "???"
 
 
-def resolve(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Problem], list[KeyPath]]:
+def resolve(
+    values: Mapping[Any, Any], model: type[BaseModel]
+) -> tuple[dict[Any, Any], list[Problem], list[KeyPath]]:
     """The values with every interpolation replaced.
+
+    Args:
+        values: the settings as written and overridden.
+        model: what they will be validated with; an interpolation can name settings that have their default.
 
     Returns:
         The resolved values, without keys that could not be resolved; a problem for each of those; their paths.
     """
     problems: list[Problem] = list(too_large(values))
     usable = _without_malformed(values, (), problems, frozenset(problem.path for problem in problems))
-    context = OmegaConf.create(_with_defaults(usable, RunConfig))
+    context = OmegaConf.create(_with_defaults(usable, model))
     # An unset top-level setting whose default interpolates (output_dir) is resolved like one that is written.
-    wanted = {**_interpolated_defaults(), **usable}
+    wanted = {**_interpolated_defaults(model), **usable}
     resolved = _resolve_mapping(context, wanted, (), problems)
     return resolved, problems, [problem.path for problem in problems]
 
 
-def _interpolated_defaults() -> dict[str, str]:
+def _interpolated_defaults(model: type[BaseModel]) -> dict[str, str]:
     return {
         name: info.default
-        for name, info in RunConfig.model_fields.items()
+        for name, info in model.model_fields.items()
         if isinstance(info.default, str) and "${" in info.default
     }
 
@@ -89,9 +94,9 @@ def _with_defaults(values: Any, model: type[BaseModel] | None) -> Any:
             result[name] = default.model_dump() if isinstance(default, BaseModel) else default
     for key, child in values.items():
         below = model_at(model, (key,))
-        if key == "roles" and model is RunConfig and isinstance(child, dict):
-            role = model_at(RunConfig, ("roles", "any"))
-            result[key] = {name: _with_defaults(one, role) for name, one in child.items()}
+        named = model_at(model, (key, "")) if below is None else None  # a mapping of names to sections
+        if named is not None and isinstance(child, dict):
+            result[key] = {name: _with_defaults(one, named) for name, one in child.items()}
         else:
             result[key] = {} if child is None and below is not None else _with_defaults(child, below)
     return result
