@@ -1,7 +1,7 @@
 from pydantic import BaseModel, ValidationInfo, field_validator
 
-from chatlearn_core.config.choices import ROLES, choose, plugin_sites, validate_options
 from chatlearn_config.problems import Marks
+from chatlearn_core.config.choices import ROLES, choose, plugin_sites, validate_options
 from chatlearn_core.plugins.records import TrainerSpec
 from chatlearn_core.plugins.registry import PluginRegistry
 

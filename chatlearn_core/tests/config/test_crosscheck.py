@@ -3,8 +3,8 @@
 import pytest
 
 from chatlearn_core.config.crosscheck import RULES
-from chatlearn_core.config.load import load_config
 from chatlearn_core.config.invalid import InvalidConfigError
+from chatlearn_core.config.load import load_config
 from chatlearn_core.config.rules.paths import PATH_RULES
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.config.rules.sizes import SIZE_RULES

@@ -5,7 +5,9 @@ from __future__ import annotations
 from chatlearn_config.problems import Mark, Marks, Problem
 from chatlearn_core.config.invalid import InvalidConfigError
 
-MARKS = Marks("run.yaml", {("a",): Mark("run.yaml", 2), ("a", "b"): Mark("run.yaml", 3), ("c",): Mark("override 'c=1'")})
+MARKS = Marks(
+    "run.yaml", {("a",): Mark("run.yaml", 2), ("a", "b"): Mark("run.yaml", 3), ("c",): Mark("override 'c=1'")}
+)
 
 
 def test_the_message_counts_all_problems_and_lists_them_in_order() -> None:

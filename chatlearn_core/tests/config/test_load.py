@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from chatlearn_core.config.load import load_config
 from chatlearn_core.config.invalid import InvalidConfigError
+from chatlearn_core.config.load import load_config
 from chatlearn_core.config.show import resolved_values, to_yaml
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.registry import PluginRegistry

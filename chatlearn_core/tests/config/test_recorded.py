@@ -4,6 +4,7 @@ import pytest
 
 from chatlearn_config.interpolation import resolve
 from chatlearn_core.config.load import load_config
+from chatlearn_core.config.models import RunConfig
 from chatlearn_core.config.recorded import environment_texts, recorded_values
 from chatlearn_core.config.show import to_yaml
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -16,7 +17,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(values: dict[Any, Any]) -> dict[str, str]:
-    resolved, problems, _ = resolve(values)
+    resolved, problems, _ = resolve(values, RunConfig)
     assert problems == []
     return {".".join(map(str, path)): text for path, text in environment_texts(values, resolved).items()}
 

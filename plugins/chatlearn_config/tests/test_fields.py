@@ -3,8 +3,8 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel, Field
 
-from chatlearn_core.config import models
 from chatlearn_config.fields import model_at, valid_keys
+from chatlearn_core.config import models
 
 
 class Aliased(BaseModel):

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from chatlearn_config.fields import model_at, valid_keys
-from chatlearn_core.config.models import SYNC, RunConfig
 from chatlearn_config.problems import KeyPath, Marks, Problem, meant_key, show_path, unknown_key
 from chatlearn_config.validation import problems_of
+from chatlearn_core.config.models import SYNC, RunConfig
 from chatlearn_core.exceptions import PluginError
 from chatlearn_core.plugins.records import Kind, PluginRecord
 from chatlearn_core.plugins.registry import PluginRegistry

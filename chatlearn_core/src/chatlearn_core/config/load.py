@@ -7,33 +7,30 @@ with the values that the previous one could use, so that one check reports every
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from chatlearn_core.config.choices import SelectedPlugin, choose
-from chatlearn_core.config.crosscheck import cautions, crosscheck
 from chatlearn_config.document import Document, DocumentError, parse, read_text
 from chatlearn_config.fields import model_at, valid_keys
 from chatlearn_config.interpolation import resolve
-from chatlearn_core.config.invalid import InvalidConfigError
-from chatlearn_core.config.models import RunConfig
 from chatlearn_config.overrides import apply_overrides
+from chatlearn_config.partial import is_consequence, validate
 from chatlearn_config.problems import (
     KeyPath,
     Problem,
-    nearest,
-    overlaps,
     render,
     unknown_key,
 )
-from chatlearn_core.config.rules.checked import Checked
 from chatlearn_config.unusable import unusable_values
-from chatlearn_config.validation import problems_of
+from chatlearn_core.config.choices import SelectedPlugin, choose
+from chatlearn_core.config.crosscheck import cautions, crosscheck
+from chatlearn_core.config.invalid import InvalidConfigError
+from chatlearn_core.config.models import RunConfig
+from chatlearn_core.config.rules.checked import Checked
 from chatlearn_core.exceptions import ConfigError
 from chatlearn_core.plugins.loader import discover_plugins
 from chatlearn_core.plugins.registry import PluginRegistry
@@ -41,6 +38,16 @@ from chatlearn_core.plugins.registry import PluginRegistry
 TEXT_SOURCE = "<text>"
 SECTIONS = ("model", "data", "algorithm", "roles", "train")
 """The sections that every configuration has."""
+
+
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": {"path": "placeholder"},
+    "data": {"train": [{"path": "placeholder"}]},
+    "algorithm": {"name": "placeholder"},
+    "roles": {},
+    "train": {"steps": 1, "prompts_per_step": 1},
+}
+"""Replacements for required sections that are missing or broken, so that the other sections can still be checked."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,21 +104,21 @@ def load_config(
     resolved, unresolved, tainted = resolve(document.values, RunConfig)
     problems = [*document.problems, *unresolved]
     tainted += document.unreadable
-    unusable = [problem for problem in unusable_values(resolved) if not _is_tainted(problem, tainted)]
+    unusable = [problem for problem in unusable_values(resolved) if not is_consequence(problem, tainted)]
     problems += unusable
     tainted += [problem.path for problem in unusable]
 
-    config, invalid = _validate(resolved, tainted)
+    config, invalid = validate(resolved, RunConfig, _PLACEHOLDERS, tainted)
     registry = discover_plugins() if registry is None else registry
     choices = choose(resolved, registry, document.marks)
     problems += _explained(invalid, choices.models)
-    problems += [problem for problem in choices.problems if not _is_tainted(problem, tainted)]
+    problems += [problem for problem in choices.problems if not is_consequence(problem, tainted)]
     tainted += [problem.path for problem in choices.problems]
     warnings: list[Problem] = []
     if config is not None:
         checked = Checked(config, choices, registry.records("weight_sync"))
         warnings, conflicts = cautions(checked), crosscheck(checked)
-        problems += [problem for problem in conflicts if not _is_tainted(problem, tainted)]
+        problems += [problem for problem in conflicts if not is_consequence(problem, tainted)]
     if problems:
         raise InvalidConfigError(source, problems, document.marks)
     assert config is not None
@@ -126,81 +133,6 @@ def _read(path_or_text: Path | str) -> Document:
         return parse(read_text(Path(path_or_text)), str(path_or_text), SECTIONS)
     except DocumentError as error:
         raise ConfigError(str(error)) from error
-
-
-def _is_tainted(problem: Problem, tainted: Iterable[KeyPath]) -> bool:
-    """Whether a problem may only be a consequence of another one that is already listed."""
-    return any(overlaps(path, bad) for bad in tainted for path in problem.paths())
-
-
-_PLACEHOLDERS: dict[str, Any] = {
-    "model": {"path": "placeholder"},
-    "data": {"train": [{"path": "placeholder"}]},
-    "algorithm": {"name": "placeholder"},
-    "roles": {},
-    "train": {"steps": 1, "prompts_per_step": 1},
-}
-"""Replacements for required sections that are missing or broken, so that the other sections can still be checked."""
-
-
-_FINE_ATTEMPTS = 4
-"""Number of attempts that remove only the faulty keys; later attempts remove the sections around them."""
-_MAX_ATTEMPTS = 8
-
-
-def _validate(values: Mapping[Any, Any], tainted: list[KeyPath]) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration and its problems.
-
-    If there are problems, the configuration is built without the faulty parts, so that the rest can be checked for
-    conflicts; ``tainted`` is extended by the parts left out. None if nothing remains.
-    """
-    told: list[Problem] = []
-    usable: dict[Any, Any] = copy.deepcopy(dict(values))
-    for attempt in range(_MAX_ATTEMPTS):
-        try:
-            return RunConfig.model_validate(usable), told
-        except ValidationError as error:
-            problems = problems_of(error, RunConfig, usable)
-        if attempt == 0:
-            # A key that could not be resolved is now missing; its problem is already reported.
-            told = [problem for problem in problems if not _is_tainted(problem, tainted)]
-        for problem in problems:
-            tainted.append(_without(usable, problem, whole_section=attempt > _FINE_ATTEMPTS))
-    return None, told
-
-
-def _without(values: dict[Any, Any], problem: Problem, whole_section: bool) -> KeyPath:
-    """Remove the faulty part from the values; returns the path whose values are no longer reliable."""
-    if problem.rule == "unknown key":
-        _delete(values, problem.path)
-        section = model_at(RunConfig, problem.path[:-1])
-        guess = nearest(str(problem.path[-1]), valid_keys(section)) if section else None
-        return (*problem.path[:-1], guess or problem.path[-1])
-    path = problem.path
-    missing = problem.rule == "required key is missing"
-    if missing:
-        path = path[:-1]
-    while path and isinstance(path[-1], int):  # removing one item would shift the others
-        path = path[:-1]
-    if len(path) <= 1 or whole_section:
-        top = str(problem.path[0]) if problem.path else ""
-        values.pop(top, None)
-        if top in _PLACEHOLDERS:
-            values[top] = copy.deepcopy(_PLACEHOLDERS[top])
-        return problem.path[:1]
-    _delete(values, path)
-    return problem.path
-
-
-def _delete(values: Any, path: KeyPath) -> None:
-    """Delete the key; it may already be gone because of another problem."""
-    for part in path[:-1]:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return
-    if isinstance(values, dict):
-        values.pop(path[-1], None)
 
 
 def _explained(problems: Iterable[Problem], models: Mapping[KeyPath, type[BaseModel]]) -> list[Problem]:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chatlearn_core.config.load import LoadedConfig
 from chatlearn_config.problems import KeyPath
+from chatlearn_core.config.load import LoadedConfig
 from chatlearn_core.config.show import escaped
 
 _FROM_ENVIRONMENT = "${oc.env:"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from chatlearn_core.config.load import load_config
 from chatlearn_core.config.invalid import InvalidConfigError
+from chatlearn_core.config.load import load_config
 from chatlearn_core.plugins.registry import PluginRegistry
 
 NAME = "n" * 256

@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from chatlearn_core.config.load import load_config
 from chatlearn_core.config.invalid import InvalidConfigError
+from chatlearn_core.config.load import load_config
 from chatlearn_core.config.rules.rollout import ROLLOUT_RULES
 from chatlearn_core.plugins.entry import PluginEntry
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, PluginRecord, RolloutModeSpec

@@ -22,6 +22,7 @@ from chatlearn_config.problems import (
     nearest,
     show_path,
 )
+
 _MAX_NODES = 100_000
 """Maximum number of values after aliases are expanded; more indicate an expansion attack."""
 MAX_DEPTH = 64

@@ -26,9 +26,7 @@ from chatlearn_config.problems import KeyPath, Problem, nearest
 _MUST_SET = "???"
 
 
-def resolve(
-    values: Mapping[Any, Any], model: type[BaseModel]
-) -> tuple[dict[Any, Any], list[Problem], list[KeyPath]]:
+def resolve(values: Mapping[Any, Any], model: type[BaseModel]) -> tuple[dict[Any, Any], list[Problem], list[KeyPath]]:
     """The values with every interpolation replaced.
 
     Args:

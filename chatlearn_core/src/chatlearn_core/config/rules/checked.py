@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.config.choices import Choices
 from chatlearn_core.config.models import ModelConfig, RoleConfig, RunConfig
-from chatlearn_config.problems import KeyPath, Problem
 from chatlearn_core.plugins.records import AlgorithmSpec, PluginRecord, WeightSyncSpec
 
 RecordT = TypeVar("RecordT", bound=PluginRecord)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from chatlearn_core.config.models import DataConfig, EvalConfig, EvalSetConfig, RunConfig
 from chatlearn_config.problems import KeyPath, Problem
+from chatlearn_core.config.models import DataConfig, EvalConfig, EvalSetConfig, RunConfig
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.sources import did_you_mean
 

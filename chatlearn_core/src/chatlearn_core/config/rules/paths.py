@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from chatlearn_core.config.models import ModelConfig
 from chatlearn_config.problems import KeyPath, Problem
+from chatlearn_core.config.models import ModelConfig
 from chatlearn_core.config.rules.checked import Checked, Rule
 
 MAX_NAME_BYTES = 255

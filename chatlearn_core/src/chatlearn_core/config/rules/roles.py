@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from chatlearn_core.config.models import RoleConfig
 from chatlearn_config.problems import KeyPath, Problem, nearest
+from chatlearn_core.config.models import RoleConfig
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.import_string import resolve_import_string
 from chatlearn_core.plugins.records import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chatlearn_core.config.models import SYNC
 from chatlearn_config.problems import KeyPath, Problem
+from chatlearn_core.config.models import SYNC
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 from chatlearn_core.plugins.compatibility import kv_after_sync_of
 from chatlearn_core.plugins.records import AlgorithmSpec, GeneratorSpec, RolloutModeSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from chatlearn_core.config.models import ModelConfig
 from chatlearn_config.problems import KeyPath, Problem
+from chatlearn_core.config.models import ModelConfig
 from chatlearn_core.config.rules.checked import Checked, Related, Rule
 
 
