@@ -152,6 +152,18 @@ def test_driver_scaling() -> None:
 
 
 @pytest.mark.slow
+def test_async_training() -> None:
+    [results] = run_benchmark("async_training", "--quick")["simulated"].values()
+    assert results["sync"]["staleness_mean"] == 0.0
+    assert results["one_step_off"]["staleness_mean"] == 1.0
+    assert 1.0 < results["async 2"]["staleness_mean"] <= 2.0
+    for measured in results.values():
+        assert measured["samples_a_s"] > 0.0
+        assert measured["dropped_stale"] == 0.0
+        assert 0.0 <= measured["trainer_idle"] <= 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 def test_long_tail() -> None:
     result = run_benchmark("long_tail", "--quick")

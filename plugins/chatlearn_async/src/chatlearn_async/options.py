@@ -35,3 +35,11 @@ class AsyncOptions(BaseModel):
         description="admissions.jsonl of another run, which this one repeats exactly: every completion goes on under "
         "new weights from the same token. Needs during_sync: abort.",
     )
+
+
+class RecordedOptions(BaseModel):
+    """Where the rollouts are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: str = Field(description="output_dir of chatlearn run --rollouts-only.")

@@ -10,7 +10,7 @@ from chatlearn_core.plugins.records import RolloutModeSpec
 
 @hookimpl
 def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
-    """``one_step_off`` and ``async``."""
+    """``one_step_off``, ``async`` and ``recorded``."""
     return [
         RolloutModeSpec(
             name="one_step_off",
@@ -27,5 +27,13 @@ def chatlearn_rollout_modes() -> Iterable[RolloutModeSpec]:
             options="chatlearn_async.options:AsyncOptions",
             max_staleness=1,
             plan="chatlearn_async.plan:asynchronous",
+        ),
+        RolloutModeSpec(
+            name="recorded",
+            summary="Steps train on rollouts that chatlearn run --rollouts-only has written; nothing is sampled.",
+            factory="chatlearn_async.recorded_producer:recorded",
+            options="chatlearn_async.options:RecordedOptions",
+            plan="chatlearn_async.recorded_producer:plan",
+            record="chatlearn_async.recorder:record",
         ),
     ]

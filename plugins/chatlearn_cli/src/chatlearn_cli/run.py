@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from chatlearn_cli.terminal import tell
-from chatlearn_core.exceptions import Interrupted
+from chatlearn_core.exceptions import ConfigError, Interrupted
 from chatlearn_core.printable import printable
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # Modules that load a model are imported inside the commands, so that --help does not wait for torch.
 
 T = TypeVar("T")
+RECORDED = "recorded"
+"""The rollout mode that trains on rollouts from a directory."""
 
 ConfigFile = Annotated[Path, typer.Argument(help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -65,6 +68,14 @@ def run(
         bool,
         typer.Option("--live-tokens", help="Show how many tokens a step has sampled so far; some engines slow down."),
     ] = False,
+    rollouts_only: Annotated[
+        bool,
+        typer.Option("--rollouts-only", help="Write the rollouts of the run's steps to output_dir, and train nothing."),
+    ] = False,
+    from_rollouts: Annotated[
+        Path | None,
+        typer.Option(help="Train on the rollouts that --rollouts-only wrote to this output_dir, and sample none."),
+    ] = None,
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train a model according to a configuration."""
@@ -73,6 +84,10 @@ def run(
     from chatlearn_core.executor.run import Run
 
     registry = discover(strict_plugins)
+    if from_rollouts is not None:
+        if rollouts_only:
+            raise ConfigError("--rollouts-only writes rollouts and --from-rollouts reads them. Omit one of them")
+        overrides = [*(overrides or []), *_recorded(from_rollouts)]
     assembly = assemble(load(config, overrides, registry), registry)
     if dry_run:
         for warning in assembly.loaded.warnings:
@@ -80,11 +95,28 @@ def run(
         typer.echo(printable(describe(assembly)))
         return
     listener = ProgressBar(show=assembly.config.log.progress, counts_tokens=live_tokens)
+    if rollouts_only:
+        if resume != "auto" or rewind:
+            raise ConfigError(
+                "--rollouts-only goes on after the last step that it wrote: omit --resume and --rewind, or choose "
+                "another output_dir to begin anew"
+            )
+        record = registry.load_factory(registry.select("rollout_mode", RECORDED, "--rollouts-only"), "record")
+        with listener, garbage_collected_seldom():
+            written = until_interrupted(record(assembly, listener))
+        tell(f"train on these rollouts: chatlearn run {shlex.quote(str(config))} --from-rollouts {written}")
+        return
     training = Run(assembly, listener=listener, observers=registry.observers)
     mode: Any = resume if resume in ("auto", "never") else Path(resume)
     with listener, garbage_collected_seldom():
         command = shlex.join(["chatlearn", "run", str(config), *(overrides or [])])
         until_interrupted(training.train(mode, rewind=rewind, command=command))
+
+
+def _recorded(directory: Path) -> list[str]:
+    """The settings of ``--from-rollouts``."""
+    options = json.dumps({"directory": str(directory.resolve())})
+    return [f"rollout.mode={RECORDED}", f"rollout.options={options}", "rollout.max_staleness=null"]
 
 
 def describe(assembly: Assembly) -> str:
