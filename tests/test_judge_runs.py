@@ -1,4 +1,5 @@
-"""A judge behind an endpoint through whole runs: nonsense is excluded and counted, and a killed run resumes."""
+"""Remote judges and rewards through whole runs: nonsense is excluded and counted, refused access ends the run, and a
+killed run resumes."""
 
 from __future__ import annotations
 
@@ -72,3 +73,42 @@ def test_a_judge_that_answers_nonsense_is_a_counted_exclusion(recipe: Any, chatl
     line = [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()][-1]
     assert line["samples/excluded/reward_failed"] == len(failed)
     assert "the judge gave no verdict, but 'I like turtles'" in finished.output
+
+
+NO_KEY = ("http", 401, "/score", "the environment variable SCORER_KEY must have a key that the endpoint accepts")
+NO_PAGE = ("judge", 404, "/chat/completions", "correct the options endpoint.base_url and endpoint.model")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "refusal"),
+    [("local", NO_KEY), ("local", NO_PAGE), pytest.param("ray", NO_KEY, marks=pytest.mark.slow)],
+    ids=["http-local", "judge-local", "http-ray"],
+)
+def test_a_server_that_refuses_access_ends_the_run_although_others_were_scored(
+    recipe: Any, chatlearn: Any, runtime: str, refusal: tuple[str, int, str, str]
+) -> None:
+    """Excluding the refused samples alone would let the run go on: every second request is answered."""
+    backend, status, path, remedy = refusal
+
+    def reply(body: Any, number: int) -> HttpReply:
+        if number % 2:
+            return HttpReply({"error": "sk-secret"}, status)
+        if backend == "judge":
+            return length_of_the_answer(body, number)
+        return HttpReply({"results": [{"id": row["id"], "score": len(row["completion"])} for row in body["samples"]]})
+
+    with FakeHttpServer(reply) as server:
+        role = judged_by(server)
+        if backend == "http":
+            options = {"url": f"{server.url}{path}", "api_key_env": "SCORER_KEY", "batch_size": 1}
+            role = {"kind": "reward", "backend": "http", "options": options}
+        recipe.content["roles"]["reward"] = role
+        recipe.content["runtime"] = {"backend": runtime, "options": {"num_threads": 1}}
+        finished = chatlearn("run", recipe.write(), NO_PROXY="127.0.0.1", SCORER_KEY="sk-secret")
+        expected = f"reward '{backend}' of role 'reward': {server.url}{path} "
+    assert finished.code == 2, finished.output
+    assert expected in finished.output
+    assert f"HTTP status {status}" in finished.output
+    assert remedy in finished.output
+    assert ("sk-secret" in finished.output) == (backend == "judge"), "a key is not shown"
+    assert not list((recipe.run_dir / "rollouts").glob("*")), "the run ends in its first step"

@@ -193,6 +193,17 @@ def test_a_wrong_key_ends_the_run_and_is_not_shown(make_sample: Any) -> None:
     assert KEY not in str(caught.value)
 
 
+def test_a_wrong_address_ends_the_run(make_sample: Any) -> None:
+    with (
+        FakeHttpServer(lambda body, number: HttpReply({"detail": "Not Found"}, 404)) as server,
+        pytest.raises(
+            RoleLostError, match=r"role 'reward': http.*/score answers with HTTP status 404: .*the option url"
+        ),
+    ):
+        scored(server, [make_sample("a"), make_sample("b", index=1)])
+    assert len(server.requests) == 1
+
+
 def test_a_cancelled_call_withdraws_its_samples(make_sample: Any) -> None:
     async def cancelled(reward: HttpReward, server: FakeHttpServer) -> list[RewardResult]:
         first = asyncio.ensure_future(reward.score([make_sample("hang")]))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatlearn_core.exceptions import RoleLostError
 from chatlearn_core.runtime.plan import RewardGate
 from chatlearn_core.types import (
     RAW_BASIS,
@@ -371,3 +372,14 @@ async def test_objects_that_raise_when_looked_at_are_an_error() -> None:
         assert result.value is None
         assert result.error is not None
         assert "RudeError" in result.error or "RuntimeError" in result.error
+
+
+async def test_a_reward_that_can_score_nothing_ends_the_run_and_is_not_asked_again() -> None:
+    def refused(samples: Sequence[Sample]) -> Any:
+        raise RoleLostError("the server refuses the key")
+
+    reward = FakeReward(refused)
+    group = CombinedReward("reward", [RewardPart("http", reward), RewardPart("other", constant(1.0))], 30.0)
+    with pytest.raises(RoleLostError, match="the server refuses the key"):
+        await group.score([make_sample(0), make_sample(1)])
+    assert len(reward.seen) == 1

@@ -25,7 +25,9 @@ class EndpointJudge:
 
     def __init__(self, options: JudgeEndpoint, what: str) -> None:
         self._options = options
-        self._endpoint = HttpEndpoint(f"{options.base_url}/chat/completions", options, what)
+        self._endpoint = HttpEndpoint(
+            f"{options.base_url}/chat/completions", options, what, "the options endpoint.base_url and endpoint.model"
+        )
 
     @property
     def name(self) -> str:

@@ -50,14 +50,16 @@ class HttpEndpoint:
     Args:
         url: absolute URL of every request.
         what: the caller, for error messages, such as ``reward 'judge' of role 'reward'``.
+        address_options: the options that the URL is made of, for error messages, such as ``url``.
 
     Raises:
         ConfigError: the environment variable with the key is not set, or its value cannot be sent. The message names
             the variable and never shows its value.
     """
 
-    def __init__(self, url: str, options: EndpointOptions, what: str) -> None:
+    def __init__(self, url: str, options: EndpointOptions, what: str, address_options: str) -> None:
         self._url = url
+        self._address_options = address_options
         self._options = options
         self._what = what
         self._key = None if options.api_key_env is None else _key(options.api_key_env, what)
@@ -100,7 +102,8 @@ class HttpEndpoint:
 
         Raises:
             DataError: the body cannot be written as JSON, or the endpoint refuses this request (400, 413, 422).
-            RoleLostError: it refuses all requests: the key is wrong (401, 403), or the URL does not exist.
+            RoleLostError: it refuses all requests: the key is wrong (401, 403), or nothing is at the URL (404 and other
+                statuses that are not 200). It ends the run.
             EndpointFailedError: all of the ``retries + 1`` attempts failed, or the deadline passed.
         """
         return await self.run(self.post_here(body, deadline))
@@ -183,7 +186,7 @@ class HttpEndpoint:
         if status in (400, 413, 422):
             raise DataError(f"{self._url} refuses the request, {told}")
         if status != 200:
-            raise RoleLostError(f"{self._what}: {self._url} answered with {told}; correct the address or the model")
+            raise RoleLostError(f"{self._what}: {self._url} answers with {told}; correct {self._address_options}")
         try:
             return _Json(json.loads(content))
         except (ValueError, RecursionError) as error:

@@ -42,7 +42,7 @@ class HttpReward:
     def __init__(self, options: HttpOptions, context: RoleContext) -> None:
         self._options = options
         what = f"reward 'http' of role {context.role!r}"
-        self._endpoint = HttpEndpoint(options.url, options, what)
+        self._endpoint = HttpEndpoint(options.url, options, what, "the option url")
         self._tokens = StepTokens(context.load_tokenizer, what)
         self._batcher = RequestBatcher(
             self._send,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from chatlearn_core.exceptions import RoleLostError
 from chatlearn_core.protocols import MemoryPart, Reward
 from chatlearn_core.runtime.boundary import checked_reward, checked_rewards, said
 from chatlearn_core.runtime.plan import RewardGate, RolePlan
@@ -55,7 +56,7 @@ class CombinedReward:
         """Return one result per sample, in order; failures of a reward become results with errors.
 
         Raises:
-            RoleLostError: a role that a reward calls can no longer work.
+            RoleLostError: a reward, or a role that it calls, can no longer work.
         """
         verdicts: list[dict[str, RewardResult]] = [{} for _ in samples]
 
@@ -100,6 +101,8 @@ class CombinedReward:
             if task is not None and task.cancelling():
                 raise  # the run is being stopped
             problem = f"the reward cancelled itself: {said(error)}"
+        except RoleLostError:
+            raise  # no sample can be scored, so the run ends
         except (Exception, SystemExit) as error:
             if clock.limit.expired():
                 problem = f"no answer within {self.timeout_s:g} s (roles.{self.name}.timeout_s)"

@@ -121,7 +121,7 @@ class RemoteRewardGroup:
         """Return one result per sample, in order; failures of a reward become results with errors.
 
         Raises:
-            RoleLostError: a role that a reward calls can no longer work.
+            RoleLostError: a reward, or a role that it calls, can no longer work.
             BackendError: workers died more often than their restart limit allows.
         """
         index = self._calls % len(self._places)
