@@ -31,7 +31,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 ENGINE_TIMEOUT_S = 900
 """The first test of an engine waits for its start, which takes minutes on a machine that is busy."""
-OPT_IN = ("grid", "matrix", "models")
+OPT_IN = ("grid", "learning", "matrix", "models")
 """Markers of tests that take too long for every change: they run when `-m` names them."""
 
 

@@ -17,7 +17,7 @@ LEAST_RISE = 0.15
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.learning) for seed in (1, 2))])
 def test_held_out_accuracy_rises(seed: int, tmp_path: Path) -> None:
     """On problems in neither training file: the program asserts that itself, and this test reads the files again."""
     finished = subprocess.run(
