@@ -69,6 +69,10 @@ class ControlTokens:
         """Return the id of a control token."""
         return self._special[token][0]
 
+    def token_of(self, token_id: int) -> str | None:
+        """Return the control token with this id; None if it is another token."""
+        return next((token for token, (own, _) in self._special.items() if own == token_id), None)
+
     def hide(self, value: Any) -> Hidden:
         """Replace every control token in the texts of ``value`` by a character.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from chatlearn_chat.continuation import text_after_turn
 from chatlearn_chat.control_tokens import ControlTokens, Hidden
 from chatlearn_chat.conversation import MarkedConversation, marked_conversation
 from chatlearn_chat.deadline import Deadline, TooSlowError
@@ -54,6 +55,7 @@ class ChatTemplateRenderer:
     _control: ControlTokens = field(init=False, repr=False)
     _shortest: ShortestEncoding = field(init=False, repr=False)
     _end_of_turn: str | None = field(init=False, repr=False)
+    _generation_prompt: str = field(init=False, repr=False)
     _deadline: Deadline = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class ChatTemplateRenderer:
         object.__setattr__(self, "_control", ControlTokens(self.tokenizer, self._turn_delimiters()))
         object.__setattr__(self, "_shortest", ShortestEncoding(self.tokenizer))
         object.__setattr__(self, "_end_of_turn", self._found_end_of_turn() if self.uses_template else None)
+        object.__setattr__(self, "_generation_prompt", self._found_generation_prompt() if self.uses_template else "")
 
     def spelled_control_tokens(self, *texts: Any) -> tuple[str, ...]:
         """Return the control tokens that prompts and completions spell, each once."""
@@ -88,6 +91,49 @@ class ChatTemplateRenderer:
         if not ids:
             raise DataError("the prompt has no tokens")
         return RenderedPrompt(text, np.asarray(ids, dtype=np.int64), kept)
+
+    def continuation(
+        self, messages: Sequence[Message], index: int, end_id: int | None, tools: Sequence[Any] = ()
+    ) -> TokenIds:
+        """Render what follows a sampled turn, up to the next generation prompt: [N] ids to append to the sampled ones.
+
+        Nothing before is encoded again, so the conversation's tokens stay those that the policy sampled.
+
+        Args:
+            messages: the whole conversation, including the sampled turn and the messages that follow it.
+            index: position of the sampled turn in ``messages``.
+            end_id: the sampled token that ended the turn. None if a limit or a stop string ended it: the token by which
+                the template ends a turn is then appended, too.
+            tools: tools for the template.
+
+        Raises:
+            DataError: there is no template, a message is malformed, or the end of the turn cannot be located; has only
+                the reason.
+        """
+        if not self.uses_template:
+            raise DataError("the tokenizer has no chat template, which a conversation of several turns needs")
+        given = checked_prompt(messages)
+        if index + 1 >= len(given) or given[index + 1]["role"] == "assistant":
+            raise DataError(f"message {index + 1} must be another's, not the assistant's, to follow its turn")
+        whole = self._messages(given)
+        index += len(whole) - len(given)
+        hidden = self._hidden(whole, tools)
+        if hidden.spelled:
+            self._revealed(hidden, self._template(hidden.value[0], True, hidden.value[1]), whole, tools, True)
+        end = None if end_id is None else self._control.token_of(end_id)
+        text = text_after_turn(
+            hidden.value[0],
+            index,
+            lambda shown, ask: self._template(shown, ask, hidden.value[1]),
+            generation_prompt=self._generation_prompt,
+            sampled_end=end,
+            end_of_turn=self._end_of_turn,
+        )
+        if end is None:
+            return np.asarray(self._encode_hidden(text, hidden), dtype=np.int64)
+        ids = self._encode_hidden(end + text, hidden)  # together, because a tokenizer may begin each text with a space
+        assert ids[:1] == [end_id], "a control token is encoded as itself"
+        return np.asarray(ids[1:], dtype=np.int64)
 
     @property
     def uses_template(self) -> bool:
@@ -210,6 +256,14 @@ class ChatTemplateRenderer:
         except DataError:
             return None  # the template needs another kind of conversation
         return self._control.last_at_end_of(text.rstrip())
+
+    def _found_generation_prompt(self) -> str:
+        question = [{"role": "user", "content": "x"}]
+        try:
+            without, text = self._template(question, False), self._template(question, True)
+        except DataError:
+            return ""  # the template needs another kind of conversation
+        return text.removeprefix(without) if text.startswith(without) else ""
 
     def _without_written_end(self, message: Message) -> Message:
         """Remove a written end-of-turn token from the message, because the template adds it."""
