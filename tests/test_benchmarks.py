@@ -59,6 +59,15 @@ def test_reward_throughput() -> None:
 
 
 @pytest.mark.slow
+def test_gateway() -> None:
+    result = run_benchmark("gateway", "--quick")
+    assert [row["sessions"] for row in result["rows"]] == [1, 4]
+    assert all(row["generator_ms"]["median"] >= 50.0 for row in result["rows"])
+    assert result["memory"]["tokens"] > 2 * 64, "two turns of 64 tokens, and prompts"
+    assert result["memory"]["bytes"] > 8 * result["memory"]["tokens"]
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 def test_prompt_path() -> None:
     """The table of the architecture document has the files that hand the prompt on."""

@@ -1,0 +1,119 @@
+"""What the three protocols have in common: a request, the reply to it, and why a request is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from chatlearn_core.data.format import Message
+
+RefusalKind = Literal[
+    "authentication", "context_length", "failed", "invalid", "model", "not_found", "over", "too_large", "turn_limit"
+]
+FinishedBy = Literal["stop", "length", "tool_calls"]
+STATUS: Mapping[RefusalKind, int] = {
+    "authentication": 401,
+    "context_length": 400,
+    "failed": 500,
+    "invalid": 400,
+    "model": 404,
+    "not_found": 404,
+    "over": 403,
+    "too_large": 413,
+    "turn_limit": 400,
+}
+"""HTTP status of each kind. Clients repeat 408, 409, 429 and 5xx, and nothing else."""
+
+
+class RefusedError(Exception):
+    """A request is not answered.
+
+    Args:
+        kind: determines the status, and the type of the error in each protocol.
+        message: for the agent's author.
+        parameter: the parameter of the request that is wrong.
+    """
+
+    def __init__(self, kind: RefusalKind, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.parameter = parameter
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        return STATUS[self.kind]
+
+
+@dataclass(slots=True, frozen=True)
+class ChatRequest:
+    """One request, whichever protocol it came by."""
+
+    messages: tuple[Message, ...]
+    """As chat templates take them: roles ``system``, ``user``, ``assistant``, ``tool``; contents are texts; the
+    ``arguments`` of tool calls are objects."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    streams: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@dataclass(slots=True, frozen=True)
+class TextPiece:
+    """A part of a reply's content and the tokens that it is made of, for streaming."""
+
+    text: str
+    tokens: tuple[int, int]
+    """[start, stop) in the sampled tokens."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """The policy's turn. It is recorded for training when ``commit`` is called, just before the client has all of it.
+
+    All of ``token_texts``, ``token_ids`` and ``logprobs`` have length C, the number of sampled tokens.
+    """
+
+    number: int
+    """Of the request in its session, from 0."""
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish: FinishedBy
+    stop_string: str | None
+    """The stop string that ended the turn; ``content`` ends before it."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    token_ids: Sequence[int]
+    token_texts: Sequence[str]
+    logprobs: Sequence[float]
+    pieces: tuple[TextPiece, ...]
+    """``content`` in parts, for a request that streams; otherwise empty."""
+    commit: Callable[[], None]
+
+
+def reply_message(reply: Reply, arguments_of: Callable[[str], Any]) -> Message:
+    """The reply as the message that a client sends back in its next request."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
+            }
+            for call in reply.tool_calls
+        ]
+    return message

@@ -1,0 +1,137 @@
+"""The environment ``agent``: a rollout is one run of an agent that takes the gateway for its model provider."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_core.exceptions import BackendError, TurnLimitError
+from chatlearn_core.protocols import RoleContext, RolloutContext
+from chatlearn_core.types import Completion, Prompt, RewardResult, Rollout, RolloutStatus, SamplingParams, TokenIds
+from chatlearn_gateway.agents import Agent, AgentCall, CommandAgent, FunctionAgent
+from chatlearn_gateway.options import AgentOptions
+from chatlearn_gateway.server import Gateway
+from chatlearn_gateway.session import Session
+from chatlearn_gateway.turn_reader import TurnReader
+
+_LOG = logging.getLogger(__name__)
+
+
+class AgentEnvironment:
+    """Runs the agent of the options once for each rollout; see the options."""
+
+    def __init__(self, options: AgentOptions, context: RoleContext) -> None:
+        self.options = options
+        self._gateway = Gateway(
+            model=options.model, host=options.host, port=options.port, max_request_bytes=options.max_request_bytes
+        )
+        self._agent: Agent | None = None
+        self._reader: TurnReader | None = None
+
+    def setup(self) -> None:
+        """Import the agent and start the server.
+
+        Raises:
+            ConfigError: there is no such agent.
+            BackendError: the server does not start.
+        """
+        options = self.options
+        if options.function is not None:
+            self._agent = FunctionAgent(options.function)
+        else:
+            assert options.command is not None, "checked by the options"
+            self._agent = CommandAgent(options.command)
+        self._gateway.start()
+
+    def close(self) -> None:
+        """End all sessions and stop the server."""
+        self._gateway.close()
+
+    async def rollout(self, prompt: Prompt, context: RolloutContext) -> Rollout:
+        """Run the agent with a key of its own; the samples are what the gateway recorded under it.
+
+        Raises:
+            BackendError: the agent raised, made no request, or returned no reward although it gives the reward.
+            TurnLimitError: it raised after the role's ``max_turns`` were over, and no ``truncated_reward`` is set.
+        """
+        session = self._session(context)
+        key = self._gateway.open(session)
+        status: RolloutStatus = "finished"
+        result: Any = None
+        try:
+            result = await self._act(key, prompt)
+        except BackendError as error:
+            if session.limit is None:
+                raise
+            status = "truncated"
+            if self.options.reward == "agent":
+                result = self.options.truncated_reward
+                if result is None:
+                    kind = TurnLimitError if session.limit.kind == "turn_limit" else BackendError
+                    raise kind(f"rollout {context.id}: {session.limit}; then {error}") from error
+        finally:
+            self._gateway.end(key)
+        # Where the requests are: one that the agent did not wait for may be recorded at this moment.
+        samples, counts = await self._gateway.call(session.samples), session.counts
+        if counts.refused or counts.disconnected:
+            _LOG.info(
+                "rollout %s: of %d requests %d were refused and %d were not waited for",
+                context.id, counts.requests, counts.refused, counts.disconnected,
+            )  # fmt: skip
+        if not samples:
+            raise BackendError(
+                f"rollout {context.id}: the agent ended without a turn of the model; it must use the base_url and the "
+                f"api_key that it is given (it made {counts.requests} requests)"
+            )
+        reward = self._reward(context.id, result) if self.options.reward == "agent" else None
+        order = context.order
+        return Rollout(order.id, order.group_id, order.example, samples, status, reward)
+
+    async def _act(self, key: str, prompt: Prompt) -> Any:
+        assert self._agent is not None, "set up before it is used"
+        example = {
+            "id": prompt.id,
+            "messages": [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}],
+            "text": prompt.text,
+            "ground_truth": prompt.ground_truth,
+            "columns": dict(prompt.columns),
+        }
+        return await self._agent.act(AgentCall(f"{self._gateway.url}/v1", key, self.options.model, example))
+
+    def _session(self, context: RolloutContext) -> Session:
+        here = asyncio.get_running_loop()
+
+        async def generate(token_ids: TokenIds, sampling: SamplingParams) -> Completion:
+            """On the environment's loop, from the server's."""
+            asked = asyncio.run_coroutine_threadsafe(context.generate(token_ids, sampling=sampling), here)
+            return await asyncio.wrap_future(asked)
+
+        if self._reader is None:
+            # A copy, because encoding changes settings of a tokenizer, and others of this process use the original.
+            renderer = ChatTemplateRenderer(copy.deepcopy(context.tokenizer))
+            written = self.options.tool_calls
+            self._reader = TurnReader(renderer, None if written == "auto" else written)
+        return Session(context, self._reader, generate)
+
+    def _reward(self, rollout_id: str, result: Any) -> RewardResult:
+        """The reward that an agent returned."""
+        if isinstance(result, RewardResult):
+            return result
+        fields = result if isinstance(result, Mapping) else {"reward": result}
+        value = fields.get("reward")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise BackendError(
+                f"rollout {rollout_id}: the agent returned {result!r:.80}; with options.reward=agent it returns a "
+                "finite number, or a mapping with one as 'reward'. Set options.reward=flow to let a reward role judge"
+            )
+        parts = {
+            str(name): float(part)
+            for name, part in fields.items()
+            if name != "reward" and isinstance(part, int | float) and math.isfinite(part)
+        }
+        return RewardResult(float(value), components=parts)

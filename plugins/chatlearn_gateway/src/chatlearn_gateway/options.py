@@ -1,0 +1,61 @@
+"""Options of the environment ``agent``. Imports pydantic only."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class AgentOptions(BaseModel):
+    """The agent, the source of the reward, and the address of the server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    function: str | None = Field(
+        None,
+        description="The agent, package.module:function, sync or async. It is called with those of base_url, api_key, "
+        "model and example that it has parameters for. Exactly one of function and command is set.",
+    )
+    command: tuple[str, ...] | None = Field(
+        None,
+        description="The agent as a program and its arguments. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and CHATLEARN_MODEL; standard input is the example as JSON.",
+    )
+    reward: Literal["flow", "agent"] = Field(
+        "flow",
+        description="flow: a reward role judges the rollout. agent: the function returns it, or the program prints it "
+        "as the last line of its output: a number, or an object with 'reward' and further numbers.",
+    )
+    truncated_reward: float | None = Field(
+        None,
+        description="With reward: agent, the reward of a rollout whose agent raised after a request was refused "
+        "because of the context's length or the number of turns. Without it, such a rollout is excluded.",
+    )
+    tool_calls: Literal["auto", "hermes", "json", "none"] = Field(
+        "auto",
+        description="How the model writes tool calls. hermes: <tool_call>{...}</tool_call>. json: the whole turn is an "
+        "object with name and parameters. none: never. auto: as the chat template does.",
+    )
+    model: str = Field("policy", min_length=1, description="Name under which the server offers the generator.")
+    host: str = Field("127.0.0.1", description="Address at which the server listens. Other than loopback: unencrypted.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the server; 0: one that is free.")
+    max_request_bytes: int = Field(16 << 20, ge=1024, description="Longest request body, bytes.")
+
+    @field_validator("truncated_reward")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"truncated_reward is {value}; it must be a finite number")
+        return value
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> AgentOptions:
+        if (self.function is None) == (self.command is None):
+            raise ValueError("set exactly one of function (package.module:function) and command (a list of texts)")
+        if self.command is not None and not self.command:
+            raise ValueError("command is empty; its first entry is the program")
+        if self.truncated_reward is not None and self.reward != "agent":
+            raise ValueError("truncated_reward is for reward: agent; a reward role judges truncated rollouts itself")
+        return self

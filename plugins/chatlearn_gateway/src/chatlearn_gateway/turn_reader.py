@@ -1,0 +1,97 @@
+"""Takes a sampled turn apart: text, tool calls, and what ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_core.types import Completion
+from chatlearn_gateway.chat import TextPiece
+from chatlearn_gateway.tool_calls import MARKERS, ToolCallFormat, parsed_tool_calls, tool_call_format
+
+_REPLACEMENT = "\ufffd"
+"""What a decoder writes for an incomplete character."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReadTurn:
+    """A sampled turn as a client sees it."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    """(name, JSON of the arguments) of each tool call."""
+    end_id: int | None
+    """The sampled token that ended the turn; None if a limit or a stop string did."""
+    stop_string: str | None
+    pieces: tuple[TextPiece, ...]
+    """``content`` in parts of whole characters; empty if they are not needed."""
+
+
+class TurnReader:
+    """Reads the turns of one model.
+
+    Args:
+        renderer: of the model's tokenizer.
+        written: format of the tool calls that the policy writes; None takes that of the chat template.
+    """
+
+    def __init__(self, renderer: ChatTemplateRenderer, written: ToolCallFormat | None = None) -> None:
+        self.renderer = renderer
+        self._tokenizer: Any = renderer.tokenizer
+        self._written = written or tool_call_format(self._tokenizer.chat_template)
+        special = {
+            token_id: str(token) for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._ends = {*special, self._tokenizer.eos_token_id, renderer.end_of_turn_id}
+        # Decoding must leave the markers of tool calls.
+        self._skip = not set(MARKERS[self._written]) & set(special.values())
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token alone."""
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
+
+    def read(self, completion: Completion, *, has_tools: bool, in_pieces: bool) -> ReadTurn:
+        """Take a completion apart.
+
+        Args:
+            has_tools: whether there are tools; otherwise a text that looks like a call is content.
+            in_pieces: whether ``pieces`` are needed, which take time for every token.
+        """
+        ids = completion.token_ids.tolist()
+        stopped = completion.finish_reason == "stop"
+        stop_ids = completion.sampling.stop_token_ids
+        end_id = ids[-1] if stopped and ids and (ids[-1] in self._ends or ids[-1] in stop_ids) else None
+        written = ids if end_id is None else ids[:-1]
+        content = self._tokenizer.decode(written, skip_special_tokens=self._skip)
+        stop_string, calls = None, list[tuple[str, str]]()
+        if stopped and end_id is None:
+            content, stop_string = _before_stop(content, completion.sampling.stop)
+        if has_tools and stop_string is None:
+            content, calls = parsed_tool_calls(content, self._written)
+        pieces = self._pieces(written, content, len(ids)) if in_pieces else ()
+        return ReadTurn(content, tuple(calls), end_id, stop_string, pieces)
+
+    def _pieces(self, ids: Sequence[int], content: str, num_tokens: int) -> tuple[TextPiece, ...]:
+        """The content in parts; one part if it is not simply the tokens' texts in a row."""
+        pieces: list[TextPiece] = []
+        start = 0
+        for stop in range(1, len(ids) + 1):
+            text = self._tokenizer.decode(ids[start:stop], skip_special_tokens=self._skip)
+            if not text.endswith(_REPLACEMENT) or stop == len(ids):
+                pieces.append(TextPiece(text, (start, stop)))
+                start = stop
+        if "".join(piece.text for piece in pieces) != content or not pieces:
+            return (TextPiece(content, (0, num_tokens)),)
+        last = pieces[-1]
+        return (*pieces[:-1], TextPiece(last.text, (last.tokens[0], num_tokens)))
+
+
+def _before_stop(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The content before the first stop string in it, and that string."""
+    places = [(content.find(stop), stop) for stop in stops if stop in content]
+    if not places:
+        return content, None
+    place, stop = min(places)
+    return content[:place], stop

@@ -1,0 +1,67 @@
+"""What the bodies of the three protocols share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chatlearn_gateway.chat import RefusedError
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class ServedBy:
+    """What a response says about its server."""
+
+    model: str
+    session: str
+    """Part of the ids of responses."""
+    time_s: int
+    """Seconds since 1970."""
+
+
+def refuse_parameters(
+    given: Mapping[str, Any] | None, accepted: Collection[str], neutral: Mapping[str, Sequence[Any]]
+) -> None:
+    """Refuse parameters that would change the answer, which this server cannot do.
+
+    Args:
+        given: parameters that the model of the body does not name.
+        accepted: parameters that are ignored. Those of sampling are the run's, because the logprobs that are trained on
+            must be of the distribution that was sampled from.
+        neutral: values that change nothing, by parameter.
+
+    Raises:
+        RefusedError: names the parameter.
+    """
+    for name, value in (given or {}).items():
+        if value is None or name in accepted or value in neutral.get(name, ()):
+            continue
+        known = f"; only {neutral[name][0]!r} is" if name in neutral else ""
+        raise RefusedError("invalid", f"parameter {name}={value!r:.80} is not supported{known}. Leave it out", name)
+
+
+def text_of_parts(content: Any, kinds: Collection[str]) -> str:
+    """The text of a message's content, which is a text, a list of parts, or nothing.
+
+    Args:
+        content: as the client sent it.
+        kinds: the types of parts that hold text.
+
+    Raises:
+        RefusedError: a part is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise RefusedError(
+                "invalid", f"a content part of type {part.get('type')!r} is not supported; only text is", "messages"
+            )
+        texts.append(part["text"])
+    return "".join(texts)

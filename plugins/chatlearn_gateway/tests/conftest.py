@@ -1,0 +1,125 @@
+"""A gateway before a generator that writes what the test tells it, token by token as its tokenizer encodes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chatlearn_chat import ChatTemplateRenderer
+from chatlearn_core.protocols import RolloutContext, RolloutOrder
+from chatlearn_core.types import Completion, GenerateRequest, Prompt, SamplingParams, VersionSpan
+from chatlearn_gateway.server import Gateway
+from chatlearn_gateway.session import Session
+from chatlearn_gateway.turn_reader import TurnReader
+from chatlearn_hf.tiny import build_tiny_tokenizer
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' }}"
+    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with tools in the manner of Qwen2.5."""
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    return tokenizer
+
+
+@dataclass
+class Scripted:
+    """Answers requests with prepared texts, in order, and keeps what it was asked.
+
+    A text ends with the end-of-turn token unless the request's ``max_tokens`` cuts it. ``split`` encodes it character
+    by character, as a policy may sample it and no tokenizer would encode it.
+    """
+
+    tokenizer: Any
+    texts: list[str] = field(default_factory=list)
+    asked: list[GenerateRequest] = field(default_factory=list)
+    split: bool = True
+    delay_s: float = 0.0
+    fails: Exception | None = None
+
+    async def __call__(self, handle: str, request: GenerateRequest) -> Completion:
+        self.asked.append(request)
+        await asyncio.sleep(self.delay_s)
+        if self.fails is not None:
+            raise self.fails
+        text = self.texts.pop(0)
+        parts = list(text) if self.split else [text]
+        ids = [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
+        ids.append(self.tokenizer.eos_token_id)
+        cut = ids[: request.sampling.max_tokens]
+        return Completion(
+            request_id=request.id,
+            token_ids=np.array(cut, np.int64),
+            logprobs=-0.5 - np.arange(len(cut), dtype=np.float32) / 64,
+            basis=request.sampling.basis,
+            finish_reason="stop" if len(cut) == len(ids) else "length",
+            sampling=request.sampling,
+            version_spans=(VersionSpan(0, len(cut), len(self.asked)),),
+            text=text,
+        )
+
+
+@pytest.fixture
+def scripted(tokenizer: Any) -> Callable[..., Scripted]:
+    """``scripted(*texts)``: a generator that writes these texts."""
+    return lambda *texts, **settings: Scripted(tokenizer, list(texts), **settings)
+
+
+@dataclass
+class Served:
+    """A session behind a server."""
+
+    gateway: Gateway
+    generator: Scripted
+    session: Session
+    key: str
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    gateway.start()
+    yield gateway
+    gateway.close()
+    assert not any(thread.name == "gateway" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def serve(gateway: Gateway, tokenizer: Any, scripted: Any) -> Iterator[Callable[..., Served]]:
+    """``serve(*texts, max_tokens=, max_turns=, turn_tokens=)``: a session whose generator writes these texts."""
+    made: list[Served] = []
+
+    def make(
+        *texts: str, max_tokens: int = 1000, max_turns: int | None = None, turn_tokens: int = 500, **settings: Any
+    ) -> Served:
+        generator = scripted(*texts, **settings)
+        prompt = Prompt("p", np.array([5, 6], np.int64), "what is 1 + 1?")
+        order = RolloutOrder("p@0#0", "p@0", prompt, SamplingParams(turn_tokens), 7, max_tokens, 60.0, max_turns)
+        session = Session(RolloutContext(order, tokenizer, generator), TurnReader(ChatTemplateRenderer(tokenizer)))
+        served = Served(gateway, generator, session, gateway.open(session))
+        made.append(served)
+        return served
+
+    yield make
+    for one in made:
+        gateway.end(one.key)
