@@ -48,7 +48,7 @@ class RuntimeEvent:
     """An event in a runtime that did not stop it, such as a rebuilt worker."""
 
     name: str
-    """One word for programs: ``replica_rebuilt``, ``reward_worker_rebuilt``, ``ranks_rebuilt``."""
+    """One word for programs: ``replica_rebuilt``, ``reward_worker_rebuilt``, ``trainer_rebuilt``."""
     text: str
     """One sentence for users."""
     facts: Mapping[str, Any] = field(default_factory=dict)

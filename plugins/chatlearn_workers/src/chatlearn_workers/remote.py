@@ -110,15 +110,17 @@ class RemoteWorker:
         num_stopped: dict[int, int] = {}
         while self._lost is None or not self._lost.done():
             answer = asyncio.ensure_future(self._is_there())
-            while not (await asyncio.wait({answer}, timeout=look_s))[0]:
-                num_missed += is_up  # a process that has not started yet cannot answer
-                if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
-                    answer.cancel()
-                    self._give_up(
-                        f"it did not answer for {num_missed * look_s:.0f} s (runtime.options.heartbeat_timeout_s is "
-                        f"{self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
-                    )
-                    return
+            try:
+                while not (await asyncio.wait({answer}, timeout=look_s))[0]:
+                    num_missed += is_up  # a process that has not started yet cannot answer
+                    if num_missed > LOOKS * (START_PATIENCE if self._is_starting else 1):
+                        self._give_up(
+                            f"it did not answer for {num_missed * look_s:.0f} s (runtime.options.heartbeat_timeout_s "
+                            f"is {self.silence_s:g}) and was killed: it was stopped, or C code held its interpreter"
+                        )
+                        return
+            finally:
+                answer.cancel()  # nobody waits for it any more, also when this task is cancelled
             try:
                 stopped = answer.result()
             except ProcessEndedError:

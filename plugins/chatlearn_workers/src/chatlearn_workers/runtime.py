@@ -122,14 +122,28 @@ class WorkersRuntime(ABC):
             await self._open()
             chains = [[role] for role in self.plan.roles] if role_is_up is None else self._roles_by_devices()
             await all_or_first_error([self._start_chain(chain, role_is_up) for chain in chains], grace_s=0.0)
-            for route in self.plan.weight_syncs:
-                await self.connect(route)
-            for role in self.plan.roles.values():
-                if role.refresh is not None and role.refresh.route is not None:
-                    await self._connect_follower(role.refresh.route, role.refresh.decay)
+            await self._connect_all(role_is_up)
         except BaseException:
             await self.close()
             raise
+
+    async def _connect_all(self, role_is_up: RoleIsUp | None) -> None:
+        """Open every transport. A trainer that is lost meanwhile is rebuilt, as often as its restarts allow."""
+        connects = [partial(self.connect, route) for route in self.plan.weight_syncs]
+        for role in self.plan.roles.values():
+            if role.refresh is not None and role.refresh.route is not None:
+                connects.append(partial(self._connect_follower, role.refresh.route, role.refresh.decay))
+        while connects:
+            try:
+                await connects[0]()
+            except TrainerLostError as lost:
+                broken = self._broken_trainers()
+                await self.recover(lost)
+                if role_is_up is not None:
+                    for name in broken:
+                        await role_is_up(name)
+            else:
+                del connects[0]
 
     async def connect(self, route: WeightRoute) -> None:
         """Open the transport between a trainer and a generator role, replacing an existing one."""
@@ -199,7 +213,7 @@ class WorkersRuntime(ABC):
         """End the remaining ranks of every broken trainer and rebuild it in the same places; then also rebuild replicas
         that were given up because the trainer died while sending them weights.
         """
-        broken = [name for name, group in self._trainers.items() if group.is_broken]
+        broken = self._broken_trainers()
         for name in broken:
             build = partial(self._start_ranks, self.plan.roles[name], self._trainers[name])
             await self._trainer_restart_budgets[name].rebuild("a rank", lost, build)
@@ -207,6 +221,9 @@ class WorkersRuntime(ABC):
             next(iter(self._trainer_restart_budgets.values())).spend("what it was to train on", lost)
         for fleet in self._fleets.values():
             await fleet.rebuild_given_up()
+
+    def _broken_trainers(self) -> list[str]:
+        return [name for name, group in self._trainers.items() if group.is_broken]
 
     def devices(self) -> Mapping[str, frozenset[Device]]:
         """The GPUs that running workers see; before that, and on the host, the planned devices."""
